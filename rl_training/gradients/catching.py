@@ -1,8 +1,8 @@
 """Catch the gradients of one backward as they arrive and add them to the rows of folds, in one of three ways.
 
-    SentGradients      hooks on the leaves; each bucket is sent once it is complete
-    GrownGradients     the loop's backward reduces gradients itself (FSDP2): what it has added to `.grad`
-    ReducedGradients   a probe's backward reduces them itself: takes each `.grad` at once, so few exist at a time
+    SentGradients          hooks on the leaves; each bucket is sent once it is complete
+    AccumulatedGradients   the loop's backward reduces gradients itself (FSDP2): what it has added to `.grad`
+    ReducedGradients       a probe's backward reduces them itself: takes each `.grad` at once, so few exist at a time
 
 Each starts with `begin`. After a successful backward comes `finish`, which is a collective. After a failed one, perhaps
 on this rank only, comes `drop`, which is not.
@@ -24,17 +24,17 @@ from rl_training.gradients.exchange import Exchange
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, constant
 
-NOT_ALONE = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
+ENDS_TRAINING = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
 Timed = Callable[[], AbstractContextManager[None]]  # returns a context that adds up the time spent in it
 
 
-class HeldGradients:
+class PendingGradients:
     """Gradients that have arrived but are not added to rows yet, by bucket of the layout."""
 
     def __init__(self, shard: Shard) -> None:
         self._layout = shard.layout
         self.buckets = shard.layout.buckets
-        self.bucket_of = {name: number for number, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.bucket_of = {name: index for index, bucket in enumerate(self.buckets) for name in bucket.names}
         self._gradients: dict[str, Tensor] = {}
 
     def replace(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -45,13 +45,13 @@ class HeldGradients:
         """Hold a parameter's gradient, added to what is already held for it."""
         self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
 
-    def is_complete(self, number: int) -> bool:
+    def is_complete(self, index: int) -> bool:
         """Return whether all gradients of a bucket are held."""
-        return all(name in self._gradients for name in self.buckets[number].names)
+        return all(name in self._gradients for name in self.buckets[index].names)
 
-    def has_any(self, number: int) -> bool:
+    def has_any(self, index: int) -> bool:
         """Return whether any gradient of a bucket is held."""
-        return any(name in self._gradients for name in self.buckets[number].names)
+        return any(name in self._gradients for name in self.buckets[index].names)
 
     def take(self, names: Sequence[str], sizes: Iterable[int]) -> list[Tensor]:
         """Return the held gradients of these parameters, flat, and release them.
@@ -76,7 +76,7 @@ class CaughtBackward(ABC):
 
     Args:
         shard: The trained parameters.
-        held: Holds gradients until they are added.
+        pending: Holds gradients until they are added.
         target: (folds, n) per bucket, to which they are added.
         timed: Returns a context that adds up the time spent in hooks.
     """
@@ -84,8 +84,8 @@ class CaughtBackward(ABC):
     error: Exception | None = None  # raised in a hook of the loop's own backward, which has continued
     num_late_gradients = 0  # gradients that arrived after their bucket was sent
 
-    def __init__(self, shard: Shard, held: HeldGradients, target: Vector, timed: Timed) -> None:
-        self._shard, self._held, self._target, self._timed = shard, held, target, timed
+    def __init__(self, shard: Shard, pending: PendingGradients, target: Vector, timed: Timed) -> None:
+        self._shard, self._pending, self._target, self._timed = shard, pending, target, timed
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
@@ -100,7 +100,7 @@ class CaughtBackward(ABC):
         """Remove the hooks, and release all gradients. Not collective."""
         while self._handles:
             self._handles.pop().remove()
-        self._held.replace({})
+        self._pending.replace({})
         self._target = []
 
 
@@ -111,26 +111,26 @@ class SentGradients(CaughtBackward):
     sent. Gradients still missing at the end are sent as zeros.
 
     Args:
-        shard, held, target, timed: As for any backward. The ranks of a fold are neighbours, equally many for each fold.
+        shard, pending, target, timed: As for any backward. A fold has neighbouring ranks, equally many for each fold.
         exchange: Sends the buckets.
-        leaves: Leaves that get hooks, by name. Empty if the caller of the backward puts its gradients into `held`.
+        leaves: Leaves that get hooks, by name. Empty if the caller of the backward puts its gradients into `pending`.
         consume: Nothing else needs the gradients, so they are freed as they arrive.
     """
 
     def __init__(
         self,
         shard: Shard,
-        held: HeldGradients,
+        pending: PendingGradients,
         target: Vector,
         timed: Timed,
         exchange: Exchange,
         leaves: Mapping[str, Tensor],
         consume: bool,
     ) -> None:
-        super().__init__(shard, held, target, timed)
+        super().__init__(shard, pending, target, timed)
         self._exchange = exchange
         # Number of unsent buckets. They are sent last to first, since a backward roughly completes the last ones first.
-        self._unsent = len(held.buckets)
+        self._unsent = len(pending.buckets)
         self._leaves, self._consumes = leaves, consume
 
     def begin(self) -> None:
@@ -150,7 +150,7 @@ class SentGradients(CaughtBackward):
             self._take(name, gradient)
         except Exception as error:
             if self._shard.num_ranks > 1:  # the other ranks wait for what this one sends
-                error.add_note(NOT_ALONE)
+                error.add_note(ENDS_TRAINING)
                 raise
             self.drop()
             traceback.clear_frames(error.__traceback__)  # they hold gradients, and the error may be that memory ran out
@@ -162,53 +162,55 @@ class SentGradients(CaughtBackward):
         return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape)
 
     def _take(self, name: str, gradient: Tensor) -> None:
-        if self._held.bucket_of[name] >= self._unsent:
+        if self._pending.bucket_of[name] >= self._unsent:
             self.num_late_gradients += 1
             return
-        self._held.add(name, gradient.detach())
-        while self._unsent and self._held.is_complete(self._unsent - 1):
+        self._pending.add(name, gradient.detach())
+        while self._unsent and self._pending.is_complete(self._unsent - 1):
             self._send_next()
 
     def _send_next(self) -> None:
         """Send the last unsent bucket."""
         self._unsent -= 1
-        names = self._held.buckets[self._unsent].names
+        names = self._pending.buckets[self._unsent].names
         with self._timed():
-            gradients = self._held.take(names, map(self._shard.numel, names))
+            gradients = self._pending.take(names, map(self._shard.numel, names))
             self._exchange.add(names, gradients, self._target[self._unsent])
 
 
 class ReducedBackward(CaughtBackward):
     """A backward that reduces gradients itself, with all ranks in one fold: `.grad` holds means over ranks."""
 
-    def _add(self, number: int, before: Tensor | None = None) -> None:
+    def _add(self, index: int, before: Tensor | None = None) -> None:
         """Add what is held of a bucket, minus `before`, to the only row. Missing gradients count as zeros."""
-        bucket, rows = self._held.buckets[number], self._target[number]
-        if self._held.has_any(number):
+        bucket, rows = self._pending.buckets[index], self._target[index]
+        if self._pending.has_any(index):
             with self._timed():
-                mean = torch.cat(self._held.take(bucket.names, bucket.sizes))
+                mean = torch.cat(self._pending.take(bucket.names, bucket.sizes))
                 if before is not None:
                     mean -= before
                 rows[0].add_(mean.to(rows), alpha=self._shard.num_ranks)
 
 
-class GrownGradients(ReducedBackward):
+class AccumulatedGradients(ReducedBackward):
     """Takes what the loop's own backward adds to `.grad`."""
 
-    _before: Sequence[Tensor] = ()  # the content of `.grad` before the backward, by bucket
+    _grads_before: Sequence[Tensor] = ()  # the content of `.grad` before the backward, by bucket
 
     def begin(self) -> None:
-        self._held.replace(self._shard.gradients())
-        self._before = [torch.cat(self._held.take(bucket.names, bucket.sizes)) for bucket in self._held.buckets]
+        self._pending.replace(self._shard.gradients())
+        self._grads_before = [
+            torch.cat(self._pending.take(bucket.names, bucket.sizes)) for bucket in self._pending.buckets
+        ]
 
     def finish(self) -> None:
-        self._held.replace(self._shard.gradients())
-        for number, before in enumerate(self._before):
-            self._add(number, before)
+        self._pending.replace(self._shard.gradients())
+        for index, before in enumerate(self._grads_before):
+            self._add(index, before)
 
     def drop(self) -> None:
         super().drop()
-        self._before = ()
+        self._grads_before = ()
 
 
 class ReducedGradients(ReducedBackward):
@@ -219,13 +221,13 @@ class ReducedGradients(ReducedBackward):
             self._handles.append(param.register_post_accumulate_grad_hook(functools.partial(self._catch, name)))
 
     def finish(self) -> None:
-        for number in range(len(self._held.buckets)):
-            self._add(number)
+        for index in range(len(self._pending.buckets)):
+            self._add(index)
 
     def _catch(self, name: str, param: Tensor) -> None:
         assert param.grad is not None
-        self._held.add(name, self._shard.local(name, param.grad))
+        self._pending.add(name, self._shard.local(name, param.grad))
         param.grad = None
-        number = self._held.bucket_of[name]
-        if self._held.is_complete(number):
-            self._add(number)
+        index = self._pending.bucket_of[name]
+        if self._pending.is_complete(index):
+            self._add(index)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from rl_training.gradients.catching import (
+    AccumulatedGradients,
     CaughtBackward,
-    GrownGradients,
-    HeldGradients,
+    PendingGradients,
     ReducedGradients,
     SentGradients,
     Timed,
@@ -40,11 +40,11 @@ class FoldReduction:
     def __init__(self, shard: Shard, timed: Timed = nullcontext) -> None:
         self.shard = shard
         self._timed = timed
-        self._held = HeldGradients(shard)
+        self._pending = PendingGradients(shard)
         self._exchange = Exchange(shard)
         self._backward: CaughtBackward | None = None  # the one whose gradients are being caught
         # A single bucket's gradients are held together anyway, so a probe's own backward returns them without hooks.
-        self._returned = len(self._held.buckets) == 1 and not shard.gathers_weights
+        self._can_skip_hooks = len(self._pending.buckets) == 1 and not shard.gathers_weights
         # Gradients that arrived after their bucket was sent: from a second backward, or from reentrant checkpointing.
         self.num_late_gradients = 0
 
@@ -70,8 +70,8 @@ class FoldReduction:
         self.arm(target, consume=True)
         try:
             gradients = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
-            if self._returned:
-                self._held.replace(gradients)
+            if self._can_skip_hooks:
+                self._pending.replace(gradients)
             self.finish()
         except BaseException:
             self.drop()
@@ -87,12 +87,12 @@ class FoldReduction:
         self.finish()
         shard = self.shard
         if len(target[0]) == 1 and shard.reduces_each_backward:
-            reduced = ReducedGradients if consume else GrownGradients
-            self._backward = reduced(shard, self._held, target, self._timed)
+            backward_class = ReducedGradients if consume else AccumulatedGradients
+            self._backward = backward_class(shard, self._pending, target, self._timed)
         else:
             self._exchange.open()
-            leaves = {} if consume and self._returned else shard.leaves
-            self._backward = SentGradients(shard, self._held, target, self._timed, self._exchange, leaves, consume)
+            leaves = {} if consume and self._can_skip_hooks else shard.leaves
+            self._backward = SentGradients(shard, self._pending, target, self._timed, self._exchange, leaves, consume)
         try:
             self._backward.begin()
         except BaseException:  # some hooks may be set already
