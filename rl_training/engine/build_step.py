@@ -30,7 +30,7 @@ def build_step(
     limits: Limits,
     loop: LoopSpec,
     runtime: Runtime,
-    rows: FoldRecorder | None,
+    recorder: FoldRecorder | None,
     terms: TermsCheck,
 ) -> StepData:
     """Return the data of a step whose gradients are complete. Collective.
@@ -44,26 +44,26 @@ def build_step(
         joined: Its microbatches, concatenated.
         limits: What its sequences and the loop already rule out.
         runtime: Runs further passes.
-        rows: The fold gradients caught by hooks. None if no probe asks for any.
+        recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
         terms: What earlier steps have shown about the loss.
     """
     needs = needs_of(step.probes)
     ranks = runtime.ranks
     other_terms = limits.other_terms
-    folds, fold, is_made_anew = choose_folds(
+    folds, fold, is_recomputed = choose_folds(
         ranks, joined.rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
     )
     batch = _make_batch(step, joined, folds, fold, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-    caught = rows_limit = None
-    if not is_made_anew:
+    fold_gradients = rows_limit = None
+    if not is_recomputed:
         rows_limit = limits.mixed_prompts or terms.slicing_limit(step.has_slices, other_terms)
-    if rows is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
-        caught = rows.complete(batch, runtime, mean, optimizer)
-        rows_limit = mismatch_of(caught, batch, runtime)
+    if recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
+        fold_gradients = recorder.complete(batch, runtime, mean, optimizer)
+        rows_limit = mismatch_of(fold_gradients, batch, runtime)
         is_compared = step.has_slices or Need.LOSS_CHECK in needs
-        if is_compared and not (rows_limit or other_terms or is_made_anew):
-            other_terms = terms.look(batch, runtime, caught.rows, caught.squares)
+        if is_compared and not (rows_limit or other_terms or is_recomputed):
+            other_terms = terms.look(batch, runtime, fold_gradients.rows, fold_gradients.squares)
             rows_limit = terms.slicing_limit(step.has_slices, other_terms)
     return StepData(
         number=step.number,
@@ -72,9 +72,9 @@ def build_step(
             weights=loop.shard.weights(),
             mean=mean,
             layout=loop.shard.layout,
-            rows=None if caught is None else caught.rows,
+            rows=None if fold_gradients is None else fold_gradients.rows,
             rows_limit=rows_limit,
-            sq_norms=None if caught is None else caught.sq_norms,
+            sq_norms=None if fold_gradients is None else fold_gradients.sq_norms,
         ),
         optimizer=optimizer,
         limits=dataclasses.replace(

@@ -63,7 +63,7 @@ class StepDriver:
         self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
-        self._rows: FoldRecorder | None = None  # these three are set when training starts
+        self._fold_recorder: FoldRecorder | None = None  # these three are set when training starts
         self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
         self._update_state = UpdateState()  # the predictions' state while no training runs
@@ -89,15 +89,15 @@ class StepDriver:
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
-        needs = self._requirements.needs
+        requirements, needs = self._requirements, self._requirements.needs
         self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
-        for line in announcement(loop, self._requirements) if loop.ranks.number == 0 else ():
+        for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if not needs:
             return
-        self._rows = FoldRecorder(self._runtime.reduction, self._requirements.offload, self._requirements.rows_dtype)
+        self._fold_recorder = FoldRecorder(self._runtime.reduction, requirements.offload, requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
-            self._predictions = Predictions(loop, self._requirements, self._update_state)
+            self._predictions = Predictions(loop, requirements, self._update_state)
 
     def refuse_impossible_folds(self, shape: StepShape) -> None:
         """Raise UserError, naming a number that works, if the steps of a training cannot have the requested folds."""
@@ -129,8 +129,8 @@ class StepDriver:
                 step.folds = self._requirements.folds_of_step(
                     self._loop, sizes, step.responses_per_prompt, self._terms.allows_parts
                 )
-                if self._rows is not None:
-                    self._rows.make_room(step.folds, needs_of(step.probes), is_sliced=len(step.folds) > len(step.sizes))
+                if self._fold_recorder is not None:
+                    self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.
@@ -147,19 +147,19 @@ class StepDriver:
             with self._clock.timed():
                 step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
-                if self._rows is not None:
-                    self._rows.arm(step.planned_start)
+                if self._fold_recorder is not None:
+                    self._fold_recorder.arm(step.planned_start)
 
     def finish_backward(self) -> None:
         """Remove the hooks after the loop's backward. Collective if hooks were set."""
-        if self._rows is not None:
+        if self._fold_recorder is not None:
             with self._clock.timed():
-                self._rows.finish_backward()
+                self._fold_recorder.finish_backward()
 
     def drop_backward(self) -> None:
         """Remove the hooks and discard what they caught: the loop's backward failed, perhaps on this rank only."""
-        if self._rows is not None:
-            self._rows.drop_backward()
+        if self._fold_recorder is not None:
+            self._fold_recorder.drop_backward()
 
     def gradients_ready(self, rollout_number: int) -> None:
         """Run the probes just before the optimizer's step. Collective if the step is measured.
@@ -202,7 +202,7 @@ class StepDriver:
         told = joined.rollout.sampling_mismatch
         mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
         limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)
+        return build_step(step, joined, limits, loop, runtime, self._fold_recorder, self._terms)
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step, if the loop knows that moment."""
@@ -238,8 +238,8 @@ class StepDriver:
         self.open_step = None
         if self._runtime is not None:
             self._runtime.reduction.raise_error()
-        if self._rows is not None:
-            self._rows.release()
+        if self._fold_recorder is not None:
+            self._fold_recorder.release()
 
     def fail_step(self) -> None:
         """Discard the current step after a failure, perhaps on this rank only. Not collective.
@@ -247,8 +247,8 @@ class StepDriver:
         The loop may retry it. The next step does not use its update, unless it was taken and verified.
         """
         self.open_step = None
-        if self._rows is not None:
-            self._rows.release()
+        if self._fold_recorder is not None:
+            self._fold_recorder.release()
         if self._predictions is not None:
             self._predictions.fail_step()
 
@@ -266,10 +266,10 @@ class StepDriver:
                 answers[self.name] = dict(step.check)
             num_folds = step.context.step.batch.num_folds
             vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
-            of_engine = (part.most_bytes for part in (self._rows, self._predictions) if part is not None)
-            num_bytes = sum(of_engine) + vectors * self._layout.num_bytes
-        if self._rows is not None:
-            self._rows.release()
+            engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
+            num_bytes = sum(engine_bytes) + vectors * self._layout.num_bytes
+        if self._fold_recorder is not None:
+            self._fold_recorder.release()
         self.costs = Costs(self._clock.read(), num_bytes)
         return answers
 
@@ -284,9 +284,9 @@ class StepDriver:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
         if self._predictions is not None:
             self._update_state, self._predictions = self._predictions.state, None
-        if self._rows is not None:
-            self._rows.release()
-        self.open_step = self._rows = None
+        if self._fold_recorder is not None:
+            self._fold_recorder.release()
+        self.open_step = self._fold_recorder = None
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""

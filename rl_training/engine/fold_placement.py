@@ -36,14 +36,14 @@ def choose_folds(
     """
     index = rollout.prompt_index
     is_mixed = bool(limits.mixed_prompts)
-    can_be_made = wants_gradients and not (limits.split_prompts or limits.other_terms)
-    if is_mixed or (can_be_made and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
+    can_recompute = wants_gradients and not (limits.split_prompts or limits.other_terms)
+    if is_mixed or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-        fewest = int(-ranks.max(-num_prompts))
-        folds = plan_prompt_folds(fewest, ranks.count, num_folds)
-        is_made_anew = can_be_made and folds[-1].folds.stop >= MIN_FOLDS_STEP
-        if is_mixed or is_made_anew:
-            return folds, folds_of_prompts(index, folds, ranks.number), is_made_anew
+        min_prompts = int(-ranks.max(-num_prompts))
+        folds = plan_prompt_folds(min_prompts, ranks.count, num_folds)
+        is_recomputed = can_recompute and folds[-1].folds.stop >= MIN_FOLDS_STEP
+        if is_mixed or is_recomputed:
+            return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
     fold = torch.empty_like(index)
     for group in planned:
         for rows in group.passes:

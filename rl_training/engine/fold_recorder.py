@@ -57,39 +57,42 @@ class FoldRecorder:
         # (F + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
         # gradient g.
         self.sq_norms: Tensor | None = None
-        self.most_bytes = 0  # most bytes of vectors held here at once during the step
+        self.peak_bytes = 0  # most bytes of vectors held here at once during the step
         self._groups: Sequence[FoldGroup] = ()
-        self._roots: Vector | None = None
-        self._group: int | None = None  # index of the group whose gradients are arriving
+        self._sqrt_metric: Vector | None = None  # √P of Adam's metric
+        self._current_group: int | None = None  # index of the group whose gradients are arriving
         self._current_rows: Vector | None = None  # its rows, if rows are not kept
         self._accumulated: Vector | None = None  # the sum of the rows of all groups so far, if rows are not kept
 
-    def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
+    def start_step_for(self, groups: Sequence[FoldGroup], needs: Need, num_microbatches: int) -> None:
         """Start a step with what probes need from its folds.
 
         Args:
-            is_sliced: Folds are slices of microbatches. Their square norms then require rows.
+            num_microbatches: If there are more groups, folds are slices, whose square norms require rows.
         """
-        shard, roots = self._reduction.shard, None
+        shard, sqrt_metric = self._reduction.shard, None
         if Need.SQ_NORMS in needs:
-            roots = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
-        self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
+            sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
+        is_sliced = len(groups) > num_microbatches
+        self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and sqrt_metric is not None), sqrt_metric)
 
-    def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
+    def start_step(
+        self, groups: Sequence[FoldGroup], keep_rows: bool = True, sqrt_metric: Vector | None = None
+    ) -> None:
         """Allocate what the new step needs.
 
         Args:
             keep_rows: Keep every row.
-            roots: √P of Adam's metric, nan if the optimizer defines none. Square norms are measured if it is given. If
-                rows are not kept, only one group's rows are in memory at a time.
+            sqrt_metric: √P of Adam's metric, nan if the optimizer defines none. Square norms are measured if it is
+                given. If rows are not kept, only one group's rows are in memory at a time.
         """
         self.release()
-        self._reduction.num_late_gradients = self.most_bytes = 0
-        self._groups, self._roots = groups, roots
+        self._reduction.num_late_gradients = self.peak_bytes = 0
+        self._groups, self._sqrt_metric = groups, sqrt_metric
         num_folds = groups[-1].folds.stop
         if keep_rows:
             self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
-        if roots is not None:
+        if sqrt_metric is not None:
             self.sq_norms = torch.zeros(
                 num_folds + 1, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
             )
@@ -101,11 +104,11 @@ class FoldRecorder:
         """
         if self.rows is None and self.sq_norms is None:
             return
-        number = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
-        if number != self._group:
+        index = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
+        if index != self._current_group:
             self._measure_current_rows()
-        self._group = number
-        group = self._groups[number]
+        self._current_group = index
+        group = self._groups[index]
         if self.rows is not None:
             target = rows_of(self.rows, group.folds)
         else:
@@ -134,7 +137,7 @@ class FoldRecorder:
             optimizer: The optimizer before the step.
         """
         if batch.has_mixed_folds:
-            self._make_anew(batch, runtime)
+            self._recompute(batch, runtime)
         elif batch.has_slices:
             self.split_microbatch_gradients(batch, runtime)
         squares = self.finish(batch.fold_sizes, runtime.ranks.count, self.layout.vector(mean.values()))
@@ -144,7 +147,7 @@ class FoldRecorder:
             sq_norms[:, [not state.moves for state in optimizer.states.values()], 1] = 0.0
         return FoldGradients(self.rows, sq_norms, runtime.ranks.reduce(squares))
 
-    def _make_anew(self, batch: Batch, runtime: Runtime) -> None:
+    def _recompute(self, batch: Batch, runtime: Runtime) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
 
         The loss's weights on log-probabilities and entropies determine what each response adds to its fold's gradient:
@@ -154,7 +157,7 @@ class FoldRecorder:
         This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
         have none.
         """
-        self.rows = self._current_rows = self._group = None
+        self.rows = self._current_rows = self._current_group = None
         self._groups = batch.folds
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         (self.rows,) = rows_by_fold(batch, runtime, [batch.loss_weights], ones, self._device, self._dtype)
@@ -168,17 +171,17 @@ class FoldRecorder:
         cost (s − 1)/s of training's own passes.
         """
         assert self.rows is not None
-        numbers = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
-        shares = torch.ones(len(numbers), 1, device=numbers.device)
+        indices = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
+        shares = torch.ones(len(indices), 1, device=indices.device)
         for microbatch in batch.microbatch_rows:
             slices = [group for group in self._groups if group.passes[0].start in microbatch]
-            rest = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
+            remainder = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
             for group in slices[:-1]:
-                passes = [numbers[rows.start : rows.stop] for rows in group.passes]
+                passes = [indices[rows.start : rows.stop] for rows in group.passes]
                 (total,) = sum_gradients(batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares)
                 copy(rows_of(self.rows, group.folds), total)
-                add(rest, total, -1.0)
-            copy(rows_of(self.rows, slices[-1].folds), rest)
+                add(remainder, total, -1.0)
+            copy(rows_of(self.rows, slices[-1].folds), remainder)
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
         """Scale rows and square norms to means, once all gradients are complete.
@@ -204,33 +207,36 @@ class FoldRecorder:
             squares = self.sq_norms[:-1, :, 0].sum(dim=1)
         else:
             caught = [part.sum(dim=0, dtype=self.layout.dtype) for part in self.rows]
-            of_rows = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
+            row_factors = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
             for part in self.rows:
-                part *= of_rows
+                part *= row_factors
             squares = dot(self.rows, self.rows).to(self.layout.device)
             if self.sq_norms is not None:
-                self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._roots)
+                self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._sqrt_metric)
         if self.sq_norms is not None:
-            self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
-        rest = (entries - part.to(entries.device) / num_ranks for entries, part in zip(mean, caught, strict=True))
-        off = torch.stack([dots(part, part) for part in rest]).sum()
-        late = torch.full_like(off, float(self._reduction.num_late_gradients))
-        return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])
+            self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._sqrt_metric)
+        differences = (
+            entries - part.to(entries.device) / num_ranks for entries, part in zip(mean, caught, strict=True)
+        )
+        sq_distance = torch.stack([dots(part, part) for part in differences]).sum()
+        num_late = torch.full_like(sq_distance, float(self._reduction.num_late_gradients))
+        return torch.cat([torch.stack([num_late, sq_distance, dot(mean, mean)]), squares])
 
     def release(self) -> None:
         """Free the rows."""
         self._reduction.drop()
-        self.rows = self.sq_norms = self._current_rows = self._accumulated = self._roots = self._group = None
+        self.rows = self.sq_norms = self._sqrt_metric = None
+        self._current_group = self._current_rows = self._accumulated = None
 
     def _count_bytes(self) -> None:
-        held = sum(map(num_bytes, (self.rows, self._current_rows, self._accumulated, self._roots)))
-        self.most_bytes = max(self.most_bytes, held)
+        held_bytes = sum(map(num_bytes, (self.rows, self._current_rows, self._accumulated, self._sqrt_metric)))
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def _measure_current_rows(self) -> None:
-        if self._current_rows is not None and self._group is not None:
+        if self._current_rows is not None and self._current_group is not None:
             assert self.sq_norms is not None
-            folds = self._groups[self._group].folds
-            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._current_rows, self._roots)
+            folds = self._groups[self._current_group].folds
+            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._current_rows, self._sqrt_metric)
             self._accumulated = self._accumulated or self.layout.zeros()
             self._count_bytes()
             add(self._accumulated, [part.sum(dim=0) for part in self._current_rows])

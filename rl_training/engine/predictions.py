@@ -40,9 +40,9 @@ class Predictions:
         return self._memory.state
 
     @property
-    def most_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """The most bytes of vectors held at once during the last step."""
-        return self._memory.most_bytes
+        return self._memory.peak_bytes
 
     def begin(self) -> None:
         """Read the weights at the start of a step. Collective."""

@@ -172,7 +172,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
         plan += f"; these folds take {again:.0%} of a step's forward and backward passes once more"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    losses = _fold_losses(loop, requirements, count, is_made_anew=again > 0.0)
+    losses = _fold_losses(loop, requirements, count, is_recomputed=again > 0.0)
     losses += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*losses[:1], loop.opening, plan) if sentence]
@@ -196,15 +196,15 @@ def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
     return [f"{what}: {limit}" for what, limit in lost if limit]
 
 
-def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_made_anew: bool) -> list[str]:
+def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_recomputed: bool) -> list[str]:
     """Return what is lost because folds are too few, or cannot hold whole prompts.
 
     Args:
         count: Number of folds of a full step.
-        is_made_anew: Fold gradients come from further passes, for which the position of prompts does not matter.
+        is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
-    no_folds = loop.limits.split_prompts or (None if is_made_anew else loop.limits.mixed_prompts)
+    no_folds = loop.limits.split_prompts or (None if is_recomputed else loop.limits.mixed_prompts)
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs

@@ -58,7 +58,7 @@ class PreviousUpdate:
         self._limit: Limit | None = None  # why δθ of `step` is unknown
         self.settings = settings
         self.device = "cpu" if offload else None  # where tensors by fold are kept; None: on the parameters' device
-        self.most_bytes = 0  # bytes of all vectors that the last step held at once
+        self.peak_bytes = 0  # bytes of all vectors that the last step held at once
         self.attribution = Attribution(shard.layout.names)
 
     @property
@@ -70,7 +70,7 @@ class PreviousUpdate:
         return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
-        """Set `most_bytes` for a step that holds these vectors at once, plus the δθ or weights that are kept here.
+        """Set `peak_bytes` for a step that holds these vectors at once, plus the δθ or weights that are kept here.
 
         Args:
             *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
@@ -79,7 +79,7 @@ class PreviousUpdate:
         parts = {
             id(part): part for vector in (self.vector, *vectors) for part in vector or ()
         }  # shared tensors count once
-        self.most_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
+        self.peak_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
 
     def before(self, step: int) -> Vector | None:
         """Return δθ of step − 1, or None if it is unknown."""

@@ -129,7 +129,7 @@ def test_asking_for_costs_changes_nothing_and_nobody_need_ask(make_trainer, monk
     asked = []
 
     def twice(costs: Costs, step_seconds: float, by_name: Any = Costs.by_name) -> dict[str, float]:
-        assert driver._rows.rows is None
+        assert driver._fold_recorder.rows is None
         asked.append(by_name(costs, step_seconds))
         return by_name(costs, step_seconds)
 

@@ -279,7 +279,7 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ro
         batches = microbatches(count, seed)
         train_step(model, rows, batches)
         assert {len(part) for part in rows.rows} == {count}
-        assert rows.most_bytes == count * rows.layout.num_bytes
+        assert rows.peak_bytes == count * rows.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
             assert torch.equal(rows_by_name(rows)[name][-1], gradient), name
 
@@ -322,7 +322,7 @@ def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
     rows, sizes = rows_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    rows.start_step(folds_of([1, 2], [3]), keep_rows, roots=rows.layout.zeros())
+    rows.start_step(folds_of([1, 2], [3]), keep_rows, sqrt_metric=rows.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(rows, first_row, model(tokens) * len(tokens) / sum(sizes))
     rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, rows))
@@ -343,7 +343,7 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout(shard.trained)
         rows = FoldRecorder(FoldReduction(shard), offload=offload)
-        rows.start_step(folds_of([1]), roots=shard.layout.zeros())
+        rows.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
         assert {part.device.type for part in rows.rows} == {lies_on}
         assert rows.sq_norms.device.type == "cuda"
 

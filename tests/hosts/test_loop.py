@@ -215,7 +215,7 @@ def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
         with pytest.raises(RuntimeError, match="of the loop's own"):
             fail()
         assert not any(p._backward_hooks for p in model.parameters())
-    assert measured._driver._rows is None  # this memory has the size of the parameters
+    assert measured._driver._fold_recorder is None  # this memory has the size of the parameters
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert {id(owner): set(vars(owner)) for owner in (model, optimizer)} == before

@@ -145,8 +145,8 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
         state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
     layout = Layout({"unused": zeros})
-    roots = sqrt_preconditioner(layout, {"unused": before}, {"unused": states[0].not_updated()})
-    assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
+    sqrt_metric = sqrt_preconditioner(layout, {"unused": before}, {"unused": states[0].not_updated()})
+    assert square_norms(layout, [zeros.unsqueeze(0)], sqrt_metric).tolist() == [[[0.0, 0.0]]]
 
 
 def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:

@@ -113,8 +113,8 @@ class Loop:
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
-        roots = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
-        self.rows.start_step(folds, keep_rows=False, roots=roots)
+        sqrt_metric = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
+        self.rows.start_step(folds, keep_rows=False, sqrt_metric=sqrt_metric)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(rows[k].start)
@@ -458,7 +458,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     rows = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    rows.start_step(folds, keep_rows=False, roots=shard.layout.zeros())
+    rows.start_step(folds, keep_rows=False, sqrt_metric=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
         rows.arm(k)
         (3.0 * p.sum() / 2).backward()

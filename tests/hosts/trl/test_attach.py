@@ -427,7 +427,7 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_
     trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
     trainer.train()
     assert {len(part) for part in greedy.steps[0].gradients.rows} == {4}
-    assert trainer.attachment.driver._rows.rows is None
+    assert trainer.attachment.driver._fold_recorder.rows is None
 
 
 def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:
