@@ -43,7 +43,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.updates import CAUSES, split_products
-from rl_training.parallel.vectors import JOINED, Layout, dot
+from rl_training.parallel.vectors import CHUNK_SIZE_CPU, Layout, dot
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
@@ -207,4 +207,4 @@ def _root(state: AdamWState, gradient: Tensor) -> Tensor:
 
 def _inner(a: Tensor, b: Tensor) -> float:
     """Return the inner product in fp64, computed part by part to save memory."""
-    return float(dot(list(a.split(JOINED)), list(b.split(JOINED))))
+    return float(dot(list(a.split(CHUNK_SIZE_CPU)), list(b.split(CHUNK_SIZE_CPU))))

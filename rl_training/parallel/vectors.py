@@ -20,12 +20,12 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 
-JOINED = 2**18  # how many entries to handle at once on a CPU, whose cache holds that many
-# On a GPU the cost is in launching an operation, so more entries are handled at once: at least JOINED_ON_GPU, and at
-# least 1/PARTS_ON_GPU of all entries.
-JOINED_ON_GPU = 2**23
-PARTS_ON_GPU = 6
-SEGMENT = 2**16  # how many numbers one block of a GPU sums
+CHUNK_SIZE_CPU = 2**18  # how many entries to handle at once on a CPU, whose cache holds that many
+# On a GPU the cost is in launching an operation, so more entries are handled at once: at least MIN_CHUNK_SIZE_GPU, or
+# about 1/TARGET_CHUNKS_GPU of all entries if that is more.
+MIN_CHUNK_SIZE_GPU = 2**23
+TARGET_CHUNKS_GPU = 6
+SEGMENT_SIZE = 2**16  # how many numbers one block of a GPU sums
 
 Vector = list[Tensor]  # one tensor per bucket: (n,), or (rows, n)
 
@@ -76,8 +76,10 @@ class Layout:
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         widths = widths or {name: param.numel() for name, param in parameters.items()}
         # Whole segments: if a parameter is cut there, its pieces still share divisors with other lengths.
-        on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU // SEGMENT * SEGMENT)
-        self.chunk_size = JOINED if self.device.type == "cpu" else on_gpu  # how many entries to handle at once
+        share = sum(widths.values()) // TARGET_CHUNKS_GPU // SEGMENT_SIZE * SEGMENT_SIZE
+        chunk_size_gpu = max(MIN_CHUNK_SIZE_GPU, share)
+        # How many entries to handle at once.
+        self.chunk_size = CHUNK_SIZE_CPU if self.device.type == "cpu" else chunk_size_gpu
         groups: list[list[str]] = []
         size = 0
         for name, width in widths.items():
@@ -114,8 +116,8 @@ class Layout:
         self, *leading: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Vector:
         """Return a vector of zeros, or several: (*leading, n) per bucket."""
-        kind: Any = {"dtype": dtype or self.dtype, "device": device or self.device}
-        return [torch.zeros(*leading, bucket.size, **kind) for bucket in self.buckets]
+        options: Any = {"dtype": dtype or self.dtype, "device": device or self.device}
+        return [torch.zeros(*leading, bucket.size, **options) for bucket in self.buckets]
 
     def by_name(self, vector: Vector) -> dict[str, Tensor]:
         """Return views of each parameter's entries by name, (…, n), of one or several vectors."""
@@ -212,10 +214,10 @@ def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Seque
     the number of blocks in each segment, and the number of segments in each span.
     """
     counts = [size // block for size in sizes]
-    cut = [[min(SEGMENT, count - at) for at in range(0, count, SEGMENT)] for count in counts]
-    levels = [counts] if max(counts) <= SEGMENT else [[*itertools.chain(*cut)], [*map(len, cut)]]
-    numbers = torch.tensor([*itertools.chain(*levels)], dtype=torch.long, device=device)  # one transfer
-    return numbers.split([*map(len, levels)])
+    segments = [[min(SEGMENT_SIZE, count - start) for start in range(0, count, SEGMENT_SIZE)] for count in counts]
+    levels = [counts] if max(counts) <= SEGMENT_SIZE else [[*itertools.chain(*segments)], [*map(len, segments)]]
+    lengths = torch.tensor([*itertools.chain(*levels)], dtype=torch.long, device=device)  # one transfer
+    return lengths.split([*map(len, levels)])
 
 
 @functools.cache
@@ -236,9 +238,9 @@ def copy(target: Vector, vector: Vector) -> None:
         part.copy_(source)
 
 
-def rows_of(rows: Vector, numbers: range) -> Vector:
+def rows_of(rows: Vector, indices: range) -> Vector:
     """Return views of consecutive rows of vectors that are (F, n) per bucket."""
-    return [part[numbers.start : numbers.stop] for part in rows]
+    return [part[indices.start : indices.stop] for part in rows]
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:

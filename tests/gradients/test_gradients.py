@@ -137,7 +137,7 @@ def flat(tensors: dict[str, Tensor]) -> list[float]:
 @pytest.fixture(params=[1, 8, 100], ids=["each alone", "two and two", "all in one"])
 def joined(request, monkeypatch) -> int:
     """Set the maximum number of entries in a bucket with several parameters."""
-    monkeypatch.setattr(vectors, "JOINED", request.param)
+    monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", request.param)
     return request.param
 
 
@@ -163,7 +163,7 @@ def test_writing_to_a_parameters_part_writes_to_the_vector(joined: int) -> None:
 
 
 def test_a_large_parameter_alone_in_its_bucket_is_not_copied(monkeypatch) -> None:
-    monkeypatch.setattr(vectors, "JOINED", 5)
+    monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", 5)
     tensors = named(torch.float32)
     (matrix, *_) = Layout(tensors).vector(tensors.values())
     assert matrix.data_ptr() == tensors["matrix"].data_ptr()
@@ -423,7 +423,7 @@ def rank_worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     whole = sliced_sums(rank)
-    vectors.JOINED = 7
+    vectors.CHUNK_SIZE_CPU = 7
     torch.save([whole, sliced_sums(rank)], folder / f"rank{rank}.pt")
 
 

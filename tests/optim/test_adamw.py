@@ -13,7 +13,7 @@ from rl_training.optim.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.optim.formula import OptimizerState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import sqrt_preconditioner
-from rl_training.parallel.vectors import JOINED, Layout, square_norms
+from rl_training.parallel.vectors import CHUNK_SIZE_CPU, Layout, square_norms
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7
@@ -151,7 +151,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
 
 def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
     """One large enough for its own bucket, two with the same settings, one with others, and one that is still cold."""
-    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
+    sizes = {"large": CHUNK_SIZE_CPU, "one": 7, "two": 5, "other": 6, "cold": 3}
     gradients, states, expected = {}, {}, []
     for seed, (name, size) in enumerate(sizes.items()):
         generator = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
     formula: StepFormula, longest: int, monkeypatch
 ) -> None:
     """Similar small neighbours are one piece (AdamW: even if weight decay differs). Longer than `longest` is split."""
-    monkeypatch.setattr(vectors, "JOINED", LARGE)
+    monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", LARGE)
     parameters, states = drawn(formula)
     layout = Layout(parameters)
     layout.chunk_size = longest
@@ -84,7 +84,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
     max_grad_norm: float, formula: StepFormula, monkeypatch
 ) -> None:
     """Three folds of different sizes: for each, gradient, clipping by its norm, and step of the other two."""
-    monkeypatch.setattr(vectors, "JOINED", LARGE)
+    monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", LARGE)
     parameters, states = drawn(formula)
     sizes = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     layout = Layout(parameters)
