@@ -144,7 +144,7 @@ class FoldRecorder:
         sq_norms = None if self.sq_norms is None else runtime.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
-            sq_norms[:, [not state.moves for state in optimizer.states.values()], 1] = 0.0
+            sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
         return FoldGradients(self.rows, sq_norms, runtime.ranks.reduce(squares))
 
     def _recompute(self, batch: Batch, runtime: Runtime) -> None:

@@ -46,20 +46,20 @@ class AdamWState(OptimizerState):
     eps: float
     weight_decay: float | Tensor  # λ, one for all entries; for AdamW it may be a tensor with one per entry
     decoupled: bool = True  # True for AdamW, False for Adam
-    moves: bool = True
+    is_updated: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         decay = self.weight_decay
         factor = self.gradient_factor(param, grad)
         return UpdateParts(
-            momentum=factor * (self._inertia * self.exp_avg),
+            momentum=factor * (self._momentum_ratio * self.exp_avg),
             gradient=factor * grad,
             decay=(-self.lr * decay) * param if self.decoupled else (decay * factor) * param,
         )
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
         scale, root = self._scale_and_root(param, grad)
-        moment = torch.add(self._seen(param, grad), self.exp_avg, alpha=self._inertia)
+        moment = torch.add(self._moment_gradient(param, grad), self.exp_avg, alpha=self._momentum_ratio)
         if not self.decoupled:
             return moment.div_(root).mul_(scale)
         return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
@@ -71,18 +71,18 @@ class AdamWState(OptimizerState):
     def _scale_and_root(self, param: Tensor, grad: Tensor) -> tuple[float, Tensor]:
         """Return −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
         beta1, beta2 = self.betas
-        seen = self._seen(param, grad)
+        g = self._moment_gradient(param, grad)
         correction = 1.0 - beta2 ** (self.step + 1)
         old = (beta2 / correction) * self.exp_avg_sq
-        root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_().add_(self.eps)
+        root = torch.addcmul(old, g, g, value=(1.0 - beta2) / correction).sqrt_().add_(self.eps)
         return -self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1)), root
 
     @property
-    def _inertia(self) -> float:
+    def _momentum_ratio(self) -> float:
         """The weight of the old m relative to the gradient's, β1 / (1−β1)."""
         return self.betas[0] / (1.0 - self.betas[0])
 
-    def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
+    def _moment_gradient(self, param: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient that updates the moments. Adam's includes the decay."""
         return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
@@ -96,18 +96,18 @@ class AdamWState(OptimizerState):
         return (1.0 - self.betas[0] ** (self.step + 1)) / (1.0 - self.betas[0])
 
     @property
-    def goes_by_sign(self) -> bool:
+    def is_sign_based(self) -> bool:
         """True at the first step, where v̂ = g²."""
-        return self.moves and self.is_fresh
+        return self.is_updated and self.is_fresh
 
     @property
-    def joins_decays(self) -> bool:
+    def can_join_decays(self) -> bool:
         return self.decoupled
 
     @property
     def remark(self) -> str:
-        stuck = 1.0 - self.betas[1] < torch.finfo(self.exp_avg_sq.dtype).eps / 2.0
-        return NO_DECAY.format(dtype=dtype_name(self.exp_avg_sq.dtype), beta2=self.betas[1]) if stuck else ""
+        is_stuck = 1.0 - self.betas[1] < torch.finfo(self.exp_avg_sq.dtype).eps / 2.0
+        return NO_DECAY.format(dtype=dtype_name(self.exp_avg_sq.dtype), beta2=self.betas[1]) if is_stuck else ""
 
     def preconditioner(self) -> Tensor | None:
         """Return P = 1/(√v̂ + ε) of the step BEFORE, (n,); None until v̂ has averaged enough gradients to be a scale.
@@ -115,11 +115,11 @@ class AdamWState(OptimizerState):
         Entries with v = 0 get 0, because their P would be 1/ε and dominate everything else. A parameter that does not
         move contributes nothing in any metric, so it has a P from the beginning.
         """
-        if self.step < WARM_STEPS and self.moves:
+        if self.step < WARM_STEPS and self.is_updated:
             return None
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))  # √v̂ = √v / correction
-        second = self.exp_avg_sq.reshape(-1)
-        root = torch.threshold_(second.to(torch.promote_types(second.dtype, torch.float32)).sqrt(), 0.0, math.inf)
+        v = self.exp_avg_sq.reshape(-1)
+        root = torch.threshold_(v.to(torch.promote_types(v.dtype, torch.float32)).sqrt(), 0.0, math.inf)
         return root.div_(correction).add_(self.eps).reciprocal_()
 
 

@@ -42,8 +42,8 @@ class OptimizerState(abc.ABC):
     error_limit: ClassVar[float] = 1e-3
 
     lr: float
-    weight_decay: float | Tensor  # one number per parameter; with `joins_decays` it may be one per entry
-    moves: bool  # False if the parameter got no gradient at all: torch then takes no step, not even weight decay
+    weight_decay: float | Tensor  # one number per parameter; with `can_join_decays` it may be one per entry
+    is_updated: bool  # False if the parameter got no gradient at all: torch then skips it, even its weight decay
 
     @abc.abstractmethod
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
@@ -74,12 +74,12 @@ class OptimizerState(abc.ABC):
         """A lasting gradient change's effect once momentum includes all of it, relative to its effect on this step."""
 
     @property
-    def goes_by_sign(self) -> bool:
+    def is_sign_based(self) -> bool:
         """Whether this step's size does not depend on the gradient's, so that no part of the gradient has a share."""
         return False
 
     @property
-    def joins_decays(self) -> bool:
+    def can_join_decays(self) -> bool:
         """Whether parameters with different `weight_decay` may be joined, which makes it a tensor."""
         return False
 
@@ -94,7 +94,7 @@ class OptimizerState(abc.ABC):
 
     def not_updated(self) -> Self:
         """Return the state of a parameter that this step does not update."""
-        return self.replace(lr=0.0, moves=False)
+        return self.replace(lr=0.0, is_updated=False)
 
     def replace(self, **fields: Any) -> Self:
         """Return the state with these fields replaced."""

@@ -39,7 +39,7 @@ class LionState(OptimizerState):
     lr: float
     betas: tuple[float, float]
     weight_decay: float | Tensor  # λ, one for all entries, or a tensor with one per entry
-    moves: bool = True
+    is_updated: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Return the change δθ that Lion would make, by cause. Nothing is modified.
@@ -50,10 +50,10 @@ class LionState(OptimizerState):
         >>> state.delta(torch.zeros(2), torch.tensor([-5.0, -20.0])).total
         tensor([-0.1000,  0.1000])
         """
-        alone = torch.sign(self.exp_avg)
+        momentum_sign = torch.sign(self.exp_avg)
         return UpdateParts(
-            momentum=(-self.lr * alone).expand_as(grad),
-            gradient=-self.lr * (self._direction(grad) - alone),
+            momentum=(-self.lr * momentum_sign).expand_as(grad),
+            gradient=-self.lr * (self._direction(grad) - momentum_sign),
             decay=((-self.lr * self.weight_decay) * param).expand_as(grad),
         )
 
@@ -77,11 +77,11 @@ class LionState(OptimizerState):
         return (1.0 - self.betas[0] * self.betas[1] ** self.step) / (1.0 - self.betas[0])
 
     @property
-    def goes_by_sign(self) -> bool:
-        return self.moves
+    def is_sign_based(self) -> bool:
+        return self.is_updated
 
     @property
-    def joins_decays(self) -> bool:
+    def can_join_decays(self) -> bool:
         return True
 
 

@@ -33,7 +33,7 @@ class SGDState(OptimizerState):
     dampening: float
     weight_decay: float
     nesterov: bool
-    moves: bool = True
+    is_updated: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Return the change δθ that torch.optim.SGD would make, by cause. Nothing is modified.

@@ -30,9 +30,9 @@ class OptimizerView:
     rounded: str = ""  # names a parameter kept in less than fp32 and its dtype, if rounding changes the step
 
     @property
-    def goes_by_sign(self) -> bool:
+    def has_sign_based_step(self) -> bool:
         """Whether some parameter's step size does not depend on its gradient's: Adam's first step, any of Lion's."""
-        return any(state.goes_by_sign for state in (self.states or {}).values())
+        return any(state.is_sign_based for state in (self.states or {}).values())
 
     @property
     def error_limit(self) -> float:
@@ -45,7 +45,7 @@ class OptimizerView:
 
         It is nan if parameters differ in it.
         """
-        factors = {state.steady_state_factor for state in (self.states or {}).values() if state.moves}
+        factors = {state.steady_state_factor for state in (self.states or {}).values() if state.is_updated}
         return factors.pop() if len(factors) == 1 else math.nan
 
 

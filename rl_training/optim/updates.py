@@ -36,8 +36,8 @@ class ParameterSpan:
     columns: slice  # the span within the bucket
     flat: slice  # the span within the entries of all parameters, one after another
     names: tuple[str, ...]  # the parameters that the optimizer treats alike
-    cut: slice  # the span within the joined entries of `names`
-    parameters: slice  # the indices of `names` among all parameters
+    joined_columns: slice  # the span within the joined entries of `names`
+    parameter_indices: slice  # the indices of `names` among all parameters
     sizes: tuple[int, ...]  # how many entries of each of `names` are in the span, perhaps 0
 
     def of(self, vector: Entries) -> Tensor:
@@ -48,7 +48,7 @@ class ParameterSpan:
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the span's entries, (n,), given the tensors of `names` in order. A single tensor is not copied."""
-        return join([tensor.detach().reshape(-1) for tensor in tensors])[self.cut]
+        return join([tensor.detach().reshape(-1) for tensor in tensors])[self.joined_columns]
 
 
 @dataclass(frozen=True)
@@ -106,69 +106,69 @@ class OptimizerPieces:
         self._parameters = parameters
         self._states = states or {}
         self._chunk_size = chunk_size or layout.chunk_size
-        self._runs = list(_runs(layout, parameters, states, self._chunk_size)) if states else []
-        self._kept = list(self._made()) if layout.is_small else None
+        self._spans = list(_iter_spans(layout, parameters, states, self._chunk_size)) if states else []
+        self._cached = list(self._iter_pieces()) if layout.is_small else None
 
     def __iter__(self) -> Iterator[OptimizerPiece]:
-        return self._made() if self._kept is None else iter(self._kept)
+        return self._iter_pieces() if self._cached is None else iter(self._cached)
 
     def halved(self) -> OptimizerPieces:
         """Return pieces half as long, for callers that hold several vectors per piece. Small models' stay the same."""
-        if self._kept is not None:
+        if self._cached is not None:
             return self
         return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
 
-    def _made(self) -> Iterator[OptimizerPiece]:
-        for run in self._runs:
-            alike = [self._states[name] for name in run.names]
-            moments: dict[str, Any] = {
-                key: run.joined(getattr(state, key) for state in alike).to(self._layout.dtype)
-                for key, value in vars(alike[0]).items()
+    def _iter_pieces(self) -> Iterator[OptimizerPiece]:
+        for span in self._spans:
+            states = [self._states[name] for name in span.names]
+            tensors: dict[str, Any] = {
+                key: span.joined(getattr(state, key) for state in states).to(self._layout.dtype)
+                for key, value in vars(states[0]).items()
                 if isinstance(value, Tensor)
             }
-            if len({state.weight_decay for state in alike}) > 1:  # as for matrices and norms
-                moments["weight_decay"] = run.joined(map(self._decays, run.names))
-            yield OptimizerPiece(**vars(run), param=run.of(self._parameters), state=alike[0].replace(**moments))
+            if len({state.weight_decay for state in states}) > 1:  # as for matrices and norms
+                tensors["weight_decay"] = span.joined(map(self._decay_by_entry, span.names))
+            yield OptimizerPiece(**vars(span), param=span.of(self._parameters), state=states[0].replace(**tensors))
 
-    def _decays(self, name: str) -> Tensor:
+    def _decay_by_entry(self, name: str) -> Tensor:
         """Return a parameter's weight decay by entry, as an expanded scalar that takes no memory."""
         decay = constant(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
         return decay.expand_as(self._parameters[name])
 
 
-def _runs(
+def _iter_spans(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState], chunk_size: int
 ) -> Iterator[ParameterSpan]:
-    before = 0  # number of parameters in the previous buckets
-    for number, bucket in enumerate(layout.buckets):
+    offset = 0  # number of parameters in the previous buckets
+    for index, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
-        for first, last in _alike(bucket.names, parameters, states):
+        for first, last in _group_by_settings(bucket.names, parameters, states):
             start = bounds[first].start
             stop = bounds[last - 1].stop
             for begin in range(start, stop, chunk_size):
                 end = min(begin + chunk_size, stop)
                 sizes = (max(0, min(entries.stop, end) - max(entries.start, begin)) for entries in bounds[first:last])
                 yield ParameterSpan(
-                    bucket=number,
+                    bucket=index,
                     columns=slice(begin, end),
                     flat=slice(bucket.start + begin, bucket.start + end),
                     names=bucket.names[first:last],
-                    cut=slice(begin - start, end - start),
-                    parameters=slice(before + first, before + last),
+                    joined_columns=slice(begin - start, end - start),
+                    parameter_indices=slice(offset + first, offset + last),
                     sizes=tuple(sizes),
                 )
-        before += len(bucket.names)
+        offset += len(bucket.names)
 
 
-def _alike(
+def _group_by_settings(
     names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the longest runs of parameters with equal settings; `joins_decays` lets decays differ."""
+    """Yield the bounds of each run of parameters with equal settings; with `can_join_decays`, decays may differ."""
 
     def settings(name: str) -> tuple[Any, ...]:
         state = states[name]
         numbers = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
-        if state.joins_decays:
+        if state.can_join_decays:
             del numbers["weight_decay"]
         return type(state), parameters[name].dtype, numbers
 
@@ -206,12 +206,12 @@ def split_products(
         (causes + parameters, directions) fp64.
     """
     by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
-    for piece, step in parts:
-        causes = torch.stack(step)
-        del step
+    for piece, update in parts:
+        causes = torch.stack(update)
+        del update
         for target, x in enumerate(directions):
             sums = sums_of_spans((causes * piece.of(x)).flatten(), piece.sizes * len(CAUSES))
-            by_both[:, piece.parameters, target].add_(sums.view(len(CAUSES), -1))
+            by_both[:, piece.parameter_indices, target].add_(sums.view(len(CAUSES), -1))
         del causes  # free them before the next piece is made
     return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 

@@ -157,7 +157,7 @@ class InterventionsProbe(Probe):
             no_reward: The reason why every Δreward is nan; None if there is none.
         """
         is_small = abs(float(pair.values[0])) < SMALLEST
-        remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.goes_by_sign, TOO_SMALL * is_small]
+        remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.has_sign_based_step, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
         running = means[intervention.name]

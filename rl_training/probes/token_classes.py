@@ -81,7 +81,7 @@ class TokenClassesProbe(Probe):
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
         why = ctx.effects_limit(OFF_POLICY)
         if not why:
-            why = BY_SIGN if ctx.step.optimizer.goes_by_sign else ctx.limits.other_terms
+            why = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.limits.other_terms
         pairs = {} if why else _pairs(ctx, kinds, sums)
         means = dict(state)
         predicted = dict[str, Estimate]()

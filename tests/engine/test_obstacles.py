@@ -149,8 +149,8 @@ def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() 
 
 def test_a_parameter_that_is_not_moved_does_not_make_a_step_go_by_sign() -> None:
     warm, cold = drawn_adamw((2,), 0.0, 20), drawn_adamw((2,), 0.0, 0)
-    assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).goes_by_sign
-    assert OptimizerView({"warm": warm, "cold": cold}, 1.0).goes_by_sign
+    assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).has_sign_based_step
+    assert OptimizerView({"warm": warm, "cold": cold}, 1.0).has_sign_based_step
 
 
 def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_the_others(

@@ -75,4 +75,4 @@ def test_a_parameter_without_any_gradient_stays_where_it_is(formula, settings) -
     trained.step(without=("w",))
     assert torch.equal(trained.model["w"], before)
     assert not state.not_updated().total(before, torch.zeros_like(before)).any()
-    assert not state.not_updated().goes_by_sign
+    assert not state.not_updated().is_sign_based

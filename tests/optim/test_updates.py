@@ -59,7 +59,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
 
     pieces = list(OptimizerPieces(layout, parameters, states))
     if longest == 21:
-        small = [15] if states["a"].joins_decays else [10, 5]
+        small = [15] if states["a"].can_join_decays else [10, 5]
         assert [len(piece.param) for piece in pieces] == [*small, 21, 4, 1]
     else:
         assert max(len(piece.param) for piece in pieces) == longest
@@ -74,7 +74,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
     torch.testing.assert_close(halved, step)
     names = list(SHAPES)
     for piece in [*pieces, *halves]:
-        for name, entries in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
+        for name, entries in zip(names[piece.parameter_indices], piece.of(gradient).split(piece.sizes), strict=True):
             assert set(entries.tolist()) <= set(gradients[name].flatten().tolist())
 
 
