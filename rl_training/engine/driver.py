@@ -38,7 +38,7 @@ from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.padding_check import PaddingCheck
-from rl_training.policy.precision import unnoticed
+from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
@@ -176,7 +176,7 @@ class StepDriver:
                 self._prepare(step)
 
     def _unnoticed(self) -> AbstractContextManager[None]:
-        return unnoticed(self._loop.policy.model, self._layout.device)
+        return isolated_from_training(self._loop.policy.model, self._layout.device)
 
     def measuring(self) -> AbstractContextManager[None]:
         """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""

@@ -62,7 +62,7 @@ def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
     allowed = (SUM_LIMIT_ROUNDED if is_rounded else SUM_LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
         return None
-    return GRADIENT_MISMATCH.filled(distance=off / norm if norm else math.inf)
+    return GRADIENT_MISMATCH.formatted(distance=off / norm if norm else math.inf)
 
 
 def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
@@ -78,7 +78,7 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
     allowed = (LIMIT_ROUNDED if policy.scorer.training_rounding else LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
         return None
-    return OTHER_GRADIENT.filled(distance=off / norm if norm else math.inf)
+    return OTHER_GRADIENT.formatted(distance=off / norm if norm else math.inf)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TermsCheck:
             allowed = share * comparison.norm + ROUNDING * float(squares.sqrt().sum())
             if comparison.is_same_policy:
                 off = comparison.off
-                self.limit = None if off <= allowed else OTHER_GRADIENT.filled(distance=off / comparison.norm)
+                self.limit = None if off <= allowed else OTHER_GRADIENT.formatted(distance=off / comparison.norm)
         return self.limit
 
 

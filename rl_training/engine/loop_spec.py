@@ -48,7 +48,7 @@ class LoopSpec:
     def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
         """Return the limit of a one-fold step that these probes measure, whose fix says what to type for more folds."""
         more = self.more_folds(probes)
-        return ONE_FOLD.filled(more=more)
+        return ONE_FOLD.formatted(more=more)
 
     def more_folds(self, probes: Sequence[Probe]) -> str:
         """Return what to type to give a step that these probes measure enough folds."""

@@ -151,7 +151,7 @@ class UpdateVerifier:
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
         limit = None
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else self._error_limit) or not made:
-            limit = NOT_THE_FORMULA.filled(error=error)
+            limit = NOT_THE_FORMULA.formatted(error=error)
             limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
             is_made = made and self._differ(self._before, self._after)
             limit = limit if is_made else LEFT_OUT

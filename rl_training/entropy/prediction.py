@@ -144,7 +144,7 @@ def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit
         return None
     total, total_of_squares = ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
     ess = kish_size_of_sums(total, total_of_squares) / batch.num_sequences
-    return None if ess >= MIN_ESS else TOO_FAR.filled(ess=ess, least=MIN_ESS)
+    return None if ess >= MIN_ESS else TOO_FAR.formatted(ess=ess, least=MIN_ESS)
 
 
 def _forward_limit(step: StepData) -> Limit | None:

@@ -92,7 +92,7 @@ class PreviousUpdate:
         if self.step >= step:
             return STEP_TAKEN_AGAIN
         if self.step != step - 1:
-            return STEP_NOT_MEASURED.filled(step=step - 1)
+            return STEP_NOT_MEASURED.formatted(step=step - 1)
         return self._limit
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:

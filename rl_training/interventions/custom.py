@@ -18,7 +18,7 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import Function, LossInputs
 
 
-def load_own(place: str, name: str) -> Function:
+def load_custom(place: str, name: str) -> Function:
     """Load a function from a file or an importable module, and wrap it so that its result is checked.
 
     Args:

@@ -94,18 +94,20 @@ class LossInputs:
         factors = None if correction is None else correction.factors(self.log_sampler_ratios)
         return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
 
-    def compared(self) -> LossInputs:
+    def with_loss_facts(self) -> LossInputs:
         """Return the inputs with `is_dr_grpo` and `is_of_advantages` read from the weights."""
         weights = self.weights.logps.double()
         advantages = self.advantages_of_tokens.double()
         size = weights.abs().max() * advantages.abs().max()
-        against = (weights * advantages).clamp(min=0.0).max() > SIGNS * size
-        beside = weights.where(advantages == 0, 0.0).abs().max() > SIGNS * weights.abs().max()
+        has_wrong_sign = (weights * advantages).clamp(min=0.0).max() > SIGNS * size
+        weighs_zero_advantages = weights.where(advantages == 0, 0.0).abs().max() > SIGNS * weights.abs().max()
         is_dr_grpo = False
         if self.settings is not None:
             off = weights - self.corrected(self.settings.correction).double()
             is_dr_grpo = bool(off.norm() <= DR_GRPO * weights.norm())
-        return dataclasses.replace(self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(against | beside))
+        return dataclasses.replace(
+            self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(has_wrong_sign | weighs_zero_advantages)
+        )
 
 
 Function = Callable[[LossInputs, float], LossWeights]
@@ -126,7 +128,7 @@ def loss_inputs(
     """
     rollout = dataclasses.replace(batch.rollout, images=None)
     scores = vars(batch.scores).values()
-    silent = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce)
+    zero_share = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce)
     parts = []
     for microbatch in batch.microbatch_rows:
         rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
@@ -138,15 +140,15 @@ def loss_inputs(
                 batch.loss_settings,
                 None if reference_logps is None else reference_logps[rows],
                 microbatches=rollout.num_sequences / len(rows),
-                zero_advantage_share=silent,
+                zero_advantage_share=zero_share,
                 responses_per_prompt=batch.responses_per_prompt,
             )
         )
     # All ranks agree on these facts, so that they measure the same interventions.
     names = ("whole_prompts", "is_dr_grpo", "is_of_advantages")
-    against = [sum(not getattr(part, name) for part in parts) for name in names]
-    of_all = reduce(rollout.advantages.new_tensor(against, dtype=torch.float64)).tolist()
-    facts: dict[str, Any] = {name: not count for name, count in zip(names, of_all, strict=True)}
+    failures = [sum(not getattr(part, name) for part in parts) for name in names]
+    counts = reduce(rollout.advantages.new_tensor(failures, dtype=torch.float64)).tolist()
+    facts: dict[str, Any] = {name: not count for name, count in zip(names, counts, strict=True)}
     return [dataclasses.replace(part, **facts) for part in parts]
 
 
@@ -206,7 +208,7 @@ def microbatch_inputs(
         hidden=(scores.mask != 0) & (mask == 0),
         whole_prompts=whole_prompts,
     )
-    return inputs.compared()
+    return inputs.with_loss_facts()
 
 
 def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
@@ -223,5 +225,5 @@ def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Calla
     prompts, group = prompt_index.unique(return_inverse=True)
     sizes = advantages.new_zeros(len(prompts), dtype=torch.float64)
     sizes.index_add_(0, group, advantages.abs().double().view(len(advantages), -1).sum(dim=1))
-    silent, count = reduce(torch.stack([(sizes == 0).sum().double(), sizes.new_tensor(float(len(sizes)))])).tolist()
-    return silent / count
+    num_zero, count = reduce(torch.stack([(sizes == 0).sum().double(), sizes.new_tensor(float(len(sizes)))])).tolist()
+    return num_zero / count

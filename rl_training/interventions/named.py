@@ -24,7 +24,7 @@ from rl_training.entropy.changed_steps import Change
 from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
-from rl_training.interventions.custom import load_own
+from rl_training.interventions.custom import load_custom
 from rl_training.interventions.loss import Function, LossInputs
 
 PLAIN = "plain"  # the unchanged step, in metrics' names
@@ -126,8 +126,8 @@ class Intervention:
 
 
 INTERVENTIONS: Mapping[str, Intervention] = {
-    known.name: known
-    for known in (
+    intervention.name: intervention
+    for intervention in (
         Intervention("bonus", rw.bonus, (), strength=0.01, neutral_strength=0.0, is_linear=True, trl="entropy_coef"),
         Intervention("psr", rw.psr),
         Intervention("nsr", rw.nsr),
@@ -163,17 +163,17 @@ INTERVENTIONS: Mapping[str, Intervention] = {
 MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one keeps what the other drops
 
 
-def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
+def parse_interventions(names: Iterable[Any], setting: str) -> list[Intervention]:
     """Return the interventions with these names.
 
     Args:
-        names: Names, each as `intervention` takes them.
+        names: Names, each as `parse_intervention` takes them.
         setting: The name of the setting that lists them, with which error messages begin.
 
     Raises:
         UserError: If it is not a list of names, or if a name is unknown or occurs twice.
 
-    >>> [each.name for each in interventions_of(["psr", "lr:2"], "which")]
+    >>> [each.name for each in parse_interventions(["psr", "lr:2"], "which")]
     ['psr', 'lr:2']
     """
     if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
@@ -184,10 +184,12 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
             raise UserError(
                 f"{setting}: {text} is not a name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]"
             )
-    chosen = [intervention(text) for text in texts]
-    twice = sorted(name for name, count in Counter(known.name for known in chosen).items() if count > 1)
-    if twice:
-        raise UserError(f"{setting} has {', '.join(twice)} twice: name each once")
+    chosen = [parse_intervention(text) for text in texts]
+    duplicates = sorted(
+        name for name, count in Counter(intervention.name for intervention in chosen).items() if count > 1
+    )
+    if duplicates:
+        raise UserError(f"{setting} has {', '.join(duplicates)} twice: name each once")
     return chosen
 
 
@@ -197,8 +199,8 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     Raises:
         UserError: If two are of the same kind or contradict each other, or if one would undo those before it.
     """
-    chosen = interventions_of(names, "interventions")
-    kinds = Counter(known.name.partition(":")[0] for known in chosen)
+    chosen = parse_interventions(names, "interventions")
+    kinds = Counter(intervention.name.partition(":")[0] for intervention in chosen)
     for kind, count in kinds.items():
         if count > 1:
             raise UserError(f"interventions has {kind} with {count} strengths: give it one")
@@ -213,49 +215,59 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     return chosen
 
 
-def intervention(text: str) -> Intervention:
+def parse_intervention(text: str) -> Intervention:
     """Return an intervention from name[:strength], FILE.py:FUNCTION[:strength] or MODULE:FUNCTION[:strength].
 
     Raises:
         UserError: If the name is unknown, or the strength is out of bounds.
 
-    >>> intervention("bonus").strength, intervention("lr:2").strength
+    >>> parse_intervention("bonus").strength, parse_intervention("lr:2").strength
     (0.01, 2.0)
     """
     name, _, strength = text.partition(":")
     if name in INTERVENTIONS:
-        known = INTERVENTIONS[name]
+        intervention = INTERVENTIONS[name]
     elif "." in name or strength.partition(":")[0].isidentifier():
         function, _, strength = strength.partition(":")
         if function in (PLAIN, *INTERVENTIONS):
             raise UserError(f"{text}: {function} is already a name in the metrics: rename the function")
-        known = Intervention(function, load_own(name, function), (), strength=1.0, low=-math.inf)
+        intervention = Intervention(function, load_custom(name, function), (), strength=1.0, low=-math.inf)
     else:
         close = difflib.get_close_matches(name, INTERVENTIONS, n=1, cutoff=0.5)
         names = ", ".join(INTERVENTIONS)
         hint = f"did you mean {close[0]}?" if close else f"choose from {names}, or give FILE.py:FUNCTION"
         raise UserError(f"unknown intervention {name!r}: {hint}")
     if name == "mis" and "," in strength:  # both bounds
-        bounds = [_strength(dataclasses.replace(known, low=0.0), bound) for bound in strength.split(",")]
+        bounds = [_strength(dataclasses.replace(intervention, low=0.0), bound) for bound in strength.split(",")]
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
             raise UserError(f"{text}: give the lower bound and the upper, as in mis:0.5,2")
         masked = functools.partial(rw.token_mask, low=bounds[0])
-        return dataclasses.replace(known, name=text, function=masked, strength=bounds[1])
+        return dataclasses.replace(intervention, name=text, function=masked, strength=bounds[1])
     if not strength:
-        return known
-    return dataclasses.replace(known, name=f"{known.name}:{strength}", strength=_strength(known, strength))
+        return intervention
+    return dataclasses.replace(
+        intervention, name=f"{intervention.name}:{strength}", strength=_strength(intervention, strength)
+    )
 
 
-def _strength(known: Intervention, text: str) -> float:
-    full = f"{known.name}:{text}"
-    if math.isnan(known.strength):
-        raise UserError(f"{full}: {known.name} has no strength, write {known.name}")
+def _strength(intervention: Intervention, text: str) -> float:
+    full = f"{intervention.name}:{text}"
+    if math.isnan(intervention.strength):
+        raise UserError(f"{full}: {intervention.name} has no strength, write {intervention.name}")
     try:
         value = float(text)
     except ValueError:
-        raise UserError(f"{full}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
-    if not known.low < value < math.inf or value > known.high or value == known.neutral_strength:
-        bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
-        apart = "" if known.neutral_strength is None else f", and not {known.neutral_strength:g}, which has no effect"
-        raise UserError(f"{full}: the strength must lie {bounds}{apart}")
+        raise UserError(
+            f"{full}: the strength must be a number, as in {intervention.name}:{intervention.strength:g}"
+        ) from None
+    if not intervention.low < value < math.inf or value > intervention.high or value == intervention.neutral_strength:
+        bounds = f"above {intervention.low:g}" + (
+            "" if math.isinf(intervention.high) else f", at most {intervention.high:g}"
+        )
+        no_effect = (
+            ""
+            if intervention.neutral_strength is None
+            else f", and not {intervention.neutral_strength:g}, which has no effect"
+        )
+        raise UserError(f"{full}: the strength must lie {bounds}{no_effect}")
     return value

@@ -89,7 +89,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     weights = shard.weights()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
-        return OptimizerView(None, max_grad_norm, NOT_IN_OPTIMIZER.filled(name=outside[0]))
+        return OptimizerView(None, max_grad_norm, NOT_IN_OPTIMIZER.formatted(name=outside[0]))
     known = _with_steps_as_numbers({name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()})
     states = {
         name: {key: shard.local_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}

@@ -31,7 +31,7 @@ def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | Non
     formulas = {f.optimizer: f for f in FORMULAS if readable is None or f.optimizer in readable}
     if full_name not in formulas:
         # The message names the library, because bitsandbytes has an AdamW too, with 8-bit states.
-        return NO_FORMULA.filled(optimizer=_with_library(full_name), supported=list_names(formulas))
+        return NO_FORMULA.formatted(optimizer=_with_library(full_name), supported=list_names(formulas))
     formula = formulas[full_name]
     return formula.limit(optimizer) or formula
 

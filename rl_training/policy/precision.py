@@ -28,7 +28,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unnoticed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def isolated_from_training(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run probe code with autocast off, even if the loop has it on; restore RNG state and rotary tables afterwards."""
     with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
         yield

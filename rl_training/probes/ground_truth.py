@@ -153,7 +153,7 @@ def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
     enough = count >= MIN_UNITS_OFFLINE
-    no_bar = NOT_FINITE if enough else FEW_BLOCKS.filled(count=count, least=MIN_UNITS_OFFLINE)
+    no_bar = NOT_FINITE if enough else FEW_BLOCKS.formatted(count=count, least=MIN_UNITS_OFFLINE)
     return {
         f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, no_bar)
         for name, replicates in zip(PREDICTED, (predicted, error), strict=True)

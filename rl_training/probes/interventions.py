@@ -32,7 +32,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
-from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
+from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, parse_interventions
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
@@ -54,7 +54,7 @@ OFF_POLICY = Limit(
     "off-policy: where ratios differ from 1, predictions came out 1.6 times too large",
     fix="use one step per rollout",
 )
-LOST = Limit("interval_holds_0", "the interval of its ΔH includes 0")
+INTERVAL_INCLUDES_ZERO = Limit("interval_holds_0", "the interval of its ΔH includes 0")
 TOO_SMALL = Limit("too_small", f"its ΔH is below {SMALLEST:g} nats")
 BY_SIGN = "the step takes only the gradient's signs (Adam's first, Lion's always): its size ignores the gradient's"
 OTHER_BETAS = Limit("other_betas", "parameters with different betas have no common factor")
@@ -83,7 +83,7 @@ class InterventionsProbe(Probe):
         self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
     ) -> None:
         super().__init__(every)
-        self.which = interventions_of(which, "interventions.which")
+        self.which = parse_interventions(which, "interventions.which")
         if not self.which:
             raise UserError(f"interventions: which=[] is empty: name some, such as which=[{','.join(USUAL)}]")
         check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
@@ -93,15 +93,15 @@ class InterventionsProbe(Probe):
 
     def init(self) -> dict[str, RunningPair]:
         """Return empty means over steps: of the plain step, and of each intervention's effect, immediate and kept."""
-        ends = ("", KEPT)
-        names = [PLAIN, *(intervention.name + end for intervention in self.which for end in ends)]
+        suffixes = ("", KEPT)
+        names = [PLAIN, *(intervention.name + suffix for intervention in self.which for suffix in suffixes)]
         return {name: RunningPair() for name in names}
 
     def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
         step = ctx.step
-        why = ctx.effects_limit(OFF_POLICY)
-        if why:
-            return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why)), state=state)
+        limit = ctx.effects_limit(OFF_POLICY)
+        if limit:
+            return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(limit)), state=state)
         with_reference = any("reference" in intervention.needs for intervention in self.which)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
@@ -117,18 +117,18 @@ class InterventionsProbe(Probe):
         pairs = ctx.effects(changes, weights, reward)
         means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
         no_reward = gradient.limit
-        answers = [*pairs[PLAIN].both(no_reward), *means[PLAIN].mean().both(no_reward)]
+        estimates = [*pairs[PLAIN].both(no_reward), *means[PLAIN].mean().both(no_reward)]
         for intervention in self.which:
             name = intervention.name
             if unavailable[name]:
-                answers += [Estimate.missing(unavailable[name])] * len(QUANTITIES)
+                estimates += [Estimate.missing(unavailable[name])] * len(QUANTITIES)
                 continue
             # A learning rate has its full effect at once.
             factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
             for key, pair in ((name, pairs[name]), (name + KEPT, pairs[name].times(factor))):
                 means[key] = means[key].add(pair, step.number, self.decay)
-            answers += self._estimates(ctx, intervention, pairs[name], factor, means, no_reward)
-        return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True)), state=means)
+            estimates += self._estimates(ctx, intervention, pairs[name], factor, means, no_reward)
+        return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), estimates, strict=True)), state=means)
 
     def num_vectors(self, num_folds: int) -> int:
         """Return num_folds + 2: a basis of changes for each fold and over all, and the gradient of the reward."""
@@ -164,7 +164,7 @@ class InterventionsProbe(Probe):
         mean, mean_kept = running.mean(), means[intervention.name + KEPT].mean()
         unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.both(no_reward)
-        price, mean_price = (reward if no_reward else p.minus_ratio(LOST) for p in (pair, mean))
+        price, mean_price = (reward if no_reward else each.minus_ratio(INTERVAL_INCLUDES_ZERO) for each in (pair, mean))
         return [
             delta,
             pair.times(factor).estimate(0, unknown or delta.reason),
@@ -194,7 +194,7 @@ def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Es
     if not plain.estimate(0).bounds()[1] < 0.0:
         return Estimate.missing(NO_FALL)
     if not (low > 0.0 or high < 0.0):
-        return Estimate.missing(LOST)
+        return Estimate.missing(INTERVAL_INCLUDES_ZERO)
     share = -0.5 * float(plain.values[0]) / float(mean_kept.values[0])
     strength = intervention.neutral_strength + share * (intervention.strength - intervention.neutral_strength)
     if not intervention.low < strength <= intervention.high:

@@ -48,7 +48,7 @@ CHANGES = tuple(f"measured/{name}" for name in ("delta_h", "delta_h_sequence", "
 KL, ESS, STEPS = "measured/kl", "measured/ess", "measured/steps"
 NAMES = (*CHANGES, KL, ESS, STEPS)
 SPAN = 3  # steps to either side, if training's forward pass is rounded
-SAME = 1e-5  # nats: largest mean difference between log-probabilities of the same weights in fp32
+MAX_RESCORE_DIFFERENCE = 1e-5  # nats: largest mean difference between log-probabilities of the same weights in fp32
 MIN_ESS = 0.5  # share of the responses; with a smaller effective sample size, importance weights are worthless
 FIRST = Limit("first_step", "the weights before the last step are not known yet")
 OLD_ROLLOUT = Limit(
@@ -56,7 +56,7 @@ OLD_ROLLOUT = Limit(
     "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout",
 )
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
-FAR = Limit(
+LOW_ESS = Limit(
     "too_far",
     "the effective sample size is {ess:.2f} of the responses, below {least}",
     fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
@@ -99,19 +99,19 @@ class MeasuredStepProbe(Probe):
 
     def measure(self, ctx: StepContext, state: WeightsBefore) -> Reading:
         limits, fresh = ctx.limits, ctx.step.batch.rollout.on_policy
-        why = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
-        why = why or self._scores_limit(ctx)
-        if why:
-            return Reading(measured=dict.fromkeys(NAMES, Estimate.missing(why)), state=state)
+        limit = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
+        limit = limit or self._scores_limit(ctx)
+        if limit:
+            return Reading(measured=dict.fromkeys(NAMES, Estimate.missing(limit)), state=state)
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
         assert shard is not None
-        is_again = state.step >= ctx.step.number
-        answers = dict.fromkeys(NAMES, Estimate.missing(STEP_TAKEN_AGAIN if is_again else FIRST))
+        is_repeated = state.step >= ctx.step.number
+        estimates = dict.fromkeys(NAMES, Estimate.missing(STEP_TAKEN_AGAIN if is_repeated else FIRST))
         errors = state.errors
-        if state.step and not is_again:
-            answers, errors = self._changes(ctx, state.weights.local(shard), state)
-        now = layout.by_name(layout.vector(shard.copy_local_weights().values()))
-        return Reading(measured=answers, state=WeightsBefore(ShardedVector.of(shard, now), ctx.step.number, errors))
+        if state.step and not is_repeated:
+            estimates, errors = self._changes(ctx, state.weights.local(shard), state)
+        weights = layout.by_name(layout.vector(shard.copy_local_weights().values()))
+        return Reading(measured=estimates, state=WeightsBefore(ShardedVector.of(shard, weights), ctx.step.number, errors))
 
     def num_vectors(self, num_folds: int) -> int:
         """Return 3: the weights before and after the step, and the extrapolated ones if training is rounded."""
@@ -155,7 +155,7 @@ class MeasuredStepProbe(Probe):
         if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
             estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if estimates[ESS].value < MIN_ESS:
-            far = Estimate.missing(FAR.filled(ess=estimates[ESS].value, least=MIN_ESS))
+            far = Estimate.missing(LOW_ESS.formatted(ess=estimates[ESS].value, least=MIN_ESS))
             estimates |= dict.fromkeys(CHANGES, far)
             errors = state.errors
         else:
@@ -175,8 +175,8 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
     """
     policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     first = policy.score_rollout(take_rows(rollout, torch.zeros_like(rows[:1])))
-    apart = (first.logps - now.logps[rows[:1]])[first.mask.bool()].double().abs()
-    if not float(ctx.ranks.max(apart.mean().nan_to_num(0.0))) <= SAME:  # dropout, TF32
+    difference = (first.logps - now.logps[rows[:1]])[first.mask.bool()].double().abs()
+    if not float(ctx.ranks.max(difference.mean().nan_to_num(0.0))) <= MAX_RESCORE_DIFFERENCE:  # dropout, TF32
         fresh = policy.score_rollout(rollout)
         logps, entropies = now.logps.clone(), now.entropies.clone()
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
@@ -189,14 +189,14 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
     """Return the same as `scores_before`, the earlier ones extrapolated (see the module's docstring). Collective."""
     policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     assert policy.shard is not None
-    held = policy.shard.copy_local_weights()
-    ends = []
+    current_weights = policy.shard.copy_local_weights()
+    scores = []
     for steps in (-SPAN, SPAN):
-        with policy.with_weights({name: w + steps * (w - before[name]) for name, w in held.items()}):
-            ends.append(policy.score_rollout(rollout, as_training=True))
-    behind, ahead = ends
-    logps, entropies = slopes(ahead, behind, SPAN)
-    return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, ahead.mask)
+        with policy.with_weights({name: w + steps * (w - before[name]) for name, w in current_weights.items()}):
+            scores.append(policy.score_rollout(rollout, as_training=True))
+    backward, forward = scores
+    logps, entropies = slopes(forward, backward, SPAN)
+    return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, forward.mask)
 
 
 def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
@@ -221,12 +221,12 @@ def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tenso
 
 def statistic(sums: Tensor) -> Tensor:
     """Return (…, 6): CHANGES, the KL divergence per token, and the effective sample size as a share of responses."""
-    all_of_them, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
-    entropy, length = (all_of_them[..., 1:] / all_of_them[..., :1]).unbind(-1)
-    _, more_entropy, longer, more_reward, kl, tokens, weight, square, rewarded = scored.unbind(-1)
-    per_token = entropy / length - (entropy + more_entropy) / (length + longer)
-    reward, effective = -more_reward / rewarded, weight.square() / square
-    return torch.stack([per_token, -more_entropy, -longer, reward, kl / tokens, effective], dim=-1)
+    level_sums, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
+    entropy, length = (level_sums[..., 1:] / level_sums[..., :1]).unbind(-1)
+    _, entropy_change, length_change, reward_change, kl, tokens, weight, weight_square, rewarded = scored.unbind(-1)
+    per_token = entropy / length - (entropy + entropy_change) / (length + length_change)
+    reward, effective = -reward_change / rewarded, weight.square() / weight_square
+    return torch.stack([per_token, -entropy_change, -length_change, reward, kl / tokens, effective], dim=-1)
 
 
 def _with_averaged_errors(

@@ -125,7 +125,7 @@ def _estimate(
     sums = terms.sum(axis=0)
     if num_pairs < MIN_PAIRS:
         detail = f" ({needs})" if needs else ""
-        few = FEW_PAIRS.filled(count=num_pairs, least=MIN_PAIRS, detail=detail)
+        few = FEW_PAIRS.formatted(count=num_pairs, least=MIN_PAIRS, detail=detail)
         return Estimate(math.nan, num_samples=num_pairs, reason=few)
     value = float(statistic(sums))
     stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # row l lacks pair l

@@ -18,7 +18,7 @@ FEW_PROMPTS = Limit("few_prompts", "no error bar: it needs {least} prompts, the 
 
 def stderr_limit(num_units: int, few: Limit = FEW_FOLDS) -> Limit | None:
     """Return the limit if a step has too few folds, or other independent units, for an error bar; else None."""
-    return None if num_units >= MIN_FOLDS_STEP else few.filled(least=MIN_FOLDS_STEP, count=num_units)
+    return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ class Limit(str):
         """Return the arguments with which copy and pickle call `__new__`."""
         return self.code, self.message, self.fix
 
-    def filled(self, **values: object) -> Limit:
+    def formatted(self, **values: object) -> Limit:
         """Return this limit with the {names} in its message and fix replaced by `values`.
 
-        >>> Limit("too_far", "the sampler is too far: {ess:.2f}").filled(ess=0.26)
+        >>> Limit("too_far", "the sampler is too far: {ess:.2f}").formatted(ess=0.26)
         'the sampler is too far: 0.26'
         """
         return Limit(self.code, self.message.format(**values), self.fix.format(**values))

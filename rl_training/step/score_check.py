@@ -73,7 +73,7 @@ class ScoreCheck:
             return None
         number = differing.index(True)
         cause = OF_ROTARY_TABLES if depends_on_longest_row(self._policy.model) else OF_THE_LOOP
-        return OTHER_SCORES.filled(
+        return OTHER_SCORES.formatted(
             cause=cause,
             what=("log-probabilities", "entropies")[number],
             off=float(off[number]),

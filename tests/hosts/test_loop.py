@@ -610,7 +610,7 @@ def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptu
 def test_a_limit_with_a_number_of_its_step_is_said_once_with_the_estimates_of_all_probes(caplog: Any) -> None:
     writer = EstimateWriter(StepDriver([]), None, str)
     for step, ess in ((1, 0.1), (2, 0.2), (3, 0.3)):
-        missing = Estimate.missing(TOO_FAR.filled(ess=ess, least=0.5))
+        missing = Estimate.missing(TOO_FAR.formatted(ess=ess, least=0.5))
         writer.write(step, {"one": {"a": missing}, "other": {"b": missing}})
         assert [line.message.split(": ")[1] for line in caplog.records] == ["a, b"] * (step > 1)
     assert "sample size is 0.20" in caplog.text

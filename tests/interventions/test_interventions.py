@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs, zero_advantage_share
-from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
+from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, interventions_to_train, parse_intervention
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
@@ -56,7 +56,7 @@ def plain(off_policy: bool = False, hides: bool = False) -> list[list[float]]:
     return rows
 
 
-def known(off_policy: bool = False, hides: bool = False) -> LossInputs:
+def make_loss(off_policy: bool = False, hides: bool = False) -> LossInputs:
     there = torch.tensor([[t < length for t in range(L)] for length in LENGTHS])
     truncated, advantages = torch.tensor(TRUNCATED), double(ADVANTAGES)
     seen = there & ~truncated.unsqueeze(1) if hides else there
@@ -127,7 +127,7 @@ FACTORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
-    weights = intervention(name).weights(known())
+    weights = parse_intervention(name).weights(make_loss())
     assert weights.entropies is None
     expected = plain()
     for i, t in tokens():
@@ -136,11 +136,11 @@ def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
 
 
 def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> None:
-    weights = intervention("bonus:0.03").weights(known())
+    weights = parse_intervention("bonus:0.03").weights(make_loss())
     assert weights.entropies is not None
     expected = [[-0.03 / (MICROBATCHES * sum(LENGTHS)) * (t < length) for t in range(L)] for length in LENGTHS]
     torch.testing.assert_close(weights.entropies, double(expected), rtol=1e-12, atol=0)
-    assert torch.equal(weights.logps, known().weights.logps)
+    assert torch.equal(weights.logps, make_loss().weights.logps)
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
@@ -149,27 +149,27 @@ def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_polic
     logps = double(LOGPS).requires_grad_()
     ratio = (logps - (double(AT_SAMPLING) if off_policy else logps.detach())).exp()
     gap = double(REFERENCE) - logps
-    mask = known().scores.mask
+    mask = make_loss().scores.mask
     (pull,) = torch.autograd.grad((0.7 * ratio * (gap.exp() - gap - 1) * mask).sum() * UNIT, logps)
-    weights = intervention("kl:0.7").weights(known(off_policy))
+    weights = parse_intervention("kl:0.7").weights(make_loss(off_policy))
     torch.testing.assert_close(weights.logps, double(plain(off_policy)) + pull, rtol=1e-10, atol=1e-15)
 
 
 def test_truncated_responses_are_put_in_as_if_they_had_never_been_hidden() -> None:
-    weights = intervention("keep_truncated").weights(known(hides=True))
+    weights = parse_intervention("keep_truncated").weights(make_loss(hides=True))
     torch.testing.assert_close(weights.logps, double(plain()), rtol=1e-12, atol=1e-18)
-    assert not torch.allclose(known(hides=True).weights.logps, weights.logps)
+    assert not torch.allclose(make_loss(hides=True).weights.logps, weights.logps)
 
 
 def test_off_policy_a_higher_clip_is_the_loss_clipped_there() -> None:
     high = 20.0
-    logps, mask = double(LOGPS).requires_grad_(), known().scores.mask
+    logps, mask = double(LOGPS).requires_grad_(), make_loss().scores.mask
     ratio = (logps - double(AT_SAMPLING)).exp()
     advantages = double(ADVANTAGES).unsqueeze(1)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + high) * advantages)
     (expected,) = torch.autograd.grad((loss * mask).sum() * UNIT, logps)
-    weights = intervention(f"clip_higher:{high}").weights(known(off_policy=True))
-    assert not torch.allclose(weights.logps, known(off_policy=True).weights.logps)
+    weights = parse_intervention(f"clip_higher:{high}").weights(make_loss(off_policy=True))
+    assert not torch.allclose(weights.logps, make_loss(off_policy=True).weights.logps)
     torch.testing.assert_close(weights.logps, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -178,12 +178,12 @@ def test_off_policy_steer_s_estimate_has_the_ratio_in_it() -> None:
     expected = plain(off_policy=True)
     for (i, t), size in sizes.items():
         expected[i][t] *= 0.5 ** (size / max(sizes.values()))
-    weights = intervention("steer:0.5").weights(known(off_policy=True))
+    weights = parse_intervention("steer:0.5").weights(make_loss(off_policy=True))
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
 
 
 def test_off_policy_the_covariant_tokens_are_drawn_back_to_the_sampling_policy() -> None:
-    weights = intervention("kl_cov:0.2").weights(known(off_policy=True))
+    weights = parse_intervention("kl_cov:0.2").weights(make_loss(off_policy=True))
     expected = plain(off_policy=True)
     for i, t in covariance_order()[: int(0.2 * len(tokens()))]:
         expected[i][t] += math.copysign(UNIT, LOGPS[i][t] - AT_SAMPLING[i][t])
@@ -217,7 +217,7 @@ CORRECTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
     """This holds whatever correction the loss itself has."""
-    loss = known()
+    loss = make_loss()
     assert loss.settings is not None
     corrected = dataclasses.replace(loss.settings, correction=Correction(high=1.01))
     loss = dataclasses.replace(loss, sampling_logps=double(AT_SAMPLING), settings=corrected)
@@ -226,18 +226,18 @@ def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
     for i, t in tokens():
         expected[i][t] *= CORRECTIONS[name](i, t)
     assert name == "none" or expected != plain()
-    torch.testing.assert_close(intervention(name).weights(loss).logps, double(expected), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(parse_intervention(name).weights(loss).logps, double(expected), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", [name for name, change in INTERVENTIONS.items() if change.nothing_on_policy])
 def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
-    loss = known()
-    assert intervention(name).weights(loss) is loss.weights
+    loss = make_loss()
+    assert parse_intervention(name).weights(loss) is loss.weights
     assert "every ratio is 1" in RATIOS_ARE_ONE
 
 
 def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
-    lr, clip, bonus = map(intervention, ("lr:0.5", "max_grad_norm:0.2", "bonus:0.2"))
+    lr, clip, bonus = map(parse_intervention, ("lr:0.5", "max_grad_norm:0.2", "bonus:0.2"))
     assert [(change.function is None, change.lr_factor, change.max_grad_norm) for change in (lr, clip, bonus)] == [
         (True, 0.5, None),
         (True, 1.0, 0.2),
@@ -246,15 +246,19 @@ def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
 
 
 def test_what_is_missing_is_reported() -> None:
-    bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
-    reasons = {name: intervention(name).unavailable_reason(bare) for name in INTERVENTIONS}
+    bare = LossInputs(
+        make_loss().weights, make_loss().scores, make_loss().advantages, make_loss().prompt_index, MICROBATCHES, 1.0
+    )
+    reasons = {name: parse_intervention(name).unavailable_reason(bare) for name in INTERVENTIONS}
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
     assert "by more than advantages" in reasons["psr"]
     assert "loss is not Dr-GRPO's" in reasons["std_norm"]
     assert "not divided by Dr-GRPO's constant" in reasons["kl"]
-    assert known().settings is not None
-    with_kl = dataclasses.replace(known(), settings=dataclasses.replace(known().settings, differs=frozenset({"beta"})))
-    refused = [name for name in INTERVENTIONS if intervention(name).unavailable_reason(with_kl)]
+    assert make_loss().settings is not None
+    with_kl = dataclasses.replace(
+        make_loss(), settings=dataclasses.replace(make_loss().settings, differs=frozenset({"beta"}))
+    )
+    refused = [name for name in INTERVENTIONS if parse_intervention(name).unavailable_reason(with_kl)]
     assert set(INTERVENTIONS) - set(refused) == {"bonus", "lr", "max_grad_norm", "kl", "kl_cov"}
     said = {
         "std_norm": "rewards",
@@ -263,25 +267,25 @@ def test_what_is_missing_is_reported() -> None:
         "dynamic_sampling": "no gradient",
         "tis": "train with vLLM, or in Python with",
     }
-    dr_grpo = dataclasses.replace(bare, settings=known().settings)
+    dr_grpo = dataclasses.replace(bare, settings=make_loss().settings)
     for name, words in said.items():
-        assert words in intervention(name).unavailable_reason(dr_grpo)
+        assert words in parse_intervention(name).unavailable_reason(dr_grpo)
 
 
 def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> None:
     """As in TRL, an unknown ratio counts as 1."""
     sampled = double(AT_SAMPLING)
     sampled[0, 1] = math.nan
-    loss = dataclasses.replace(known(), sampling_logps=sampled)
+    loss = dataclasses.replace(make_loss(), sampling_logps=sampled)
     for name in ("tis:2", "mis:2", "seq_mask:3", "ppo_clip:0.2", "exact"):
-        assert bool(intervention(name).weights(loss).logps.isfinite().all()), name
-    logps = intervention("tis:2").weights(loss).logps
+        assert bool(parse_intervention(name).weights(loss).logps.isfinite().all()), name
+    logps = parse_intervention("tis:2").weights(loss).logps
     assert float(logps[0, 1]) == pytest.approx(plain()[0][1])
 
 
 def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
     """The loss is a mean over 6 sequences, 3 and 1.5 times as many as the microbatches of 2 and 4 have."""
-    loss, rows = known(), torch.arange(6)
+    loss, rows = make_loss(), torch.arange(6)
     rollout = Rollout(
         prompt_ids=rows.unsqueeze(1), prompt_mask=torch.ones(6, 1), completion_ids=torch.zeros(6, L),
         completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
@@ -310,24 +314,24 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
 @pytest.mark.parametrize(("text", "said"), REFUSED["intervention"].items())
 def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        intervention(text)
+        parse_intervention(text)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("later", ["tis:2", "mis:0.5,2", "exact", "clip_higher"])
 def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: str) -> None:
-    assert [change.name for change in interventions_to_train([later, "psr"])] == [intervention(later).name, "psr"]
+    assert [change.name for change in interventions_to_train([later, "psr"])] == [parse_intervention(later).name, "psr"]
     for names in (["psr", later], ["none", later]):
-        with pytest.raises(ValueError, match=re.escape(f"{intervention(later).name} would undo those before it")):
+        with pytest.raises(ValueError, match=re.escape(f"{parse_intervention(later).name} would undo those before it")):
             interventions_to_train(names)
 
 
 @pytest.mark.parametrize("name", ["std_norm", "length_norm", "clip_higher", "psr", "tis"])
 def test_what_a_weight_on_advantages_can_be_changed_with_others_can_too(name: str) -> None:
     """A loss changed by one of these is still a weight on advantages. A loss with a KL term is not."""
-    settings = dataclasses.replace(known().settings, differs=frozenset({intervention(name).differs}))  # type: ignore[type-var]
-    assert intervention("psr").unavailable_reason(dataclasses.replace(known(), settings=settings)) == ""
-    assert intervention("kl").differs == "beta"
+    settings = dataclasses.replace(make_loss().settings, differs=frozenset({parse_intervention(name).differs}))  # type: ignore[type-var]
+    assert parse_intervention("psr").unavailable_reason(dataclasses.replace(make_loss(), settings=settings)) == ""
+    assert parse_intervention("kl").differs == "beta"
 
 
 OWN = """
@@ -382,18 +386,18 @@ def custom_file(tmp_path: Path) -> Path:
 
 
 def test_a_custom_function_in_a_file_is_an_intervention(custom_file: Path) -> None:
-    mine, plain_weights = intervention(f"{custom_file}:softer:0.5"), known().weights.logps
+    mine, plain_weights = parse_intervention(f"{custom_file}:softer:0.5"), make_loss().weights.logps
     assert mine.name == "softer:0.5"
-    assert torch.equal(mine.weights(known()).logps, 0.5 * plain_weights)
-    loss = known()
-    assert torch.equal(intervention(f"{custom_file}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
+    assert torch.equal(mine.weights(make_loss()).logps, 0.5 * plain_weights)
+    loss = make_loss()
+    assert torch.equal(parse_intervention(f"{custom_file}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
     assert torch.equal(loss.weights.logps, plain_weights)  # the function wrote into a copy
 
 
 @pytest.mark.parametrize(("name", "said"), REFUSED["own_intervention"].items())
 def test_a_custom_function_that_is_wrong_is_named_in_one_line(custom_file: Path, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        intervention(f"{custom_file}:{name}").weights(known())
+        parse_intervention(f"{custom_file}:{name}").weights(make_loss())
     assert "\n" not in str(error.value)
 
 
@@ -408,13 +412,13 @@ def test_a_custom_function_that_is_wrong_is_named_in_one_line(custom_file: Path,
 def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, lines: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(lines, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        intervention(f"{tmp_path}/mine.py:f")
+        parse_intervention(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(error.value)
 
 
 def test_a_module_without_a_dot_is_one(custom_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(custom_file.parent))
-    assert intervention("mine:softer:0.5").name == "softer:0.5"
+    assert parse_intervention("mine:softer:0.5").name == "softer:0.5"
 
 
 @pytest.mark.parametrize(("names", "said"), REFUSED["interventions"])

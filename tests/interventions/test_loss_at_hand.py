@@ -102,7 +102,7 @@ def inputs_of(weights: list[list[float]], advantages: list[float]) -> LossInputs
     table = torch.tensor(weights)
     scores = Scores(torch.zeros_like(table), torch.zeros_like(table), torch.ones_like(table))
     prompts = torch.arange(len(advantages))
-    return LossInputs(LossWeights(table, None), scores, torch.tensor(advantages), prompts).compared()
+    return LossInputs(LossWeights(table, None), scores, torch.tensor(advantages), prompts).with_loss_facts()
 
 
 def test_weights_of_advantages_have_their_signs_and_are_nothing_where_these_are() -> None:

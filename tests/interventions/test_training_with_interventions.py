@@ -33,7 +33,7 @@ from trainers import (
 from rl_training import DrGRPOTrainer, Reading
 from rl_training.hosts.trl.policy import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
-from rl_training.interventions.named import intervention
+from rl_training.interventions.named import parse_intervention
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import InterventionsProbe, SamplerProbe
 from rl_training.tasks.models import load_tiny
@@ -281,11 +281,11 @@ def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer
 def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callable[..., Any]) -> None:
     """Also the token, which a copy by pickling would lose: the trainer needs it to push to the Hub."""
     args = make_trainer(**SHAPE, hub_token="hf_abc").args
-    changed = with_settings(args, [intervention("lr:0.5"), intervention("max_grad_norm:0.2")])
+    changed = with_settings(args, [parse_intervention("lr:0.5"), parse_intervention("max_grad_norm:0.2")])
     assert (changed.learning_rate, changed.max_grad_norm) == (0.5 * SHAPE["learning_rate"], 0.2)
     assert (args.learning_rate, args.max_grad_norm) == (SHAPE["learning_rate"], 1.0)
     assert args.hub_token == changed.hub_token == "hf_abc"
-    assert with_settings(args, [intervention("psr")]) is args
+    assert with_settings(args, [parse_intervention("psr")]) is args
 
 
 def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(

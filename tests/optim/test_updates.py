@@ -164,7 +164,7 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
         assert kept.limit(5) is None
         assert kept.before(6) is None
-        assert kept.limit(6) == STEP_NOT_MEASURED.filled(step=5)
+        assert kept.limit(6) == STEP_NOT_MEASURED.formatted(step=5)
     with pytest.raises(UserError, match="does not match the 2 numbers that are trained"):
         history_of(2, state)
 

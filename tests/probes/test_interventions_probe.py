@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
 from rl_training.entropy.changed_steps import changes_by_basis
-from rl_training.interventions.named import intervention
+from rl_training.interventions.named import parse_intervention
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
@@ -217,18 +217,18 @@ def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_throu
         return Pair(torch.tensor([delta_h, 0.0]).double(), torch.eye(2).double() * error**2, 20)
 
     plain = pair(-4.0, 0.1)
-    assert kept_halving(intervention("bonus:0.5"), pair(4.0, 0.1), plain).value == pytest.approx(0.25)
-    assert kept_halving(intervention("lr:0.5"), pair(2.0, 0.1), plain).value == pytest.approx(0.5)
-    assert kept_halving(intervention("lr:2"), pair(-4.0, 0.1), plain).value == pytest.approx(0.5)
+    assert kept_halving(parse_intervention("bonus:0.5"), pair(4.0, 0.1), plain).value == pytest.approx(0.25)
+    assert kept_halving(parse_intervention("lr:0.5"), pair(2.0, 0.1), plain).value == pytest.approx(0.5)
+    assert kept_halving(parse_intervention("lr:2"), pair(-4.0, 0.1), plain).value == pytest.approx(0.5)
     unknown = {
-        "never_half": kept_halving(intervention("w_reinforce:0.5"), pair(0.5, 0.1), plain),
-        "no_strength": kept_halving(intervention("psr"), pair(2.0, 0.1), plain),
-        "not_linear": kept_halving(intervention("clip_cov"), pair(2.0, 0.1), plain),
-        "no_fall": kept_halving(intervention("bonus"), pair(2.0, 0.1), pair(-0.1, 0.1)),
+        "never_half": kept_halving(parse_intervention("w_reinforce:0.5"), pair(0.5, 0.1), plain),
+        "no_strength": kept_halving(parse_intervention("psr"), pair(2.0, 0.1), plain),
+        "not_linear": kept_halving(parse_intervention("clip_cov"), pair(2.0, 0.1), plain),
+        "no_fall": kept_halving(parse_intervention("bonus"), pair(2.0, 0.1), pair(-0.1, 0.1)),
     }
     assert {code: estimate.code for code, estimate in unknown.items()} == {code: code for code in unknown}
     for change in (pair(0.1, 0.1), pair(math.nan, 0.1)):
-        assert kept_halving(intervention("bonus"), change, plain).code == "interval_holds_0"
+        assert kept_halving(parse_intervention("bonus"), change, plain).code == "interval_holds_0"
 
 
 def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[Answers, Recorder]) -> None:

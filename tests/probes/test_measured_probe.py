@@ -19,7 +19,7 @@ from trainers import LORA, graded, trainer_maker
 from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
-from rl_training.probes.measured import CHANGES, ESS, KL, NAMES, SAME, STEPS, rounded_scores_before
+from rl_training.probes.measured import CHANGES, ESS, KL, NAMES, MAX_RESCORE_DIFFERENCE, STEPS, rounded_scores_before
 from rl_training.step.data import StepData
 from rl_training.tasks.models import load_tiny
 
@@ -140,7 +140,7 @@ def test_with_dropout_both_scores_are_without(make_trainer) -> None:
     step = probe.steps[1]
     fresh = probe.contexts[1].policy.score_rollout(step.batch.rollout)
     dropped = (fresh.logps - step.batch.scores.logps)[fresh.mask.bool()].abs().mean()
-    assert float(dropped) > 10 * SAME
+    assert float(dropped) > 10 * MAX_RESCORE_DIFFERENCE
     value, stderr = plain(*probe.models, step, 1)[CHANGES[1]]
     assert probe.all[1][CHANGES[1]].value == pytest.approx(value, abs=0.05 * stderr)  # baselines are training's
 

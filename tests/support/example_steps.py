@@ -126,7 +126,7 @@ def step_of(
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),
-        limits=Limits(one_fold=ONE_FOLD.filled(more="more") if microbatches < 2 else None),
+        limits=Limits(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
     )
     runtime = Runtime(policy, ranks, FoldReduction(shard))
     if memory is None:

@@ -260,7 +260,7 @@ def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
         value = effective.get(key)
         if value is not None and value != neutral:
             place = "" if requested.get(key) == value else f" in {where[key]}"
-            return OTHER_SAMPLING.filled(setting=f"{key}={value}{place}", name=key, neutral=neutral)
+            return OTHER_SAMPLING.formatted(setting=f"{key}={value}{place}", name=key, neutral=neutral)
     return None
 
 

@@ -205,9 +205,9 @@ class Rollouts:
         self._is_fresh = not foreign
         why = None
         if foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            why = NOT_GENERATED.filled(count=int(foreign), rows=int(rows))
+            why = NOT_GENERATED.formatted(count=int(foreign), rows=int(rows))
         elif self.responses_per_prompt < expected:
-            why = NOT_ALL_KEPT.filled(kept=self.responses_per_prompt, generated=expected)
+            why = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
         uneven = None if is_even else UNEVEN
         self._origin = Origin(why or uneven, uneven, bool(learned))
         if unrewarded:

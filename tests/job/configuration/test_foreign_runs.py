@@ -41,7 +41,7 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     },
     "the package's own interpreter": {"data": {"_target_": "rl_training.records.report.page._run", "program": TOUCH}},
     "the package's own import": {
-        "data": {"_target_": "rl_training.interventions.own.load_own", "place": OWN, "name": "f"}
+        "data": {"_target_": "rl_training.interventions.custom.load_custom", "place": OWN, "name": "f"}
     },
     "a pickle of torch's": {"data": {"_target_": "torch.load", "f": PICKLE, "weights_only": False}},
     "a pickle of pandas'": {"data": {"_target_": "pandas.read_pickle", "filepath_or_buffer": PICKLE}},
