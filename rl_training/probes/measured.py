@@ -111,7 +111,9 @@ class MeasuredStepProbe(Probe):
         if state.step and not is_repeated:
             estimates, errors = self._changes(ctx, state.weights.local(shard), state)
         weights = layout.by_name(layout.vector(shard.copy_local_weights().values()))
-        return Reading(measured=estimates, state=WeightsBefore(ShardedVector.of(shard, weights), ctx.step.number, errors))
+        return Reading(
+            measured=estimates, state=WeightsBefore(ShardedVector.of(shard, weights), ctx.step.number, errors)
+        )
 
     def num_vectors(self, num_folds: int) -> int:
         """Return 3: the weights before and after the step, and the extrapolated ones if training is rounded."""

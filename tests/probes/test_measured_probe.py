@@ -19,7 +19,7 @@ from trainers import LORA, graded, trainer_maker
 from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
-from rl_training.probes.measured import CHANGES, ESS, KL, NAMES, MAX_RESCORE_DIFFERENCE, STEPS, rounded_scores_before
+from rl_training.probes.measured import CHANGES, ESS, KL, MAX_RESCORE_DIFFERENCE, NAMES, STEPS, rounded_scores_before
 from rl_training.step.data import StepData
 from rl_training.tasks.models import load_tiny
 
