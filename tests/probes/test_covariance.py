@@ -1,4 +1,4 @@
-"""The covariance predictor: an exact derivative in the case that it was made for, and the plain definition in a run."""
+"""The covariance predictor: an exact derivative in the case it is derived for, and its plain definition in a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("covariance/token", "covariance/sequence")
 
 
 class Answers(Kept, CovariancePredictorProbe):
-    """The probe, with its answers and what it saw kept; padding is nan."""
+    """The covariance probe, which keeps its estimates and steps. Padding is nan."""
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
@@ -34,7 +34,7 @@ class Answers(Kept, CovariancePredictorProbe):
 
 
 def plain(step: StepData, rows: list[int]) -> list[float]:
-    """−Cov over these sequences, per token and per sequence, a value at a time."""
+    """Return −Cov over these sequences, per token and per sequence, computed one value at a time."""
     tokens, sequences = [], []
     for i in rows:
         logps = step.batch.scores.logps[i][step.batch.scores.mask[i].bool()].double().tolist()
@@ -45,7 +45,7 @@ def plain(step: StepData, rows: list[int]) -> list[float]:
 
 
 def test_it_is_the_entropys_derivative_along_the_natural_gradient_of_a_softmax() -> None:
-    """Eight one-token responses that occur as often as the policy says, so that the batch is the population."""
+    """Eight one-token responses occur exactly as often as the policy says, so the batch is the population."""
     counts = torch.tensor([4, 2, 1, 1])
     logits = (counts / 8).double().log().requires_grad_()
     gain = torch.tensor([0.7, -0.2, -1.0, 0.1], dtype=torch.float64)

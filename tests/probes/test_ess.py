@@ -1,4 +1,4 @@
-"""The effective sample size: worked by hand, and on a real trainer against the plain definition."""
+"""The effective sample size, by hand, and compared with the plain definition on a real trainer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ METRICS = {*SIZES, *FRACTIONS, "ess/importance", "ess/zero_advantage", "ess/zero
 
 
 class Answers(Kept, EffectiveSampleSizeProbe):
-    """The probe, with its answers and what it saw kept."""
+    """The probe, which keeps its estimates and steps."""
 
 
 def half_of_the_prompts(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """A graded reward that tells the responses of prompts with even answers apart, and not those of the others."""
+    """Return rewards that differ within prompts with even answers, and are equal within the others."""
     return [0.1 if int(a) % 2 else len(c) / 10 for c, a in zip(completions, answer, strict=True)]
 
 
@@ -35,12 +35,12 @@ def constant(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def plain_size(weights: list[float]) -> float:
-    """(Σ|w|)² / Σw², term by term."""
+    """Return (Σ|w|)² / Σw², term by term."""
     return sum(abs(w) for w in weights) ** 2 / sum(w * w for w in weights)
 
 
 def plain_answers(rollout: Rollout) -> dict[str, float]:
-    """Every metric of an on-policy step with complete prompts, from the definitions, a sequence at a time."""
+    """Return every metric of an on-policy step with whole prompts, by definition, one sequence at a time."""
     advantages = rollout.advantages.tolist()
     lengths = [sum(row) for row in rollout.completion_mask.tolist()]
     of_prompt: dict[int, list[float]] = {}
@@ -70,8 +70,8 @@ def values(answer: dict[str, Estimate]) -> dict[str, float]:
     ("weights", "size"),
     [
         ([1.0, 1.0, 2.0], 16 / 6),  # (1+1+2)² / (1+1+4)
-        ([1.0, -3.0], 16 / 10),  # the sign does not count
-        ([4.0, 3.0, 0.0, 0.0, 0.0], 49 / 25),  # nor do sequences without weight
+        ([1.0, -3.0], 16 / 10),  # signs do not matter
+        ([4.0, 3.0, 0.0, 0.0, 0.0], 49 / 25),  # sequences without weight do not count
     ],
 )
 def test_kish_size_is_what_one_gets_by_hand(weights: list[float], size: float) -> None:
@@ -98,7 +98,7 @@ def test_size_of_the_summed_sums_does_not_depend_on_how_the_batch_is_split(sizes
 def test_only_a_prompt_with_equal_advantages_has_its_rounding_removed() -> None:
     rewards = torch.tensor([[0.1] * 8, [0.1] * 7 + [0.2]])
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    assert 0 < advantages[0].abs().max() < 1e-7  # else there is nothing to remove
+    assert 0 < advantages[0].abs().max() < 1e-7  # otherwise there is nothing to remove
     cleaned = without_rounding(advantages)
     assert cleaned[0].tolist() == [0.0] * 8
     assert torch.equal(cleaned[1], advantages[1])
@@ -116,19 +116,19 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
         plain = plain_answers(step.batch.rollout)
         assert answer.keys() == plain.keys() == METRICS
         assert values(answer) == pytest.approx(plain, rel=1e-12)
-        assert 0 < plain["ess/zero_advantage_prompts"] < 1  # the reward makes both kinds of prompts
+        assert 0 < plain["ess/zero_advantage_prompts"] < 1  # the reward gives both kinds of prompts
         assert 1 < plain["ess/token_weight"] != plain["ess/advantage"] < 32
         assert all(e.num_samples == 32 and math.isnan(e.stderr) and e.reason for e in answer.values())
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["ess/advantage"] for row in logged] == [answer["ess/advantage"].value for answer in probe.all]
-    for row in logged:  # TRL counts the same thing from the rewards
+    for row in logged:  # TRL computes the same share from the rewards
         assert row["ess/zero_advantage_prompts"] == pytest.approx(row["frac_reward_zero_std"], rel=1e-6)
 
 
 def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=constant, num_generations=8, max_steps=1).train()
-    # Eight rewards of 0.1 leave rounding, which is no weight.
+    # Eight rewards of 0.1 leave only rounding, which must not count as a weight.
     assert probe.steps[0].batch.rollout.advantages.abs().max() > 0
     (answer,) = probe.all
     for name in (*SIZES, *FRACTIONS):
@@ -143,7 +143,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
     assert on_policy["ess/importance"].value == 32
-    before, now = (step.batch.scores for step in probe.steps)  # of the same sequences, in the same order
+    before, now = (step.batch.scores for step in probe.steps)  # the same sequences in the same order
     ratios = [
         math.exp(sum(float(b - a) for a, b, m in zip(*rows, strict=True) if m))
         for rows in zip(before.logps, now.logps, now.mask, strict=True)

@@ -1,4 +1,4 @@
-"""The gradient noise scale on drawn gradients of known mean and covariance, through the real hooks and probe."""
+"""The gradient noise scale for random gradients with known mean and covariance, through the real hooks and probe."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from rl_training.statistics.noise_scale import (
 )
 from rl_training.step.data import Gradients
 
-G = 2  # responses per prompt: here only a factor
+G = 2  # responses per prompt; here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
 KIND_OF = {"attention": slice(0, 6), "mlp": slice(6, 11), "norm": slice(11, 14)}
 DIM = 14
 NUM_STEPS = 100
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
-EVEN = 0.9999  # decay of an average over hundreds of steps that weighs them almost alike
+EVEN = 0.9999  # decay of an average that weights hundreds of steps almost equally
 
 
 class LinearLoss(nn.Module):
-    """Its loss is the mean inner product of its parameters with some vectors, so its gradient is their mean."""
+    """A model whose loss is the mean inner product of its parameters with some vectors: its gradient is their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class LinearLoss(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return the mean over the prompts of a block; vectors (b, DIM)."""
+        """Return the mean over the prompts of a block. `vectors` has shape (b, DIM)."""
         return (vectors @ torch.cat([p.flatten() for p in self.parameters()])).mean()
 
 
 class Truth:
-    """Prompts' gradients: a Gaussian of mean G and covariance L Lᵀ. As much noise as signal at about 24 prompts."""
+    """Prompts' gradients: Gaussian with mean G and covariance L Lᵀ. Noise equals signal at about 24 prompts."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -73,20 +73,20 @@ class Truth:
         return self.mean + noise @ self.factor.T
 
     def moments(self, metric: Tensor | float = 1.0, columns: slice = slice(None)) -> tuple[float, float]:
-        """Return (tr Σ, |G|²), in a diagonal metric, of some of the columns."""
+        """Return (tr Σ, |G|²) of some columns, in a diagonal metric."""
         variance = (self.factor.square().sum(dim=1) * metric)[columns]
         return float(variance.sum()), float((self.mean.square() * metric)[columns].sum())
 
 
 class NotToBeAsked:
-    """A policy that a probe of norms has no question for."""
+    """A policy that must not be used, because a probe of norms needs none."""
 
     def __getattr__(self, name: str) -> None:
         pytest.fail(f"the noise scale asked the policy for {name} without split_prompts")
 
 
 class Loop:
-    """A trainer's loop around the probe: the loss over K, backwards under the hooks, the step, the answers."""
+    """A training loop around the probe: loss divided by K, backwards with hooks, the step, the probe's estimates."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Loop:
         self.steps = 0
 
     def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
-        """Return the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts, each a fold."""
+        """Take a step on K blocks (b, DIM), each a microbatch of b prompts and a fold, and return the estimates."""
         sizes = [len(block) for block in vectors]
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
@@ -157,9 +157,9 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def adamw_states(*, step: int = WARM_STEPS, dead: int = 1) -> dict[str, AdamWState]:
-    """Return states whose second moments go up by a factor of 10⁸, the first `dead` of each parameter being 0.
+    """Return states whose second moments span a factor of 10⁸; the first `dead` of each parameter are 0.
 
-    So do the variances of `Truth`: its noise scale is another in Adam's metric.
+    The variances of `Truth` span the same range, so its noise scale differs in Adam's metric.
     """
     states = {}
     of_all = 10.0 ** torch.linspace(-8, 0, DIM, dtype=torch.float64)
@@ -172,7 +172,7 @@ def adamw_states(*, step: int = WARM_STEPS, dead: int = 1) -> dict[str, AdamWSta
 
 
 def preconditioner(states: dict[str, AdamWState]) -> Tensor:
-    """Return P, (DIM,), 0 where v is 0: from the definition, entry by entry."""
+    """Return P, (DIM,), by definition, entry by entry; 0 where v is 0."""
     return torch.tensor(
         [
             1 / (math.sqrt(v / (1 - s.betas[1] ** s.step)) + s.eps) if v > 0 else 0.0
@@ -186,7 +186,7 @@ def preconditioner(states: dict[str, AdamWState]) -> Tensor:
 def assert_unbiased(values: list[float], truth: float) -> None:
     error = statistics.stdev(values) / math.sqrt(len(values))
     assert abs(statistics.mean(values) - truth) < 3 * error
-    assert error < 0.25 * truth  # else it would say nothing
+    assert error < 0.25 * truth  # otherwise the test would prove nothing
 
 
 def assert_near(estimate: Estimate, truth: float) -> None:
@@ -198,7 +198,7 @@ def assert_near(estimate: Estimate, truth: float) -> None:
 
 
 def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
-    """Over all signs of the four gradients ±1: their variance is 1 and their mean 0, however they are split."""
+    """Averaged over all signs of four gradients ±1, their variance is 1 and their mean 0, for any split."""
     loop, answers = Loop(GradientNoiseScaleProbe()), []
     for signs in itertools.product((-1.0, 1.0), repeat=4):
         vectors = torch.zeros(4, DIM, dtype=torch.float64)
@@ -225,11 +225,11 @@ def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: in
     assert not any(name.endswith(("embedding", "other")) for name in last)  # this model has none
     weighted = truth.moments(preconditioner(states))
     assert_near(last["gns/adam_noise_scale_prompts"], weighted[0] / weighted[1])
-    assert weighted[0] / weighted[1] < 0.6 * trace / grad_sq_norm  # else it could be the plain one
+    assert weighted[0] / weighted[1] < 0.6 * trace / grad_sq_norm  # so it is not the plain noise scale
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """400 runs of 40 steps. All but the last step of a run are drawn at once and handed to the probe as its state."""
+    """400 runs of 40 steps. All steps except the last are drawn at once and given to the probe as its state."""
     truth, generator = Truth(), seeded(2)
     trace, grad_sq_norm = truth.moments()
     expected = {
@@ -249,7 +249,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         state = NoiseHistory(history, torch.arange(-38, 1))
         last = Loop(GradientNoiseScaleProbe(), state=state).step(truth.draw(4, 8, generator=generator))
         for name, value in expected.items():
-            assert last[name].num_samples == 18  # 40 steps of unequal weight, whose variance is a sum with weights w²
+            assert last[name].num_samples == 18  # 40 steps with unequal weights w, so the variance has weights w²
             hits[name] += abs(last[name].value - value) < last[name].half_width()
         for name in between:
             between[name] += last[f"{name}_low"].value < expected[name] < last[f"{name}_high"].value
@@ -257,7 +257,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_says() -> None:
-    """No signal, |G|² = 0: half of the runs still have a finite value, and nearly all an interval without upper end."""
+    """Without signal, |G|² = 0, half of the runs still have a finite value, and nearly all an unbounded interval."""
     truth, generator = Truth(), seeded(13)
     finite = unbounded = 0
     ages = torch.arange(40).flip(0)
@@ -268,15 +268,15 @@ def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_sa
         finite += averages.signal_to_noise > 0
         unbounded += math.isinf(noise_scale_interval(signal_to_noise_interval(averages))[1])
     assert 0.4 < finite / 400 < 0.6
-    assert unbounded / 400 > 0.96  # all but the 2.5 % whose interval lies above 0
+    assert unbounded / 400 > 0.96  # all except the 2.5 % whose interval of the signal lies above 0
 
 
 @pytest.mark.parametrize("signal", [3.0, 0.2, -0.5])
 def test_fieller_interval_is_every_ratio_that_the_errors_do_not_rule_out(signal: float) -> None:
-    """By trying ratios one after another, from two averages whose errors are correlated."""
+    """Compared with trying many ratios, for two averages with correlated errors."""
     covariance = torch.tensor([[0.04, 0.05], [0.05, 0.25]], dtype=torch.float64)
     averages = Averages(torch.tensor([2.0, signal], dtype=torch.float64), covariance, math.nan, 40.0, degrees=5.0)
-    quantile = 2.570581835636314  # of Student's t, 5 degrees
+    quantile = 2.570581835636314  # of Student's t with 5 degrees of freedom
     tried = torch.linspace(-4, 4, 800_001, dtype=torch.float64)
     error = (covariance[1, 1] - 2 * tried * covariance[0, 1] + tried.square() * covariance[0, 0]).sqrt()
     inside = tried[(signal - 2 * tried).abs() <= quantile * error]
@@ -303,7 +303,7 @@ def test_without_a_trace_that_is_known_any_ratio_is_possible() -> None:
 @pytest.mark.parametrize("dead", [0, 2])
 def test_adam_scale_of_one_step_is_that_of_the_preconditioned_square_norms(steps: int, dead: int) -> None:
     states = adamw_states(step=steps, dead=dead)
-    vectors = Truth().draw(4, 16, generator=seeded(4)) + 1.0  # |G|²^ is then surely positive
+    vectors = Truth().draw(4, 16, generator=seeded(4)) + 1.0  # so that |G|²^ is certainly positive
     answers = Loop(GradientNoiseScaleProbe(), states=states).step(vectors)
     root = preconditioner(states).sqrt()
     block = sum(float((root * g).square().sum()) for g in vectors.mean(dim=1)) / 4
@@ -406,7 +406,7 @@ def test_one_block_measures_nothing_and_says_why() -> None:
 
 
 def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
-    """Two blocks that point against each other: |G|²^ = −|g_b|² < 0, reported so."""
+    """Two blocks with opposite gradients: |G|²^ = −|g_b|² < 0, and reported like that."""
     vectors = torch.ones(2, 4, DIM, dtype=torch.float64)
     vectors[1] *= -1
     answers = Loop(GradientNoiseScaleProbe()).step(vectors)
@@ -414,10 +414,10 @@ def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
     for name in ("gns/noise_scale_prompts", "gns/noise_scale_sequences"):
         assert math.isnan(answers[name].value)
         assert answers[name].code == "lost_in_noise"
-    assert answers["gns/batch_ratio"].value < 0  # not clamped, and not without a word
+    assert answers["gns/batch_ratio"].value < 0  # not clamped, and with a reason
     for name in ("gns/batch_ratio", "gns/signal_to_noise"):
         assert answers[name].reason.startswith("below 0: ")
-    # tr Σ = 4 · 2 DIM from two blocks of 4, at ±1 each entry; 8 prompts in the batch
+    # tr Σ = 4 · 2 DIM from two blocks of 4 with entries ±1; 8 prompts in the batch
     assert answers["gns/signal_to_noise"].value == pytest.approx(-1 / 8)
     assert answers["gns/batch_ratio"].value == pytest.approx(-1.0)
 
@@ -453,7 +453,7 @@ def test_a_step_that_is_not_finite_is_nan_and_does_not_spoil_the_average() -> No
 
 
 def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
-    """An expert without tokens: autograd calls no hook at all."""
+    """For an expert without tokens autograd calls no hook."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     rows = FoldRecorder(FoldReduction(shard))
@@ -471,7 +471,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
 
 
 def prompt_moments(table: reference.Table, rewards: list[float], group: int) -> tuple[float, Tensor, float]:
-    """Return E[r_1·r_2], E[g] and E|g|² of a prompt, over all groups of responses: r_i = (R_i − mean R) ∂S_i."""
+    """Return E[r_1·r_2], E[g] and E|g|² of a prompt over all groups of responses, with r_i = (R_i − mean R) ∂S_i."""
     scores = torch.zeros(len(reference.RESPONSES), len(reference.PREFIXES), 3, dtype=torch.float64)
     for n, response in enumerate(reference.RESPONSES):
         for row, token in zip(reference.prefix_numbers(response), response, strict=True):
@@ -490,7 +490,7 @@ def prompt_moments(table: reference.Table, rewards: list[float], group: int) -> 
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_split_of_the_trace_is_exact_over_all_groups_of_responses(group: int) -> None:
-    """Four prompts, each with its own policy and rewards; tr Σ and its parts from their definitions."""
+    """Four prompts, each with its own policy and rewards. tr Σ and its parts are computed by definition."""
     rng = random.Random(group)
     prompts = []
     for _ in range(4):

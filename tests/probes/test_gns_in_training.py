@@ -1,4 +1,4 @@
-"""The gradient noise scale in a real trainer, against a slow plain twin of every response's gradient."""
+"""The gradient noise scale in a real trainer, compared with a slow twin that computes every response's gradient."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rl_training.tasks.models import load_tiny
 
 G, L_MAX, NUM_PROMPTS = 4, 12, 8
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
-NO_DROPOUT = {**LORA, "lora_dropout": 0.0}  # a gradient can then be made again
+NO_DROPOUT = {**LORA, "lora_dropout": 0.0}  # so that a gradient can be recomputed
 
 
 class Answers(Kept, GradientNoiseScaleProbe):
-    """The probe, with its answers and what the first step started from kept."""
+    """The probe, which keeps its estimates and the state before the first step."""
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
@@ -39,7 +39,7 @@ class Answers(Kept, GradientNoiseScaleProbe):
 
 
 def response_gradients(probe: Answers) -> Tensor:
-    """Return r_i of each response, (B, P), on the scale of a mean: −A_i ∂S_i / L_max, from the full logits."""
+    """Return r_i = −A_i ∂S_i / L_max of each response, (B, P), from the full logits. Their mean is the gradient."""
     model = load_tiny()[0].double()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -58,15 +58,15 @@ def response_gradients(probe: Answers) -> Tensor:
 
 
 def moments_of_blocks(by_prompt: Tensor, num_blocks: int) -> tuple[float, float]:
-    """Return (tr Σ, |G|²) from the gradients of the prompts, (prompts, P): variance between blocks, and the rest."""
+    """Return (tr Σ, |G|²) from the prompts' gradients, (prompts, P), using the variance between blocks."""
     blocks = by_prompt.view(num_blocks, -1, by_prompt.shape[1]).mean(dim=1)
     mean = blocks.mean(dim=0)
-    variance = float((blocks - mean).square().sum()) / (num_blocks - 1)  # of a block
+    variance = float((blocks - mean).square().sum()) / (num_blocks - 1)  # variance of one block
     return variance * len(by_prompt) / num_blocks, float(mean.square().sum()) - variance / num_blocks
 
 
 def test_in_every_split_into_microbatches_it_measures_what_the_single_responses_say(make_trainer) -> None:
-    """The same rollouts in 2, 4 and 8 microbatches. |g_B|² = |G|²^ + tr Σ^ / B must not depend on the split."""
+    """With the same rollouts in 2, 4 and 8 microbatches, |g_B|² = |G|²^ + tr Σ^ / B must not depend on the split."""
     batch_sq_norms = []
     for num_blocks in (2, 4, 8):
         size = NUM_PROMPTS * G // num_blocks
@@ -97,11 +97,11 @@ def test_it_measures_before_clipping(make_trainer) -> None:
         make_trainer(probes=[probe], max_steps=1, max_grad_norm=threshold, **FEW).train()
         answers.append(repr(probe.all))
     assert answers[0] == answers[1]
-    assert probe.all[0]["gns/trace_step"].value > 1e-3  # so that clipping would have shown
+    assert probe.all[0]["gns/trace_step"].value > 1e-3  # large enough for clipping to show
 
 
 class Rebuilder(Seen):
-    """Makes this rank's gradient again, from `score` and the loss weights of the step."""
+    """Recomputes this rank's gradient from `score` and the step's loss weights."""
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
@@ -144,7 +144,7 @@ def test_loss_weights_rebuild_the_gradient_of_every_loss(make_trainer, settings:
 
 
 class LargeTensors(TrainerCallback):
-    """Counts, at the end of the last step, the tensors in memory that are as large as the largest parameter."""
+    """Counts, at the end of the last step, the tensors in memory that have the size of the largest parameter."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.size = max(p.numel() for p in trainer.model.parameters())
@@ -160,9 +160,9 @@ def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -
     for probes in ([], [GradientNoiseScaleProbe(split_prompts=2)]):
         trainer = make_trainer(probes=probes, **FEW)
         counter = LargeTensors(trainer)
-        trainer.add_callback(counter)  # after the probes' own
+        trainer.add_callback(counter)  # it runs after the probes' own callback
         trainer.train()
-        assert counter.count >= 2  # the moments of AdamW at least: it does see tensors
+        assert counter.count >= 2  # at least AdamW's moments, so it does find tensors
         counts.append(counter.count)
         del trainer, counter
     assert counts[0] == counts[1]

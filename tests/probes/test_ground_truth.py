@@ -1,4 +1,4 @@
-"""The measured change of entropy on real training steps: right, and not noticed by training."""
+"""The measured change of entropy on real training steps is right, and does not affect training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METRICS = {
 
 
 class TruthProbe(Kept, GroundTruthProbe):
-    """The probe at every step, with its answers kept."""
+    """The probe at every step, which keeps its estimates."""
 
     name = GroundTruthProbe.name
 
@@ -53,7 +53,7 @@ class TruthProbe(Kept, GroundTruthProbe):
 
 
 class AtEveryStep(Seen):
-    """Does something before each optimizer step and keeps what it gives."""
+    """Calls a function before each optimizer step and keeps its results."""
 
     def __init__(self, what: Callable[[StepContext], Any]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class AtEveryStep(Seen):
 
 
 class Validated(TruthProbe):
-    """The probe, with all that is known of each of this rank's sequences of E, token by token."""
+    """The probe, which keeps scores and slopes of all tokens in this rank's sequences of E."""
 
     entropy = EntropySettings(per_sequence=True)
 
@@ -82,7 +82,7 @@ class Validated(TruthProbe):
         size, sides, parameters = 1 / 16, [], dict(ctx.policy.model.named_parameters())
         update = ctx.prediction.update
         along = step.gradients.layout.by_name(update) if update is not None else {}
-        if ctx.ranks.count > 1:  # each has its part of the update
+        if ctx.ranks.count > 1:  # each rank holds a part of the update
             parts: list[Any] = [None] * ctx.ranks.count
             dist.all_gather_object(parts, along)
             along = {name: torch.cat([part[name] for part in parts]) for name in along}
@@ -106,7 +106,7 @@ class Validated(TruthProbe):
 
 
 def plain_truth(sequences: list[Any]) -> tuple[float, float]:
-    """Return ΔH per token and per sequence by PDIS, from the definition, position by position."""
+    """Return ΔH per token and per sequence by PDIS, by definition, one position at a time."""
     ratios = [[math.exp(sum(n[:k]) - sum(o[:k])) for k in range(L_MAX)] for o, _, n, *_ in sequences]
     entropy = length = 0.0
     for k in range(L_MAX):
@@ -126,7 +126,7 @@ def plain_snis(sequences: list[Any]) -> float:
 
 
 def plain_comparison(sequences: list[Any], size: int) -> dict[str, tuple[float, float]]:
-    """Return X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
+    """Return X_E·δθ and its difference from PDIS, from the slopes of all tokens. Errors leave out blocks of `size`."""
     _, entropies, _, _, *slopes = zip(*sequences, strict=True)
     lengths = [len(row) for row in entropies]
     blocks = [range(i, min(i + size, len(lengths))) for i in range(0, len(lengths), size)]
@@ -159,7 +159,7 @@ def assert_as_defined(answers: dict[str, Any], sequences: list[Any], size: int) 
 
 
 class ScoredBy(Policy):
-    """A policy whose rollouts are scored by this function; all else is asked of the policy itself."""
+    """A policy whose rollouts are scored by a given function. Everything else is delegated to the policy."""
 
     def __init__(self, policy: Policy, score_rollout: Callable[[Rollout], Scores]) -> None:
         super().__init__(policy.model, policy.scorer, batch_size=4)
@@ -185,7 +185,7 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
     for rank in (0, 1):
         assert said[rank]["world_size"] == 2
         assert said[rank]["differing"] == []
-        assert said[rank]["shares"] == [[*range(rank, 13, 2)]] * 2  # of 13 sequences
+        assert said[rank]["shares"] == [[*range(rank, 13, 2)]] * 2  # this rank's share of 13 sequences
     assert said[0]["answers"] == said[1]["answers"]
     for step in (0, 1):
         first, second = (ranks["validated"][step] for ranks in said)
@@ -198,7 +198,7 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
 
 
 def train_twice(rank: int, out: Path) -> None:
-    """Train with and without the ground truth on this rank, and write down what came out."""
+    """Train with and without the ground truth on this rank, and save the results."""
     make = trainer_maker(out / str(rank))
 
     def share(ctx: StepContext) -> list[int]:
@@ -221,7 +221,7 @@ def train_twice(rank: int, out: Path) -> None:
 
 
 def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> Tensor:
-    """Return (512, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+    """Return (512, 2): H and T of fresh responses to random prompts, with transformers' generate and logits."""
     tokenizer, rows = trainer.processing_class, []
     prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=512)
     batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
@@ -241,7 +241,7 @@ def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> 
 
 
 def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[float, float, float]]:
-    """Return ΔH per sequence, and per token by the delta method, with its errors as of pairs and of two samples."""
+    """Return ΔH per sequence, and per token by the delta method, with errors as paired and as independent samples."""
     (h, t), (new_h, new_t) = before.unbind(dim=1), after.unbind(dim=1)
     ratio, new_ratio = h.sum() / t.sum(), new_h.sum() / new_t.sum()
     said = {}
@@ -256,7 +256,7 @@ def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[fl
 
 @pytest.fixture(scope="module")
 def before_training(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
-    """What the policy says that every training of these tests begins with."""
+    """Return samples from the policy that every training in these tests starts from."""
     trainer = trainer_maker(tmp_path_factory.mktemp("before"))(**LONGER)
     return plain_sequences(trainer.model, trainer, seed=0)
 
@@ -270,7 +270,7 @@ def test_the_measured_change_is_what_many_fresh_samples_say(
     trainer.train()
     twin = type(trainer.model)(trainer.model.config)
     twin.load_state_dict(trainer.model.state_dict())
-    after = plain_sequences(twin, trainer, seed=0)  # the same prompts and random numbers, which are not those of E
+    after = plain_sequences(twin, trainer, seed=0)  # the same prompts and random numbers as before, not those of E
     answers = probe.all[0]
     assert answers["delta_h/true_resampled"].value == resampled
     plain = plain_change_and_errors(before, after)
@@ -278,15 +278,15 @@ def test_the_measured_change_is_what_many_fresh_samples_say(
         got = answers[name]
         assert abs(got.value - change) < 4 * math.hypot(got.stderr, stderr), name
     change, stderr, of_two_samples = plain["delta_h/true"]
-    assert abs(change) > 4 * stderr  # so that a 0 would have been noticed
+    assert abs(change) > 4 * stderr  # so that an estimate of 0 would fail
     assert answers["delta_h/true"].stderr < 0.8 * of_two_samples * math.sqrt(
         len(before) / 320
-    )  # what E in common saves
+    )  # the precision gained by sharing E
 
 
 def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_leave_out_blocks(make_trainer) -> None:
-    """Where training drops attention too: neither of the two does."""
-    probe = Validated(65)  # blocks of two sequences, and one of one
+    """Training uses attention dropout, but neither truth nor prediction does."""
+    probe = Validated(65)  # blocks of two sequences, and one block of one
     model, _ = load_tiny()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -377,7 +377,7 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
 
 
 class Listens(TruthProbe):
-    """The probe, with what was scored before each step: prompts as text, and which sequences at once."""
+    """The probe, which keeps what was scored before each step: the prompts' texts and the sequences of each batch."""
 
     def __init__(self, sequences: int) -> None:
         super().__init__(sequences)
@@ -398,7 +398,7 @@ class Listens(TruthProbe):
 def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
     make_trainer,
 ) -> None:
-    """Also where one batch holds all."""
+    """Also if all sequences fit into one batch."""
     probe = Listens(8)
     make_trainer(probes=[probe], **FEW | {"per_device_train_batch_size": 8}).train()
     for whole, *parts in probe.batches:
@@ -443,7 +443,7 @@ def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_e
     assert torch.equal(before.prompt_ids, after.prompt_ids)
     texts = [trainer.processing_class.batch_decode(r.completion_ids, skip_special_tokens=True) for r in (before, after)]
     same = sum(a == b for a, b in zip(*texts, strict=True))
-    assert 56 <= same < 64  # 52 when the random numbers run on from a batch to the next, whose lengths differ
+    assert 56 <= same < 64  # 52 if random numbers continued across batches, because their lengths differ
 
 
 def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:

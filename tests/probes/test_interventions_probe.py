@@ -1,4 +1,4 @@
-"""The interventions probe: against a slow twin that makes every step with torch's own AdamW, and what it refuses."""
+"""The interventions probe, compared with a slow twin that makes every step with torch's AdamW, and what it refuses."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ WHICH = [
 
 
 class Answers(Kept, InterventionsProbe):
-    """The probe, with its answers kept."""
+    """The interventions probe, which keeps its estimates."""
 
     def __init__(self, which: Any = WHICH, num_folds: int | None = NUM_FOLDS, every: int = 1, **options: Any) -> None:
         super().__init__(which, every=every, num_folds=num_folds, **options)
 
 
 class InterventionsTwin(Twin):
-    """What the interventions would do at a step: each δθ_(−k) made again by torch's AdamW, all in float64."""
+    """The interventions' effects at a step, with each δθ_(−k) recomputed by torch's AdamW in float64."""
 
     def gradients_with(self, name: str) -> Tensor:
-        """The gradient of each fold, (K, P)."""
+        """Return the gradient of each fold under an intervention, (K, P)."""
         advantages = self.step.rollout.advantages.tolist()
         if name.startswith("bonus"):
             size = len(self.lengths) // MICROBATCHES
@@ -66,7 +66,7 @@ class InterventionsTwin(Twin):
         return torch.stack([(factors * self.d_loss)[fold].mean(dim=0) for fold in self.folds])
 
     def clipped_covariance(self, fold: list[int]) -> Tensor:
-        """The gradient of a fold without the tenth of its microbatch's tokens that covary most."""
+        """Return a fold's gradient without the tenth of its microbatch's tokens with the largest covariance."""
         size = len(self.lengths) // MICROBATCHES
         first = size * (fold[0] // size)
         advantages = self.step.rollout.advantages.tolist()
@@ -79,14 +79,14 @@ class InterventionsTwin(Twin):
         return self.gradient(sum(terms) / L_MAX) / len(fold)
 
     def steps_with(self, name: str, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole step, (P,), and those without each fold, (K, P)."""
+        """Return the whole step, (P,), and the steps without each fold, (K, P)."""
         threshold = 0.05 if name.startswith("max_grad_norm") else None
         factor = float(name[3:]) if name.startswith("lr") else 1.0
         mean, without = self.mean(gradients), self.means_without(gradients)
         return tuple(factor * self.adamw(g, max_grad_norm=threshold) for g in (mean, without))
 
     def answers(self, name: str) -> dict[str, float]:
-        """ΔH, Δreward and their errors, by delete-one-fold: of X at these steps, of J with the steps' own."""
+        """Return ΔH, Δreward and their delete-one-fold errors. For ΔH only X varies, for Δreward also the step."""
         whole, without = self.steps_with(name, self.gradients_with(name))
         whole, without = whole - self.update, without - self.update_without
         x = self.x[0] - self.level * self.x[1]
@@ -123,7 +123,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Recorder]:
 
 
 def ones(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward under which entropy falls surely at the third step."""
+    """Return rewards with which entropy certainly falls at the third step."""
     return [float(completion.count("1")) for completion in completions]
 
 
@@ -164,7 +164,7 @@ def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> 
 
 
 def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once(run: tuple[Answers, Recorder]) -> None:
-    """At the third step, with β1 = .9: 1 + .9 + .81."""
+    """At the third step with β1 = .9 the factor is 1 + .9 + .81."""
     for name, factor in (("psr", 2.71), ("max_grad_norm:0.05", 2.71), ("lr:0.5", 1.0)):
         once, kept = (run[0].all[-1][f"intervention/{name}/{quantity}"] for quantity in ("delta_h", "delta_h_kept"))
         assert kept.value == pytest.approx(factor * once.value)
@@ -172,7 +172,7 @@ def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once
 
 
 def test_the_mean_when_kept_is_of_what_each_step_would_do_when_kept(run: tuple[Answers, Recorder]) -> None:
-    """Effects e1, e2, e3 of three steps, with decay .9 and β1 = .9: (.81 · 1 e1 + .9 · 1.9 e2 + 2.71 e3) / 2.71."""
+    """For effects e1, e2, e3 with decay .9 and β1 = .9 the mean is (.81 · 1 e1 + .9 · 1.9 e2 + 2.71 e3) / 2.71."""
     for name in ("psr", "bonus:0.5"):
         effects = [answers[f"intervention/{name}/delta_h"] for answers in run[0].all]
         mean = run[0].all[-1][f"intervention/{name}/mean_delta_h_kept"]
@@ -185,7 +185,7 @@ def test_the_mean_when_kept_is_of_what_each_step_would_do_when_kept(run: tuple[A
 
 
 def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Callable[..., Any]) -> None:
-    """1 / (1 − μ), from the first step on; of two momenta there is no common factor."""
+    """The factor is 1 / (1 − μ) from the first step on. Two different momenta have no common factor."""
     probe = Answers(["psr", "lr"])
     trainer = make_trainer(probes=[probe], optim="sgd", optim_args="momentum=0.75", learning_rate=0.1)
     trainer.train()
@@ -201,7 +201,7 @@ def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Call
 
 
 def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:
-    """Steps 1 and 4 of four, with decay .9: the first has .9³."""
+    """Steps 1 and 4 are measured. With decay .9 the first has weight .9³."""
     probe = Answers(["lr"], every=3)
     make_trainer(probes=[probe], max_steps=4, gradient_accumulation_steps=8, per_device_train_batch_size=4).train()
     first, last = (answers["intervention/lr/delta_h"].value for answers in probe.all)
@@ -211,7 +211,7 @@ def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[
 
 
 def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_through_one_step() -> None:
-    """The fall is 4 a step. A bonus of .5 gives 2 in a step, 4 when kept: half of it does. lr × .5 gives 2 at once."""
+    """Entropy falls by 4 per step. A bonus of .5 adds 4 when kept, so half of it suffices. lr × .5 adds 2 at once."""
 
     def pair(delta_h: float, error: float) -> Pair:
         return Pair(torch.tensor([delta_h, 0.0]).double(), torch.eye(2).double() * error**2, 20)
@@ -243,14 +243,14 @@ def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[An
 
 
 def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None:
-    """Its interval by trial: the ratios ρ for which ΔJ + ρ ΔH is within its own error of 0."""
+    """Its interval is found by trial: all ratios ρ for which ΔJ + ρ ΔH is within its error of 0."""
     pair = Pair(torch.tensor([-2.0, 0.6]).double(), torch.tensor([[0.09, -0.02], [-0.02, 0.04]]).double(), 7)
     price = pair.minus_ratio("lost")
     assert price.value == pytest.approx(0.3)
 
     def is_allowed(ratio: float) -> bool:
         error = math.sqrt(0.04 - 2 * ratio * 0.02 + ratio**2 * 0.09)
-        return abs(0.6 - 2.0 * ratio) <= 2.3646243 * error  # Student's t, seven degrees, 95 %
+        return abs(0.6 - 2.0 * ratio) <= 2.3646243 * error  # 95 % quantile of Student's t with 7 degrees of freedom
 
     allowed = [k / 10000 for k in range(-20000, 20000) if is_allowed(k / 10000)]
     assert price.interval == pytest.approx((allowed[0], allowed[-1]), abs=2e-4)
@@ -261,7 +261,7 @@ def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None
 
 
 def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[Answers, Recorder]) -> None:
-    """Of a step, and of the means: these differ from the third step's. A fall of entropy (lr:2) has a price too."""
+    """For a step, and for the means, which differ from the third step. If entropy falls (lr:2), it has a price too."""
     known = {"": 0, "mean_": 0}
     for answers in run[0].all:
         for name in WHICH:
@@ -290,7 +290,7 @@ def test_it_goes_on_from_its_state_as_if_never_stopped(make_trainer: Callable[..
 
 
 def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
-    """Why a quantity is missing, by name of the intervention; those that are there are left out."""
+    """Return by intervention the reason why a quantity is missing, for those where it is missing."""
     there = {name.split("/")[1]: e for name, e in answers.items() if name.endswith(f"/{quantity}")}
     return {name: estimate.reason for name, estimate in there.items() if math.isnan(estimate.value)}
 
@@ -311,7 +311,7 @@ def test_where_nothing_can_be_predicted_the_reason_is_given(make_trainer, settin
 
 
 def test_too_few_folds_give_no_effect_and_the_reason(make_trainer: Callable[..., Any]) -> None:
-    """Four microbatches of two prompts are four folds."""
+    """Four microbatches of two prompts give four folds."""
     few, enough = Answers(["lr"], num_folds=2), Answers(["lr"], num_folds=None)
     for probe in (few, enough):
         make_trainer(probes=[probe], max_steps=1).train()
@@ -331,7 +331,7 @@ def test_of_another_loss_what_needs_dr_grpo_s_own_weights_is_missing(make_traine
 
 
 def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Callable[..., Any]) -> None:
-    """The first step starts from it: no distance, no force; without adapters there is no reference."""
+    """The first step starts at the reference, so the KL has no gradient. Without adapters there is no reference."""
     probe, full = Answers(["kl:5"]), Answers(["kl:5"])
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     make_trainer(probes=[probe], peft_config=adapters, reward=graded, learning_rate=3e-3).train()
@@ -344,8 +344,8 @@ def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Cal
 
 
 def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
-    """Half a percent off a multiple is none."""
-    plain = torch.tensor([[[1.0, -2.0], [0.5, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])  # of log-probabilities, of entropies
+    """Weights that differ from a multiple by half a percent need their own backward."""
+    plain = torch.tensor([[[1.0, -2.0], [0.5, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])  # for log-probabilities, entropies
     none = torch.zeros(2, 2)
     further = {
         "twice": plain,
@@ -361,5 +361,5 @@ def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
         "bonus": ["bonus"],
         "nearly twice": ["nearly twice"],
     }
-    second = by_basis["first"]["second"]  # −plain − first
+    second = by_basis["first"]["second"]  # equals −plain − first
     assert (second.gradient, second.basis) == pytest.approx((-1.0, -1.0))

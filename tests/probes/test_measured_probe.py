@@ -1,4 +1,4 @@
-"""The measured step on a real trainer, against its definition with copies of the model, for optimizers of any kind."""
+"""The measured step on a real trainer, compared with its definition using copies of the model, for any optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulatio
 
 
 class Answers(Kept, MeasuredStepProbe):
-    """The probe, which keeps its answers, and of each step what it learns from and a copy of the model in fp64."""
+    """The probe, which keeps its estimates, and each step with a copy of the model in fp64."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -36,7 +36,7 @@ class Answers(Kept, MeasuredStepProbe):
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         reading = super().measure(ctx, state)
-        model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
+        model: Any = load_tiny()[0]  # no deepcopy, because TRL's patched forward would use the original's weights
         if hasattr(ctx.policy.model, "peft_config"):
             model = get_peft_model(model, LoraConfig(**LORA))
         model.load_state_dict(ctx.policy.model.state_dict())
@@ -45,7 +45,7 @@ class Answers(Kept, MeasuredStepProbe):
 
 
 def rprop(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.Rprop(model.parameters(), lr=1e-4)  # steps of signs alone
+    return torch.optim.Rprop(model.parameters(), lr=1e-4)  # its steps use only signs
 
 
 def adafactor(model: Any) -> torch.optim.Optimizer:
@@ -61,7 +61,7 @@ def ragged(values: Tensor, mask: Tensor) -> list[list[float]]:
 
 
 def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) -> dict[str, tuple[float, float]]:
-    """Return each change with its error over prompts, from two models, response by response."""
+    """Return each change with its error over prompts, computed from two models one response at a time."""
     rollout = step.batch.rollout
     with torch.no_grad():
         (logps, h), (logps_before, h_before) = (
@@ -109,7 +109,7 @@ def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) ->
 def assert_same(
     estimates: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3
 ) -> None:
-    """To a share of value or error: the training is fp32's."""
+    """Compare relative to value or error, because training is in fp32."""
     assert estimates.keys() == expected.keys()
     for name, (value, stderr) in expected.items():
         scale = max(abs(value), 0.0 if math.isnan(stderr) else stderr)
@@ -133,7 +133,7 @@ def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after
 
 
 def test_with_dropout_both_scores_are_without(make_trainer) -> None:
-    """Training's own are not: the policy whose entropy is measured is the one that samples."""
+    """Training's own scores have dropout, but the policy that samples has none, and its entropy is measured."""
     probe = Answers(1, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 5e-3}
     make_trainer(probes=[probe], peft_config=LoraConfig(**LORA), max_steps=2, **settings).train()
@@ -142,7 +142,7 @@ def test_with_dropout_both_scores_are_without(make_trainer) -> None:
     dropped = (fresh.logps - step.batch.scores.logps)[fresh.mask.bool()].abs().mean()
     assert float(dropped) > 10 * MAX_RESCORE_DIFFERENCE
     value, stderr = plain(*probe.models, step, 1)[CHANGES[1]]
-    assert probe.all[1][CHANGES[1]].value == pytest.approx(value, abs=0.05 * stderr)  # baselines are training's
+    assert probe.all[1][CHANGES[1]].value == pytest.approx(value, abs=0.05 * stderr)  # the baselines are training's
 
 
 def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_trainer) -> None:
@@ -171,7 +171,7 @@ def test_far_steps_have_no_change_but_say_how_far_they_are(make_trainer) -> None
 
 
 def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> None:
-    """Here they are not, so that the two ends can be seen."""
+    """Here nothing is rounded, so both ends of the difference can be checked."""
 
     class Central(Answers):
         def measure(self, ctx: StepContext, state: Any) -> Reading:
@@ -199,7 +199,7 @@ def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> N
 
 
 def test_under_autocast_it_says_so(make_trainer) -> None:
-    """In value it is rounded: within the error of few responses."""
+    """Its value is affected by rounding, but less than by the sampling error of few responses."""
     probe = Answers(4, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 1e-4}
     make_trainer(probes=[probe], bf16=True, use_cpu=True, max_steps=2, **settings).train()

@@ -1,4 +1,4 @@
-"""Options of a probe that mean nothing are refused by name, before anything is trained."""
+"""Meaningless options of a probe are refused by name before training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_options_that_mean_nothing_are_refused(probe: type[Probe], options: dict
 
 NO_NUMBERS = ["abc", math.nan, math.inf, -1, [1], True]
 NO_FLAGS = ["abc", None, 1, 0.0]
-MEANINGLESS: dict[str, list[Any]] = {  # by option, for every probe that has it
+MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every probe that has it
     "every": [*NO_NUMBERS, None, 1.5, 0],
     "responses_per_prompt": [*NO_NUMBERS, None, 1.5, 0],
     "num_folds": [*NO_NUMBERS, 1.5, 0],

@@ -1,4 +1,4 @@
-"""What probes remember from step to step is of one training: the next begins anew, with the same probe objects too."""
+"""Probes' states belong to one training: the next starts from scratch, even with the same probe objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_training.tasks.models import load_tiny
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
-MICROBATCHES = 4  # of a loop's step
+MICROBATCHES = 4  # per step of a loop
 
 
 class KeptTokenClasses(Kept, TokenClassesProbe):
@@ -34,7 +34,7 @@ def without_seconds(estimates: dict[str, Estimate]) -> str:
 
 
 def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probes(make_trainer) -> None:
-    """Attached to before the first one has begun, too."""
+    """Also if it is attached before the first one has started."""
     probes = all_probes()
     trainers = [make_trainer(probes=probes, seed=number, max_steps=number, **QUICK) for number in (1, 2)]
     fresh = make_trainer(probes=all_probes(), seed=2, **QUICK)

@@ -1,4 +1,4 @@
-"""The sampler probe: its numbers by loops over tokens, what it says of a cut distribution, and what it reads of TRL."""
+"""The sampler probe: its metrics by loops over tokens, truncated distributions, and what it reads from TRL."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ G, PROMPTS, T = 4, 5, 6
 
 
 class Says(Kept, SamplerProbe):
-    """The probe, with what it saw and said kept."""
+    """The sampler probe, which keeps its steps and estimates."""
 
 
 def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
-    """Return the part of a step that the probe reads."""
+    """Return a context with only the parts of a step that the probe reads."""
     step: Any = SimpleNamespace(batch=batch, limits=limits)
     runtime: Any = SimpleNamespace(ranks=ranks, policy=policy)
     return StepContext(step, runtime)
@@ -64,7 +64,7 @@ def random_batch(correction: Correction | None = None) -> Batch:
 
 
 def test_the_gap_of_rewards_is_that_of_the_responses_that_have_one() -> None:
-    """Two of three have rewards 1 and 0, ratios 2 and 1: (2 · 1) / 3 − 1 / 2."""
+    """Two of three responses have rewards, 1 and 0, with ratios 2 and 1: (2 · 1) / 3 − 1 / 2."""
     logps = torch.tensor([[math.log(2)], [0.0], [math.log(5)]], dtype=torch.float64)
     batch = batch_of(logps, torch.zeros_like(logps), torch.ones(3, 1), torch.tensor([1.0, 0.0, math.nan]))
     estimates = answers(batch)
@@ -73,7 +73,7 @@ def test_the_gap_of_rewards_is_that_of_the_responses_that_have_one() -> None:
 
 
 def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
-    """Each metric as a function of rows [tokens, kl, outside, changed, sequences, r, ρ, ρ², ρr] of prompts."""
+    """Return by metric a formula, and the rows [tokens, kl, outside, changed, sequences, r, ρ, ρ², ρr] of prompts."""
     rows = []
     for prompt in range(PROMPTS):
         row = [0.0] * 9
@@ -106,7 +106,7 @@ def test_every_metric_and_its_error_over_prompts_equal_the_loops() -> None:
 
 
 def test_prompts_on_another_process_count_as_those_here() -> None:
-    """Two processes with the same prompts: the values of one, and sums over 2 P units instead of P."""
+    """Two processes with copies of the prompts give the same values, from sums over 2 P units instead of P."""
     batch = random_batch()
     alone, both = answers(batch), answers(batch, Ranks(2, lambda tensor: 2 * tensor))
     for name in (f"sampler/{name}" for name in METRICS):
@@ -128,7 +128,7 @@ def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error
     again = batch.scores.logps + 0.1 * torch.randn(batch.scores.logps.shape, generator=torch.Generator().manual_seed(1))
 
     def score(rollout: Rollout, rows: Tensor, *, graph: bool) -> Scores:
-        assert not graph  # of a graph without a backward FSDP2 keeps the weights gathered
+        assert not graph  # for a graph without a backward, FSDP2 would keep the weights gathered
         return Scores(again[rows], again[rows], batch.scores.mask[rows])
 
     policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
@@ -156,7 +156,7 @@ def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_miss
 
 @pytest.mark.parametrize(("top_p", "flagged"), [(0.95, True), (1.0, False)])
 def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p: float, flagged: bool) -> None:
-    """64 prompts × 4 responses of 12 tokens; without a cut the sampler has noise on its logits, in 100 steps."""
+    """64 prompts × 4 responses of 12 tokens. Without a cut, 100 batches from a sampler with noisy logits."""
     estimates = []
     for seed in range(3 if flagged else 100):
         draw = torch.Generator().manual_seed(seed)
@@ -174,12 +174,12 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
     assert [estimate.reason == CUT for estimate in estimates] == [flagged] * len(estimates)
     batch = batch_of(logps, sampled, mask, rewards)
     later = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, on_policy=False))
-    assert answers(later)["sampler/mean_ratio"].reason == ""  # it may have learned from these responses
+    assert answers(later)["sampler/mean_ratio"].reason == ""  # the policy may have trained on these responses
 
 
 @pytest.mark.parametrize(("noise", "length"), [(0.1, 16), (0.2, 16), (0.1, 64)])
 def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(noise: float, length: int) -> None:
-    """ESS/N = exp(−2 KL T) to 5 %, down to .6."""
+    """ESS/N = exp(−2 KL T) holds to 5 %, down to .6."""
     draw = torch.Generator().manual_seed(0)
     logits = 2.0 * torch.randn(4096, length, 16, generator=draw, dtype=torch.float64)
     sampler = (logits + noise * torch.randn(logits.shape, generator=draw, dtype=torch.float64)).log_softmax(-1)
@@ -201,13 +201,13 @@ def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(
     ],
 )
 def test_corrections_of_two_responses_worked_by_hand(correction: Correction, expected: list[list[float]]) -> None:
-    """Ratios of tokens ½, 2 and 4, 2; the third column is none, with log ratio 0."""
+    """The tokens' ratios are ½, 2 and 4, 2. The third column is padding, with log ratio 0."""
     logs = torch.tensor([[0.5, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64).log()
     torch.testing.assert_close(correction.factors(logs), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_later_step_of_a_rollout_is_corrected_by_the_ratios_of_its_first() -> None:
-    """The policy has moved by 1 nat per token since; before it, no ratio was outside of the bounds."""
+    """The policy has moved by 1 nat per token since then. Before, no ratio was out of bounds."""
     batch = random_batch(Correction(high=1.5))
     old = batch.rollout.sampling_logps
     later = dataclasses.replace(batch.rollout, on_policy=False, old_logps=old)
@@ -231,7 +231,7 @@ def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any
     trainer = make_trainer(probes=[probe], max_steps=3, beside={"rollout_func": stale}, learning_rate=1e-3)
     trainer.train()
     first, _, third = probe.all
-    assert first["sampler/kl"].value < 1e-9  # its weights are the policy's still
+    assert first["sampler/kl"].value < 1e-9  # its weights are still the policy's
     assert third["sampler/kl"].value > 1e-6
     assert 0 < third["sampler/ess"].value < 1 - 1e-6
     rollout = probe.steps[-1].batch.rollout
@@ -251,7 +251,7 @@ def test_zeros_in_place_of_log_probabilities_are_no_ratios(make_trainer: Any) ->
 
 @pytest.mark.parametrize("name", ["int8", "bf16"])
 def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(make_trainer: Any, name: str) -> None:
-    """Response by response, without padding, by the two models themselves."""
+    """The reference scores each response with both models, without padding."""
     probe = Says()
     trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
     weights_before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

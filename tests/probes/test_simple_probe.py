@@ -1,4 +1,4 @@
-"""The simple δH probe on a real trainer, against a slow plain twin, and its promises about what it cannot measure."""
+"""The simple δH probe on a real trainer, compared with a slow plain twin, and its behaviour if it cannot measure."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rl_training.statistics.jackknife import JackknifeUnits
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4
-EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": K}  # of one prompt
+EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": K}  # each is one prompt
 FOUR_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": 4}
-# Microbatches of three prompts, each cut into folds of one prompt and of two.
+# Microbatches of three prompts, each split into a fold of one prompt and a fold of two.
 UNEQUAL_FOLDS = {"per_device_train_batch_size": 3 * G, "gradient_accumulation_steps": 2}
-# A large epsilon makes the first Adam step smooth; otherwise it is a sign, and fp32 noise decides the sign of a zero.
+# A large epsilon makes Adam's first step smooth. Otherwise it is a sign, and fp32 noise decides the sign of a zero.
 SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 
 
 def last_update(trainer: Any) -> Tensor:
-    """What a checkpoint would keep of the last step: its update, flat."""
+    """Return the last step's flat update, which a checkpoint would keep."""
     update = trainer.attachment.driver.states()["engine"].update
     return torch.cat([part.entries for slices in update.slices.values() for part in slices])
 
@@ -44,9 +44,9 @@ def last_update(trainer: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("responses", "temperature", "max_length", "folds", "masked", "both"),
     [
-        # A part of the responses is truncated, and not learned from.
+        # Some responses are truncated and not trained on.
         (1, 1.0, L_MAX, UNEQUAL_FOLDS, True, True),
-        (4, 0.7, 5, FOUR_FOLDS, False, True),  # within 5 tokens hardly a response ends
+        (4, 0.7, 5, FOUR_FOLDS, False, True),  # hardly any response ends within 5 tokens
         (2, 1.3, L_MAX, FOUR_FOLDS, False, False),
     ],
 )
@@ -72,11 +72,11 @@ def test_every_estimate_equals_the_plain_twin(
         left_out = of_full_length & (step.rollout.completion_ids[:, -1] != load_tiny()[1].eos_token_id)
         assert 0.1 < float(left_out.float().mean()) < 0.9
         assert (step.rollout.advantages[left_out] == 0).all()
-    # TRL's fused head computes in fp32; with few responses to learn from, much cancels.
+    # TRL's fused head computes in fp32, and if few responses are trained on, much cancels.
     same = {"rel": 1e-3, "abs": 2e-6 if masked else 1e-9}
 
     def seen(twin: Twin, suffix: str) -> Any:
-        """What bars take from sums without a fold: their own H_tok, where lengths have products of their own."""
+        """Return the statistic for error bars. It uses each replicate's own H_tok if length has separate products."""
         return per_sequence if suffix else functools.partial(per_token, level=None if both else twin.level)
 
     for twin, answer in zip(twins, probe.all[:2], strict=True):
@@ -108,7 +108,7 @@ def test_every_estimate_equals_the_plain_twin(
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
     measured = second["entropy/token"].value - first["entropy/token"].value
     assert second["delta_h/cumulative_measured"].value == pytest.approx(measured, rel=1e-12)
-    # Up to the third batch: ½F from the first, ½(F + B) from the second and ½B from the third, each with its own noise.
+    # Up to the third batch: ½F from the first, ½(F + B) from the second, ½B from the third, with independent noise.
     half_step = twins[1].stderr(twins[1].update_without, seen(twins[1], ""), previous=twins[0].update)
     ends = 0.5 * first["delta_h/forward"].stderr, 0.5 * third["delta_h/backward"].stderr
     assert third["delta_h/cumulative_predicted"].stderr == pytest.approx(math.hypot(half_step, *ends), **same)
@@ -116,7 +116,7 @@ def test_every_estimate_equals_the_plain_twin(
 
 @pytest.fixture(scope="module")
 def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers]:
-    """Two steps of a training, the second of them from warm moments."""
+    """Train two steps, the second of them with nonzero moments."""
     recorder, probe = Recorder(), Answers(per_sequence=True, num_folds=4)
     make = trainer_maker(tmp_path_factory.mktemp("causes"))
     make(probes=[probe, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH).train()
@@ -141,7 +141,7 @@ def test_causes_equal_the_plain_twin(causes) -> None:
         stderr = twin.stderr(unclipped, statistic)
         assert answer[f"delta_h/forward_unclipped{suffix}"].stderr == pytest.approx(stderr, rel=1e-3)
         whole, without = (twin.parts(twin.clipped(g)) for g in (twin.mean(twin.gradients), twin.without))
-        # A fold's own noise in momentum's P is taken for any fold's: that is worst where v is young, as it is here.
+        # In momentum's P, one fold's noise stands for any fold's. This is least exact for a young v, as here.
         for cause, part in whole.items():
             moved = without[cause].expand_as(twin.without)
             stderr = twin.stderr(moved, statistic, whole=part, moved=moved)
@@ -150,7 +150,7 @@ def test_causes_equal_the_plain_twin(causes) -> None:
 
 @pytest.mark.parametrize("settings", [{"weight_decay": 0.0}, {"optim": "sgd", "weight_decay": 0.0, "max_steps": 2}])
 def test_a_part_that_is_all_of_the_step_has_the_steps_own_error_bar(make_trainer, settings: dict[str, Any]) -> None:
-    """Adam's first step has no momentum, and SGD's without momentum never does."""
+    """Adam's first step has no momentum part, and SGD without momentum never has one."""
     probe = Answers(num_folds=K)
     make_trainer(probes=[probe], **{"max_steps": 1} | settings, **EIGHT_FOLDS).train()
     for answer in probe.all:
@@ -187,11 +187,11 @@ def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_tr
 
 def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_would_not(make_trainer) -> None:
     with pytest.raises(ValueError, match="use num_folds=8"):
-        make_trainer(probes=[SimpleEntropyProbe(num_folds=16)])  # 4 microbatches of 2 prompts
+        make_trainer(probes=[SimpleEntropyProbe(num_folds=16)])  # there are 4 microbatches of 2 prompts
 
 
 @pytest.mark.parametrize("make_optimizer", [
-    lambda parameters: None,  # the trainer's own
+    lambda parameters: None,  # the trainer's own optimizer
     lambda parameters: torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1, eps=1e-5),
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, foreach=True),
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True),
@@ -218,7 +218,7 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
 
     policy, watch = load_tiny()[0].double(), Watch()
     optimizer = make_optimizer(list(policy.parameters()))
-    settings = {"dtype": torch.float64, "max_grad_norm": 0.05}  # which clips
+    settings = {"dtype": torch.float64, "max_grad_norm": 0.05}  # small enough to clip
     probes = [SimpleEntropyProbe(), watch]
     trainer = make_trainer(probes=probes, model=policy, optimizers=(optimizer, None), **settings, **FEW)
     trainer.train()
@@ -227,7 +227,7 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
 
 def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter_difference(make_trainer) -> None:
     class Sgd(torch.optim.SGD):
-        """A step that nobody has a formula for."""
+        """An optimizer whose step has no formula."""
 
     probe = Answers(responses_per_prompt=2)
     policy = load_tiny()[0]
@@ -242,7 +242,7 @@ def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter
 
 
 def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer) -> None:
-    """Step 2 learns from the second half of the rollout that step 1 started with."""
+    """Step 2 trains on the second half of the rollout, whose first half step 1 used."""
     recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
     step, answer = recorder.steps[1], probe.all[1]
@@ -257,7 +257,7 @@ def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer
     level = per_decision_change(sampled, Scores(*now, mask[:, :width]), units)
     assert answer["entropy/token"].value == pytest.approx(float(level.value[0]), rel=1e-5)
     assert answer["entropy/token"].stderr == pytest.approx(float(level.stderr[0]), rel=0.05)
-    # The loss has per-token ratios and clipping: the real step is the reference.
+    # The loss has per-token ratios and clipping, so the real step is the reference.
     reuse = twin.change(step.update, per_sequence)
     assert answer["delta_h/reuse_sequence"].value == pytest.approx(reuse, rel=1e-3)
     assert math.isfinite(answer["delta_h/forward"].value)
@@ -273,7 +273,7 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
     def reweighted(driver: StepDriver, *args: Any) -> Any:
         step = data_of(driver, *args)
         sampling_logps = step.batch.scores.logps.double().clone()
-        sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
+        sampling_logps[known:, 0] += 80.0  # only the first `known` of 32 sequences keep a weight
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
@@ -285,7 +285,7 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
 
 
 def test_a_step_that_learns_from_responses_again_is_not_predicted_and_says_why(make_trainer) -> None:
-    """Each rollout serves two steps. What X alone gives goes on, and so do the steps on a fresh rollout."""
+    """Each rollout serves two steps. Estimates that need only X continue, and so do steps on a fresh rollout."""
     probe = Answers()
     trainer = make_trainer(probes=[probe, EffectiveSampleSizeProbe()], max_steps=4, num_iterations=2, **FEW)
     trainer.train()
@@ -323,7 +323,7 @@ class NanInPadding(Policy):
 
 
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
-    """Two trainings; in one of them probes are shown nan there: all that they say is the same."""
+    """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
     data_of = StepDriver._data_of
 
     def shown(driver: StepDriver, *args: Any) -> Any:
@@ -359,7 +359,7 @@ def test_a_step_of_two_prompts_has_no_forward_and_says_how_to_get_one(make_train
 
 
 def test_a_step_whose_gradient_is_nearly_that_of_one_prompt_is_predicted(make_trainer) -> None:
-    """Without its fold hardly any gradient is left, whose norm must not be the root of a rounding error below 0."""
+    """Without its fold hardly any gradient is left. Its norm must not be the root of a negative rounding error."""
 
     def one_of_eight(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [r if p == prompts[0] else 1e-5 * r for r, p in zip(graded(completions), prompts, strict=True)]
@@ -381,7 +381,7 @@ def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_b
     assert forward.code == "few_folds"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     held = [line["probe_cost/buffer_bytes"] for line in trainer.state.log_history if "loss" in line]
-    # Of each of 2 folds the gradient and the entropy gradient, the sum of these, the update; then the one before, too.
+    # For each of 2 folds gradient and entropy gradient; the latter's sum; the update; then also the previous update.
     assert held == [4 * parameters * (2 + 2 + 2), 4 * parameters * (2 + 2 + 3)]
 
 

@@ -1,4 +1,4 @@
-"""The probe of token classes: against a slow twin with a backward for each token, and what it refuses."""
+"""The token classes probe, compared with a slow twin with one backward per token, and what it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rl_training.statistics.jackknife import identity
 from rl_training.tasks.models import load_tiny
 
 NUM_FOLDS, LENGTH = 8, 12
-# Nine prompts, in eight folds: the last one holds two of them.
+# Nine prompts in eight folds: the last fold has two of them.
 SETTINGS: dict[str, Any] = {
     "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 9, "max_steps": 2,
     "adam_epsilon": 1e-4, "max_completion_length": LENGTH, "max_grad_norm": 0.05, "reward": graded,
@@ -42,14 +42,14 @@ SETTINGS: dict[str, Any] = {
 
 
 class Answers(Kept, TokenClassesProbe):
-    """The probe, with its answers kept."""
+    """The token classes probe, which keeps its estimates."""
 
     def __init__(self, every: int = 1, num_folds: int | None = NUM_FOLDS) -> None:
         super().__init__(every, num_folds)
 
 
 class NanInPadding(Answers):
-    """The same, where all that is known of padding is nan."""
+    """The same, with nan for all values in padding."""
 
     name = "nan_in_padding"
 
@@ -66,7 +66,7 @@ class NanInPadding(Answers):
 
 
 class InfiniteWeight(Answers):
-    """The same, where the tokens of the first response have infinite weights."""
+    """The same, with infinite loss weights for the tokens of the first response."""
 
     name = "infinite_weight"
 
@@ -79,13 +79,13 @@ class InfiniteWeight(Answers):
 
 
 class TokensTwin(Twin):
-    """The classes of a step with a backward for each token, all in float64."""
+    """The classes of a step, computed with one backward per token in float64."""
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         return ((i, t) for i, length in enumerate(self.lengths) for t in range(length))
 
     def classes(self) -> dict[str, dict[tuple[int, int], str]]:
-        """The class of each token, by kind."""
+        """Return by kind the class of each token."""
         ordered = sorted(self.entropies[i][t].item() for i, t in self.tokens())
         half, most = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.8))
         rollout, pieces = self.step.rollout, load_tiny()[1].convert_ids_to_tokens
@@ -107,14 +107,14 @@ class TokensTwin(Twin):
         return texts
 
     def of_tokens(self) -> dict[tuple[int, int], Tensor]:
-        """What each token has in the loss's gradient, summed over responses, (P,)."""
+        """Return each token's contribution to the loss gradient summed over responses, (P,)."""
         advantages = self.step.rollout.advantages.tolist()
         return {(i, t): self.gradient(-advantages[i] / self.max_length * self.logps[i][t]) for i, t in self.tokens()}
 
     def answer(
         self, members: list[tuple[int, int]], of_tokens: dict[tuple[int, int], Tensor]
     ) -> tuple[float, float, float]:
-        """ΔH of a class, its error, by delete-one-fold in this step, and what it would be without angles."""
+        """Return ΔH of a class, its delete-one-fold error with the steps fixed, and Σ of the vectors' norm products."""
         zero = torch.zeros_like(self.step.parameters)
         by_fold = [sum((of_tokens[i, t] for i, t in members if i in fold), zero) / len(fold) for fold in self.folds]
         rows = torch.stack(by_fold)
@@ -132,7 +132,7 @@ class TokensTwin(Twin):
         return float(sizes @ products / tokens.sum()), math.sqrt(variance), float(sizes @ lengths / tokens.sum())
 
     def factor(self, gradients: Tensor) -> Tensor:
-        """What the optimizer and clipping make of each entry; 0 of an embedding that is not used."""
+        """Return the factor of optimizer and clipping on each gradient entry; 0 for unused embeddings."""
         return (self.parts(self.clipped(gradients))["gradient"] / gradients).nan_to_num()
 
 
@@ -145,9 +145,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, NanInPadding
 
 
 def test_a_class_is_the_sum_over_its_tokens_of_a_backward_for_each(run: tuple[Any, ...]) -> None:
-    """Of unequal folds, where the gradient is clipped: to 1e-5 of the lengths of the vectors that are multiplied.
+    """With unequal folds and a clipped gradient, to 1e-5 of the norms of the multiplied vectors.
 
-    The trainer's scores and the model's norms are fp32.
+    The trainer's scores and the model's norms are in fp32.
     """
     twin = TokensTwin(run[2].steps[-1], responses=1, max_length=LENGTH)
     assert len({len(fold) for fold in twin.folds}) == 2
@@ -188,9 +188,9 @@ def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callab
 
 
 def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
-    """One parameter, SGD with rate .1, folds of 1 and 3 with X of 1 and 2, and D of 2 and 0.
+    """One parameter, SGD with rate .1, folds of size 1 and 3 with X = 1 and 2, and D = 2 and 0.
 
-    Without fold 1 the part is −.1 · 0, without fold 2 −.1 · 2.
+    Without fold 1 the part is −.1 · 0, without fold 2 it is −.1 · 2.
     """
     layout = Layout({"w": torch.zeros(1).double()})
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
@@ -205,7 +205,7 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
 
 
 def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_signs() -> None:
-    """Two tokens of a class whose weights cancel: it has weight, 2 · 2, and 2 · .5 by entropies."""
+    """Two tokens of a class have opposite weights. Absolute weights add up: 2 · 2, and 2 · .5 from entropies."""
     loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
     step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss))
     runtime: Any = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda x: x))
@@ -219,7 +219,7 @@ def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_sig
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype: torch.dtype) -> None:
-    """Over two processes, with ties, zeros, rounding below 0, and values that differ in their last bit."""
+    """On two processes, with ties, zeros, slightly negative values, and values that differ only in the last bit."""
     generator = torch.Generator().manual_seed(0)
     for size in (1, 2, 7, 400):
         entropies = torch.rand(2, size, generator=generator).exp().sub(1.0).to(dtype)
@@ -240,7 +240,7 @@ def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype
 
 def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
     assert repr(from_tensors(Answers().init(), to_tensors(run[0].state))) == repr(run[0].state)
-    only = run[0].all[-1]  # the first step of Adam is not measured: a mean of one
+    only = run[0].all[-1]  # Adam's first step is not measured, so this is a mean over one step
     for name in ("entropy/top_fifth", "text/number"):
         once, mean = only[f"tokens/{name}/delta_h"], only[f"tokens/{name}/mean_delta_h"]
         assert (mean.value, mean.stderr) == pytest.approx((once.value, once.stderr))
@@ -278,7 +278,7 @@ def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: C
 
 
 def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:
-    """Return what two steps of a plain loop come to."""
+    """Return the estimates after two steps of a plain loop."""
     torch.manual_seed(0)
     model, probe = load_tiny()[0], Answers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -298,7 +298,7 @@ def test_without_a_tokenizer_only_kinds_of_text_are_missing_and_the_reason_says_
 
 
 def test_texts_that_are_the_numbers_of_their_tokens_are_texts() -> None:
-    """As of a vocabulary of digits."""
+    """This happens with a vocabulary of digits."""
     estimates = in_a_loop(lambda ids: str(int(ids[0])))
     assert estimates["tokens/text/number/share_of_tokens"].value == 1.0
     assert math.isfinite(estimates["tokens/text/number/delta_h"].value)
