@@ -124,7 +124,9 @@ def model_of(name: str) -> Any:
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
     """Yield the costs of each kind of step: "" without probes, then one with each probe."""
     # There are no real values, so checks that compare values are switched off.
-    verifier.LIMIT = gradient_check.LIMIT = gradient_check.SUM_LIMIT = gradient_check.SUM_LIMIT_ROUNDED = math.inf
+    verifier.LIMIT = gradient_check.TOLERANCE = gradient_check.SUM_TOLERANCE = gradient_check.SUM_TOLERANCE_ROUNDED = (
+        math.inf
+    )
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.ROUNDING = math.inf  # the check that the loss is the reward's: Dr-GRPO's is
     loop_refusals.FARTHEST_ENTROPY = -math.inf  # the values in place of entropies are below 0

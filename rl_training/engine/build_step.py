@@ -63,7 +63,7 @@ def build_step(
         rows_limit = mismatch_of(fold_gradients, batch, runtime)
         is_compared = step.has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_limit or other_terms or is_recomputed):
-            other_terms = terms.look(batch, runtime, fold_gradients.rows, fold_gradients.squares)
+            other_terms = terms.compare(batch, runtime, fold_gradients.rows, fold_gradients.squares)
             rows_limit = terms.slicing_limit(step.has_slices, other_terms)
     return StepData(
         number=step.number,

@@ -127,7 +127,7 @@ class StepDriver:
                 step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
                 step.folds = self._requirements.folds_of_step(
-                    self._loop, sizes, step.responses_per_prompt, self._terms.allows_parts
+                    self._loop, sizes, step.responses_per_prompt, self._terms.allows_slices
                 )
                 if self._fold_recorder is not None:
                     self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))

@@ -30,15 +30,15 @@ from rl_training.step.limits import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_
 from rl_training.step.runtime import Runtime, shares_of_folds, sum_gradients
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
-LIMIT = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
+TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
 # The same if training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
-LIMIT_ROUNDED = 0.5
-SUM_LIMIT = 1e-3  # relative to the norm of the step's gradient: largest distance from the mean over microbatches
-SUM_LIMIT_ROUNDED = 0.05  # the same if gradients are summed in half precision
+TOLERANCE_ROUNDED = 0.5
+SUM_TOLERANCE = 1e-3  # relative to the norm of the step's gradient: largest distance from the mean over microbatches
+SUM_TOLERANCE_ROUNDED = 0.05  # the same if gradients are summed in half precision
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
-NO_PARTS = "so the gradient of a part of a microbatch is not known"
-NO_PARTS_FIX = "use 8 or more microbatches of whole prompts"
+NO_SLICES = "so the gradient of a part of a microbatch is not known"
+NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
 
 
 def mismatch_of(caught: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
@@ -56,13 +56,13 @@ def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
         sums: As returned by FoldRecorder.finish, summed over all ranks.
         is_rounded: Gradients are summed in half precision.
     """
-    late, off, norm, *norms = sums.sqrt().tolist()
+    late, distance, norm, *fold_norms = sums.sqrt().tolist()
     if late:
         return GRADIENT_IN_PARTS
-    allowed = (SUM_LIMIT_ROUNDED if is_rounded else SUM_LIMIT) * norm + ROUNDING * sum(norms)
-    if not math.isfinite(off) or off <= allowed:
+    allowed = (SUM_TOLERANCE_ROUNDED if is_rounded else SUM_TOLERANCE) * norm + ROUNDING * sum(fold_norms)
+    if not math.isfinite(distance) or distance <= allowed:
         return None
-    return GRADIENT_MISMATCH.formatted(distance=off / norm if norm else math.inf)
+    return GRADIENT_MISMATCH.formatted(distance=distance / norm if norm else math.inf)
 
 
 def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
@@ -74,11 +74,11 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
     """
     if has_dropout(policy.model):  # the recomputed passes draw other masks
         return None
-    _, off, norm, *norms = sums.sqrt().tolist()
-    allowed = (LIMIT_ROUNDED if policy.scorer.training_rounding else LIMIT) * norm + ROUNDING * sum(norms)
-    if not math.isfinite(off) or off <= allowed:
+    _, distance, norm, *fold_norms = sums.sqrt().tolist()
+    allowed = (TOLERANCE_ROUNDED if policy.scorer.training_rounding else TOLERANCE) * norm + ROUNDING * sum(fold_norms)
+    if not math.isfinite(distance) or distance <= allowed:
         return None
-    return OTHER_GRADIENT.formatted(distance=off / norm if norm else math.inf)
+    return OTHER_GRADIENT.formatted(distance=distance / norm if norm else math.inf)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Comparison:
     """A fold's gradient from the loop's backward and from its loss weights: norms over all ranks."""
 
     norm: float  # of the larger one
-    off: float  # of the difference
+    distance: float  # norm of the difference
     # the scores equal training's up to rounding; otherwise the comparison says nothing about the loss
     is_same_policy: bool
 
@@ -101,7 +101,7 @@ class TermsCheck:
     def __init__(self) -> None:
         self._count = 0
         self.limit: Limit | None = None  # result of the latest comparison
-        self.allows_parts = True  # False once a loss term is known that hides the gradient of a part of a microbatch
+        self.allows_slices = True  # False once a loss term is known that hides the gradient of a part of a microbatch
 
     @property
     def is_due(self) -> bool:
@@ -121,10 +121,10 @@ class TermsCheck:
         if not has_slices:
             return None
         other_terms = other_terms or (None if self.is_due else self.limit)
-        self.allows_parts &= not other_terms
-        return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_PARTS}", NO_PARTS_FIX)
+        self.allows_slices &= not other_terms
+        return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def look(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
+    def compare(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
         """Return the limit if gradients of this or an earlier step reveal other loss terms, else None. Collective.
 
         Args:
@@ -136,49 +136,54 @@ class TermsCheck:
         is_due, self._count = self.is_due, self._count + 1
         if is_due and not has_dropout(runtime.policy.model):
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
-            ends = {part.stop for part in batch.microbatch_rows}
-            groups = [group for group in batch.folds if group.passes[-1].stop in ends]
-            comparison = _compare(batch, runtime, rows, groups[self._count % len(groups)], squares)
-            share = LIMIT_ROUNDED if runtime.policy.scorer.training_rounding else LIMIT
-            allowed = share * comparison.norm + ROUNDING * float(squares.sqrt().sum())
+            microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
+            groups = [group for group in batch.folds if group.passes[-1].stop in microbatch_ends]
+            comparison = _compare_group(batch, runtime, rows, groups[self._count % len(groups)], squares)
+            tolerance = TOLERANCE_ROUNDED if runtime.policy.scorer.training_rounding else TOLERANCE
+            allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
             if comparison.is_same_policy:
-                off = comparison.off
-                self.limit = None if off <= allowed else OTHER_GRADIENT.formatted(distance=off / comparison.norm)
+                distance = comparison.distance
+                self.limit = (
+                    None if distance <= allowed else OTHER_GRADIENT.formatted(distance=distance / comparison.norm)
+                )
         return self.limit
 
 
-def _compare(batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
+def _compare_group(
+    batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor
+) -> _Comparison:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
     If rows are not kept, only the norms are compared.
     """
-    distance, count = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
+    score_distance, num_tokens = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
 
-    def compare_scores(numbers: Tensor, fresh: Scores) -> None:
-        there = fresh.mask.bool()
-        apart = fresh.logps.detach() - batch.scores.logps[numbers, : there.shape[1]]
-        distance.add_(apart[there].double().abs().sum())
-        count.add_(there.sum())
+    def compare_scores(rows_of_pass: Tensor, fresh: Scores) -> None:
+        is_token = fresh.mask.bool()
+        difference = fresh.logps.detach() - batch.scores.logps[rows_of_pass, : is_token.shape[1]]
+        score_distance.add_(difference[is_token].double().abs().sum())
+        num_tokens.add_(is_token.sum())
 
     num_weights = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
     has_weight = float(runtime.ranks.reduce(num_weights.double()))
-    numbers = torch.arange(len(batch.fold), device=batch.fold.device)
-    passes = [numbers[part.start : part.stop] for part in group.passes] if has_weight else []
+    indices = torch.arange(len(batch.fold), device=batch.fold.device)
+    passes = [indices[part.start : part.stop] for part in group.passes] if has_weight else []
     shares = shares_of_folds(batch, runtime.ranks.count)
-    (made,) = sum_gradients(
+    (recomputed,) = sum_gradients(
         batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares, compare_scores
     )
-    expected = dot(made, made)
-    off = torch.zeros_like(expected)
+    recomputed_squares = dot(recomputed, recomputed)
+    sq_distances = torch.zeros_like(recomputed_squares)
     if rows is not None:
-        rest = [part.to(x) - x for part, x in zip(rows_of(rows, group.folds), made, strict=True)]
-        off = dot(rest, rest)
-    sums = runtime.ranks.reduce(torch.cat([expected, off, torch.stack([distance, count]).to(expected)]))
-    expected, off, (distance, count) = sums[: len(expected)], sums[len(expected) : -2], sums[-2:]
-    caught = squares[group.folds.start : group.folds.stop].to(expected)
+        differences = [part.to(x) - x for part, x in zip(rows_of(rows, group.folds), recomputed, strict=True)]
+        sq_distances = dot(differences, differences)
+    of_scores = torch.stack([score_distance, num_tokens]).to(recomputed_squares)
+    sums = runtime.ranks.reduce(torch.cat([recomputed_squares, sq_distances, of_scores]))
+    recomputed_squares, sq_distances, (score_distance, num_tokens) = sums.split([len(group.folds)] * 2 + [2])
+    caught_squares = squares[group.folds.start : group.folds.stop].to(recomputed_squares)
     if rows is None:
-        off = (caught.sqrt() - expected.sqrt()).square()
-    limit = SAME_SCORES_ROUNDED if runtime.policy.scorer.training_rounding else SAME_SCORES
-    is_same = not float(count) or float(distance / count) <= limit
-    norm = math.sqrt(max(float(caught.sum()), float(expected.sum())))
-    return _Comparison(norm, math.sqrt(max(float(off.sum()), 0.0)), is_same)
+        sq_distances = (caught_squares.sqrt() - recomputed_squares.sqrt()).square()
+    tolerance = SAME_SCORES_ROUNDED if runtime.policy.scorer.training_rounding else SAME_SCORES
+    is_same = not float(num_tokens) or float(score_distance / num_tokens) <= tolerance
+    norm = math.sqrt(max(float(caught_squares.sum()), float(recomputed_squares.sum())))
+    return _Comparison(norm, math.sqrt(max(float(sq_distances.sum()), 0.0)), is_same)

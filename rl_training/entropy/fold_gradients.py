@@ -96,4 +96,4 @@ def fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    yield from gradients_by_group(batch, runtime, directions, shares, chosen, check.add)
+    yield from gradients_by_group(batch, runtime, directions, shares, chosen, check.compare)

@@ -129,7 +129,7 @@ class MeasuredStepProbe(Probe):
         if ctx.has_entropy_gradient:
             return None  # making the entropy gradient has already compared the scores with training's
         check = ScoreCheck(ctx.step.batch, ctx.policy)
-        check.look(self._rows(ctx))
+        check.score_and_compare(self._rows(ctx))
         return check.limit(ctx.ranks.reduce)
 
     def _changes(

@@ -49,8 +49,8 @@ ONE_FOLD = Limit(
 # The policy that is scored.
 OTHER_SCORES = Limit(
     "other_scores",
-    "{cause} (training's {what} differ by {off:.2g} nats per token from those that probes calculate with the same "
-    "weights at temperature={temperature:g}; rounding explains at most {limit:.2g})",
+    "{cause} (training's {what} differ by {difference:.2g} nats per token from those that probes calculate with the "
+    "same weights at temperature={temperature:g}; rounding explains at most {tolerance:.2g})",
 )
 TOO_FAR = Limit(
     "sampler_too_far",

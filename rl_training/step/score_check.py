@@ -24,15 +24,15 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import OTHER_SCORES
 
-LIMIT, LIMIT_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
-NOISES = 3.0  # allowed in addition: this many times the mean difference that noise makes
+TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
+NOISE_FACTOR = 3.0  # allowed in addition: this many times the mean difference that noise makes
 ROWS = 8  # per rank, scored again to measure the noise
 SEED = 24  # for what these passes draw; any seed but training's
-OF_ROTARY_TABLES = (
+ROTARY_CAUSE = (
     "the model's rotary tables depend on the longest row of a batch (rope_type dynamic or longrope), and probes have "
     "other batches: keep prompts and responses within its original_max_position_embeddings, or use another rope_type"
 )
-OF_THE_LOOP = (
+LOOP_CAUSE = (
     "the loss comes from a policy with another temperature, another mask, or an adapter merged or switched off. Keep "
     "the temperature that probes were given, and compute the loss from a plain forward pass of the whole model"
 )
@@ -46,42 +46,42 @@ class ScoreCheck:
         # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
-    def add(self, rows: Tensor, fresh: Scores) -> None:
+    def compare(self, rows: Tensor, fresh: Scores) -> None:
         """Compare scores of some rows on this rank, computed as training computes them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
 
-    def look(self, rows: Tensor) -> None:
+    def score_and_compare(self, rows: Tensor) -> None:
         """Score a few of these rows just for this check, if no entropy gradient is made of them.
 
         Takes all of them if a row's scores depend on its batch. Collective if weights are sharded.
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
         for part in self._policy.in_batches(rows, max(map(len, self._batch.microbatch_rows))):
-            self.add(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
+            self.compare(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
 
     def limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
         """Return the limit if the step's scores on all ranks differ from training's, else None. Collective."""
-        off, limit = _means(reduce(self._sums)), torch.full((2,), LIMIT, dtype=torch.float64)
-        if bool((off <= limit).all()):
+        difference, tolerance = _means(reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
+        if bool((difference <= tolerance).all()):
             return None
         if self._policy.scorer.training_rounding:
-            limit += LIMIT_ROUNDED - LIMIT
-        if bool((off > limit).any()):
-            limit += NOISES * torch.stack([_means(reduce(sums)) for sums in self._noises()]).amax(dim=0)
-        differing = (off > limit).tolist()
+            tolerance += TOLERANCE_ROUNDED - TOLERANCE
+        if bool((difference > tolerance).any()):
+            tolerance += NOISE_FACTOR * torch.stack([_means(reduce(sums)) for sums in self._noise_sums()]).amax(dim=0)
+        differing = (difference > tolerance).tolist()
         if not any(differing):
             return None
-        number = differing.index(True)
-        cause = OF_ROTARY_TABLES if depends_on_longest_row(self._policy.model) else OF_THE_LOOP
+        first = differing.index(True)
+        cause = ROTARY_CAUSE if depends_on_longest_row(self._policy.model) else LOOP_CAUSE
         return OTHER_SCORES.formatted(
             cause=cause,
-            what=("log-probabilities", "entropies")[number],
-            off=float(off[number]),
+            what=("log-probabilities", "entropies")[first],
+            difference=float(difference[first]),
             temperature=self._policy.scorer.temperature,
-            limit=float(limit[number]),
+            tolerance=float(tolerance[first]),
         )
 
-    def _noises(self) -> list[Tensor]:
+    def _noise_sums(self) -> list[Tensor]:
         """Return how much random draws and rounding change some rows: one tensor like `_sums` for each cause."""
         rows, scorer, rollout = self._some_rows(), self._policy.scorer, self._batch.rollout
         with self._policy.measuring():
@@ -89,10 +89,10 @@ class ScoreCheck:
         with preserve_rng(self._sums.device):
             seed_torch(SEED, device=self._sums.device)
             noisy = scorer.score(rollout, rows, graph=False)
-        others, numbers = [noisy], torch.arange(len(rows), device=rows.device)
+        others, indices = [noisy], torch.arange(len(rows), device=rows.device)
         if scorer.rounding_reason:  # the measurement is then rounded too, differently at another position in the row
             others.append(scorer.score_padded(rollout, rows))
-        return [_differences(exact, other, numbers) for other in others]
+        return [_differences(exact, other, indices) for other in others]
 
     def _some_rows(self) -> Tensor:
         """Return the first response to each of a few prompts."""
@@ -107,11 +107,12 @@ def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
     Args:
         rows: Rows of `others` that `fresh` has scored.
     """
-    there = fresh.mask.bool()
+    is_token = fresh.mask.bool()
     pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
-    apart = [(first.detach().double() - other[rows, : there.shape[1]].double()).abs() for first, other in pairs]
-    sums = [part.nan_to_num(0.0, 0.0).masked_fill(~there, 0.0).sum() for part in apart]
-    return torch.stack([*sums, there.sum().double()])
+    width = is_token.shape[1]
+    differences = [(new.detach().double() - old[rows, :width].double()).abs() for new, old in pairs]
+    sums = [difference.nan_to_num(0.0, 0.0).masked_fill(~is_token, 0.0).sum() for difference in differences]
+    return torch.stack([*sums, is_token.sum().double()])
 
 
 def _means(sums: Tensor) -> Tensor:

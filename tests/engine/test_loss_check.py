@@ -112,13 +112,13 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
 def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
     """Only a microbatch's last slice is compared. The others are computed from loss weights and agree with any loss."""
     compared: list[int] = []
-    compare = gradient_check._compare
+    compare = gradient_check._compare_group
 
     def kept(batch: Any, runtime: Any, rows: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
         return compare(batch, runtime, rows, group, squares)
 
-    monkeypatch.setattr(gradient_check, "_compare", kept)
+    monkeypatch.setattr(gradient_check, "_compare_group", kept)
     monkeypatch.setattr(gradient_check, "EVERY", 1)
     loop_with(nothing, steps=3)
     assert len({*compared}) == 3

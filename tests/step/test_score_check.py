@@ -29,7 +29,7 @@ from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.score_check import LIMIT, ROWS, ScoreCheck
+from rl_training.step.score_check import ROWS, TOLERANCE, ScoreCheck
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, 4
@@ -104,7 +104,7 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     first, odd, last = estimates([*probes, EffectiveSampleSizeProbe(), seen], forward=at_odd_steps(change))
     for name in ("delta_h/forward", "entropy/token", "measured/delta_h", "intervention/lr:0.5/delta_h"):
         assert odd[name].code == "other_scores", name
-        assert f"training's {what} are" in odd[name].reason, name
+        assert f"training's {what} differ" in odd[name].reason, name
         assert math.isnan(odd[name].value)
     for row in (first, last):
         assert math.isfinite(row["delta_h/forward"].value)
@@ -164,13 +164,13 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
             fold=torch.zeros(1), scores=stored, rollout=rollout, microbatch_rows=(range(ROWS),)
         )
         check = ScoreCheck(batch, policy)
-        check.look(torch.arange(ROWS))
+        check.score_and_compare(torch.arange(ROWS))
         why = check.limit(reduce)
         return torch.tensor([bool(why), f"by {off / 2:.2g} nats" in (why or "")])
 
-    for off in (1.9 * LIMIT, 2.1 * LIMIT):
+    for off in (1.9 * TOLERANCE, 2.1 * TOLERANCE):
         values = [tensor.tolist() for tensor in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]
-        assert values == [[off > 2 * LIMIT] * 2] * 2
+        assert values == [[off > 2 * TOLERANCE] * 2] * 2
 
 
 def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
@@ -180,7 +180,7 @@ def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> No
     for bad in (math.nan, math.inf, -math.inf):
         stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
         check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
-        check.add(torch.arange(1), Scores(nothing, nothing, mask))
+        check.compare(torch.arange(1), Scores(nothing, nothing, mask))
         assert check.limit(torch.clone) is None
 
 
