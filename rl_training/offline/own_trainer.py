@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.compatibility import another_trainer
+from rl_training.hosts.trl.compatibility import wrong_trainer_message
 from rl_training.hosts.trl.described import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analysis import analyse_and_write
@@ -54,7 +54,7 @@ def analyze(
         UserError: Checkpoint and trainer do not fit. The message says how to fix it.
     """
     if not isinstance(trainer, GRPOTrainer):
-        raise UserError(another_trainer(trainer))
+        raise UserError(wrong_trainer_message(trainer))
     start = time.perf_counter()
     analysis_settings = settings or Settings()
     checkpoint = Path(checkpoint)

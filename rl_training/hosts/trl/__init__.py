@@ -9,7 +9,7 @@ Read in this order:
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
     attached_run.py, described.py                            the folder of a run, and the settings written to it
-    guard.py, termination.py, spoken.py                      how measuring ends, and what the user is told
+    guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
     trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py, trained_loss.py and reward_functions.py
 """
 
@@ -85,11 +85,11 @@ def attach(
     from rl_training.hosts.loop_refusals import probes_in
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment, Options
-    from rl_training.hosts.trl.compatibility import another_trainer
+    from rl_training.hosts.trl.compatibility import wrong_trainer_message
     from rl_training.records.jsonl import Records
 
     if not isinstance(trainer, GRPOTrainer):
-        raise UserError(another_trainer(trainer))
+        raise UserError(wrong_trainer_message(trainer))
     if not isinstance(folder, str | Path | Records | None):
         raise UserError(
             f"folder={folder!r}: give a folder, such as 'runs/my_run', or Records(FOLDER); probes go by name, "

@@ -22,6 +22,7 @@ from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
+from rl_training.hosts.trl.announcements import hide_progress_bar, how_it_ended, opening
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
@@ -31,7 +32,6 @@ from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.hosts.trl.spoken import beside_the_bar, how_it_ended, opening
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
@@ -55,7 +55,7 @@ class Options:
     metrics: Literal["core", "all"] = "core"
     target_kl_share: float | None = None
     interventions: Sequence[Intervention] = ()  # that the trainer trains with, applied in this order
-    stays: bool = False  # whether the probes stay attached after a training has ended
+    keep_attached: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None
 
 
@@ -87,23 +87,26 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
         self._guard = Guard(
-            self.driver, self._writer, trains=bool(self._bound or self._loss.on_loss), strict=options.strict
+            self.driver,
+            self._writer,
+            training_needs_measurements=bool(self._bound or self._loss.on_loss),
+            strict=options.strict,
         )
         self._steps = StepHooks(
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
-            is_bounded=self._bound is not None, is_kept=lambda: self._records is not None,
+            is_bounded=self._bound is not None, is_recorded=lambda: self._records is not None,
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
         self._trained = self._has_report = False
         self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
-        self._ends_with_training = not options.stays  # False inside a `with` block, whose end removes the probes
+        self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self.is_typed = False  # whether advice is given as command-line settings, trainer.NAME=VALUE
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
-        self._put_on(trainer)
+        self._install(trainer)
 
-    def _put_on(self, trainer: GRPOTrainer) -> None:
+    def _install(self, trainer: GRPOTrainer) -> None:
         """Wrap the methods of the trainer that probes need to see, until `_undo` is closed."""
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
@@ -238,7 +241,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             "target_kl_share": self._bound and self._bound.share_of_entropy,
         }
         settings = settings_of_trainer(self._trainer, attached_settings)
-        with beside_the_bar():
+        with hide_progress_bar():
             self._begin(resumed, settings)
         if self._records is not None:
             self._records.start(state.global_step, settings)
@@ -262,7 +265,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Start the driver. Only now are parameters and optimizer final: some launches shard them in `train()`."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
-        self._rollouts.take_what_is_left()
+        self._rollouts.mark_leftover_rollout()
         loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_typed=self.is_typed)
         loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
         self.driver.start(loop, None if resumed is None else resumed.states)

@@ -65,7 +65,7 @@ TRAINER_ATTRIBUTES = (
     "_is_vlm",
 )
 SHUFFLE = "shuffle_sequence_dict"  # in trl.trainer.grpo_trainer: shuffles a generation batch before splitting it
-SECTIONS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/
+REWRITE_LOGS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/
 
 READABLE_STAGES = (1, 2, 3)  # stages of ZeRO
 FP16 = (
@@ -74,7 +74,7 @@ FP16 = (
 )
 
 
-def another_trainer(trainer: object) -> str:
+def wrong_trainer_message(trainer: object) -> str:
     """Return the message for an object that is no GRPOTrainer, such as TRL's RLOOTrainer."""
     refusal = f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}"
     if isinstance(trainer, RLOOTrainer):
@@ -83,9 +83,9 @@ def another_trainer(trainer: object) -> str:
             "loss_type='dr_grpo', scale_rewards='none', beta=0.0"
         )
     missing = [name for name in METHODS if not hasattr(trainer, name)]
-    lacks = f", which lacks {', '.join(missing)}" if missing else ""
+    lacking = f", which lacks {', '.join(missing)}" if missing else ""
     return (
-        f"{refusal}{lacks}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
+        f"{refusal}{lacking}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
         "measured_loop"
     )
 
@@ -138,8 +138,8 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
 
 
 def is_dashboard(callback: TrainerCallback) -> bool:
-    """Return whether this is a logging callback of transformers, which renames logs with the function SECTIONS."""
-    return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, SECTIONS)
+    """Return whether this is a logging callback of transformers, which renames logs with the function REWRITE_LOGS."""
+    return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, REWRITE_LOGS)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -230,7 +230,7 @@ def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
         )
 
 
-def warn_of_responses_left(trainer: GRPOTrainer) -> None:
+def warn_of_leftover_responses(trainer: GRPOTrainer) -> None:
     """Warn that TRL starts with responses left over from the trainer's previous training."""
     if not trainer.accelerator.is_main_process:
         return

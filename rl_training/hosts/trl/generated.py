@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_training.statistics.limit import Limit
 
-REMEMBERED = 2**16  # number of responses of earlier rollouts that are kept
+MAX_PAST_RESPONSES = 2**16  # number of responses of earlier rollouts that are kept
 
 
 @dataclass
@@ -36,13 +36,13 @@ def key_of(prompt: bytes, completion: bytes) -> bytes:
 
 def rows_as_bytes(ids: Tensor, mask: Tensor) -> list[bytes]:
     """Return the tokens of each row where the mask is 1, as the bytes of 64-bit integers."""
-    there = mask.bool()
-    rows = ids[there].long().cpu().split(there.sum(dim=1).tolist())
+    is_token = mask.bool()
+    rows = ids[is_token].long().cpu().split(is_token.sum(dim=1).tolist())
     return [row.numpy().tobytes() for row in rows]
 
 
 class GeneratedResponses:
-    """The responses of the rollout in progress, and the latest REMEMBERED responses of earlier rollouts."""
+    """The responses of the rollout in progress, and the latest MAX_PAST_RESPONSES responses of earlier rollouts."""
 
     def __init__(self) -> None:
         self._order: list[bytes] = []  # keys of the latest generation, in its order
@@ -89,16 +89,16 @@ class GeneratedResponses:
         for key, response, reward in zip(self._order, self._latest, rewards, strict=True):
             response.reward = reward
             first = self._fresh[key]
-            if first is not response and not _same(first.reward, reward):
+            if first is not response and not _are_equal(first.reward, reward):
                 self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)
 
-    def lie_as(self, keys: Sequence[bytes]) -> bool:
+    def matches_latest_order(self, keys: Sequence[bytes]) -> bool:
         """Return whether these are exactly the rows of the latest generation, in the same order."""
         return [*keys] == self._order
 
     def find(self, keys: Sequence[bytes]) -> tuple[list[Response | None], list[bool]]:
         """Return each row's response, None if it was never generated, and whether it was generated for this rollout."""
-        if self.lie_as(keys):
+        if self.matches_latest_order(keys):
             return [*self._latest], [True] * len(keys)
         return [self._fresh.get(key) or self._past.get(key) for key in keys], [key in self._fresh for key in keys]
 
@@ -110,10 +110,11 @@ class GeneratedResponses:
         for key in learned:
             if key in self._past:
                 self._past[key].learned = True
-        for key in [*self._past][: max(0, len(self._past) - REMEMBERED)]:
+        for key in [*self._past][: max(0, len(self._past) - MAX_PAST_RESPONSES)]:
             del self._past[key]
         self._fresh, self._order, self._latest = {}, [], []
 
 
-def _same(first: float | None, other: float | None) -> bool:
-    return first == other or (first is not None and other is not None and math.isnan(first) and math.isnan(other))
+def _are_equal(a: float | None, b: float | None) -> bool:
+    """Return whether two rewards are equal, with nan equal to nan."""
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))

@@ -19,7 +19,7 @@ from rl_training.records.files.masking import mask_line
 logger = logging.get_logger(__name__)
 
 STRICT = "RL_TRAINING_STRICT"  # environment variable: with 1, errors of probes end training by default
-NOT_ALONE = "a probe has failed on this process, and the others cannot be told, so training ends"
+ENDS_TRAINING = "a probe has failed on this process, and the others cannot be told, so training ends"
 
 
 class Guard:
@@ -28,13 +28,16 @@ class Guard:
     Args:
         driver: Closed when measuring ends.
         writer: Its records get the traceback.
-        trains: Whether training depends on measurements. Errors then always end training.
+        training_needs_measurements: Whether training depends on measurements. Errors then always end training.
         strict: Whether errors end training. None reads the environment variable STRICT.
     """
 
-    def __init__(self, driver: StepDriver, writer: EstimateWriter, *, trains: bool, strict: bool | None) -> None:
+    def __init__(
+        self, driver: StepDriver, writer: EstimateWriter, *, training_needs_measurements: bool, strict: bool | None
+    ) -> None:
         self._driver, self._writer = driver, writer
-        self._raises = trains or (os.environ.get(STRICT) == "1" if strict is None else strict)
+        is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
+        self._raises = training_needs_measurements or is_strict
         self.begin()
 
     def begin(self) -> None:
@@ -51,7 +54,7 @@ class Guard:
             if self._raises:
                 raise
             if all_ranks().count > 1:
-                error.add_note(NOT_ALONE)
+                error.add_note(ENDS_TRAINING)
                 raise
             self._end(error)
 
@@ -59,10 +62,10 @@ class Guard:
         if self.reason:  # a second error: writing that measuring has ended fails too
             self._writer.records = None
             return
-        whose = " ".join(filter(None, (_probe_in(error), type(error).__name__)))
-        said = " ".join(str(error).split())
+        source = " ".join(filter(None, (_probe_in(error), type(error).__name__)))
+        message = " ".join(str(error).split())
         self.reason = mask_line(
-            f"measuring ended at step {self.step} by an error ({whose}: {said}), and training went on without it"
+            f"measuring ended at step {self.step} by an error ({source}: {message}), and training went on without it"
         )
         self._driver.close()
         where = "strict=True raises it"

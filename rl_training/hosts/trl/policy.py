@@ -68,7 +68,7 @@ OTHER_SAMPLING = Limit(
     "these samples",
     fix="set {name}={neutral}",
 )
-SHARE = 1 / 8  # share of a GPU's memory for the KV cache of responses that a probe generates
+KV_CACHE_MEMORY_SHARE = 1 / 8  # share of a GPU's memory for the KV cache of responses that a probe generates
 
 
 class TrainerPolicy(Policy):
@@ -112,20 +112,22 @@ class TrainerPolicy(Policy):
         # TRL's adapter "ref" is a copy of an adapter that is trained further. The base model is then not the reference.
         return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
-    def completed(self, loss_scores: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
+    def complete_scores(
+        self, loss_scores: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_needed: bool
+    ) -> Scores:
         """Complete the scores of training's forward pass: score here, without graph, what training did not compute.
 
         Args:
             loss_scores: Training's log-probabilities and entropies; entropies may be None. None if the loss uses
                 neither.
             rollout: The sequences of the microbatch.
-            is_kept: Whether anything reads the scores. If not, missing ones are nan.
+            is_needed: Whether anything reads the scores. If not, missing ones are nan.
         """
         logps, entropies = loss_scores or (None, None)
         if logps is None or entropies is None:
-            nothing = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
-            own_scores = Scores(nothing, nothing, rollout.completion_mask)
-            if is_kept:
+            missing = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
+            own_scores = Scores(missing, missing, rollout.completion_mask)
+            if is_needed:
                 own_scores = self.score_rollout(rollout, as_training=True, dropout=True)
             logps, entropies = own_scores.logps if logps is None else logps, own_scores.entropies
         return Scores(logps, entropies, rollout.completion_mask)
@@ -158,37 +160,39 @@ class TrainerPolicy(Policy):
         if not hasattr(trainer.train_dataset, "__len__"):
             raise UserError(STREAM)
         rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
-        mine = range(accelerator.process_index, num_sequences, accelerator.num_processes)
-        if not mine:
+        local_draws = range(accelerator.process_index, num_sequences, accelerator.num_processes)
+        if not local_draws:
             raise UserError(
                 f"{num_sequences} sequences cannot be shared among {accelerator.num_processes} processes: "
                 f"sample at least one for each"
             )
-        prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
+        prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in local_draws]
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if accelerator.device.type == "cuda":  # by total, not free memory: a repeated run then draws the same batches
             memory = torch.cuda.get_device_properties(accelerator.device).total_memory
-            size = min(size, caches_that_fit(trainer.model.config, trainer.max_completion_length, memory))
+            size = min(size, max_kv_caches(trainer.model.config, trainer.max_completion_length, memory))
         prompt_ids, completion_ids = [], []
-        for number, part in enumerate(self.in_batches(torch.arange(len(mine), device=accelerator.device), size)):
+        for number, part in enumerate(self.in_batches(torch.arange(len(local_draws), device=accelerator.device), size)):
             # One seed per batch, because a batch uses as many random numbers as its longest response needs.
-            some = [prompts[row] for row in part.tolist()]
-            batch = respond(trainer, some, seed, 1 + accelerator.process_index, number)
+            batch_prompts = [prompts[row] for row in part.tolist()]
+            batch = respond(trainer, batch_prompts, seed, 1 + accelerator.process_index, number)
             prompt_ids += batch[0]
             completion_ids += batch[1]
-        local_rows = slice(len(mine))
-        return as_rollout(prompt_ids[local_rows], completion_ids[local_rows], mine, trainer._tokenizer.pad_token_id)
+        local_rows = slice(len(local_draws))
+        return as_rollout(
+            prompt_ids[local_rows], completion_ids[local_rows], local_draws, trainer._tokenizer.pad_token_id
+        )
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
-    """Return how many fp32 KV caches of `tokens` tokens each fit into SHARE of `memory` bytes. At least 1."""
+def max_kv_caches(config: Any, tokens: int, memory: float) -> int:
+    """Return how many fp32 KV caches of `tokens` tokens fit into their share of `memory` bytes. At least 1."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return max(1, int(SHARE * memory) // (2 * 4 * text.num_hidden_layers * heads * width * tokens))
+    return max(1, int(KV_CACHE_MEMORY_SHARE * memory) // (2 * 4 * text.num_hidden_layers * heads * width * tokens))
 
 
 def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:

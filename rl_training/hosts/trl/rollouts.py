@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.compatibility import SHUFFLE, warn_of_responses_left, wrap
+from rl_training.hosts.trl.compatibility import SHUFFLE, warn_of_leftover_responses, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.parallel.ranks import all_ranks
@@ -53,7 +53,7 @@ PLACEHOLDERS = Limit(
 )
 
 
-def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
+def _keep_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
     """Return a generation batch in its original order, with prompts contiguous, but draw TRL's random numbers."""
     shuffle(generation_batch)
     return generation_batch
@@ -85,13 +85,13 @@ class Rollouts:
         # Why its responses are not samples of the scored policy; "" if they are.
         self._mismatch: Limit | Literal[""] = ""
 
-    def take_what_is_left(self) -> None:
-        """Prepare for a training that TRL begins with responses left over from the trainer's previous training."""
+    def mark_leftover_rollout(self) -> None:
+        """Warn if TRL begins with responses left over from the trainer's previous training, and mark learned ones."""
         args = self._trainer.args
-        used = self._trainer._step % (args.steps_per_generation * args.num_iterations)
-        if self._trainer._buffered_inputs and used:
-            warn_of_responses_left(self._trainer)
-            self._origin = dataclasses.replace(self._origin, learned=used >= args.steps_per_generation)
+        num_used = self._trainer._step % (args.steps_per_generation * args.num_iterations)  # microbatches
+        if self._trainer._buffered_inputs and num_used:
+            warn_of_leftover_responses(self._trainer)
+            self._origin = dataclasses.replace(self._origin, learned=num_used >= args.steps_per_generation)
 
     def add_generated(self, generated: tuple, limit_before: Limit | None) -> None:
         """Take what TRL has generated, with the tool masks, before TRL masks truncated responses.
@@ -106,9 +106,9 @@ class Rollouts:
     def add_rewards(self, by_function: Tensor) -> None:
         """Take the generated responses' rewards, (sequences of all ranks, functions), which TRL does not pass on."""
         rewards = batches.total_rewards(self._trainer, by_function)
-        local_count = len(rewards) // self._trainer.accelerator.num_processes
-        first = self._trainer.accelerator.process_index * local_count
-        self._generated.reward(rewards[first : first + local_count].tolist())
+        num_local = len(rewards) // self._trainer.accelerator.num_processes
+        first = self._trainer.accelerator.process_index * num_local
+        self._generated.reward(rewards[first : first + num_local].tolist())
 
     def begin(self, output: dict, is_measured: bool) -> None:
         """Begin a fresh rollout: add to this rank's batch what TRL does not pass on. Collective if it is measured.
@@ -125,20 +125,22 @@ class Rollouts:
         if trainer.mask_truncated_completions:
             self._add_tool_masks(output, responses)
         has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
-        numbers, group = self._prompts(prompts, self._generated.lie_as(keys), has_images)
+        is_in_order = self._generated.matches_latest_order(keys)
+        numbers, group_size = self._number_prompts(prompts, is_in_order, has_images)
         output[batches.PROMPT] = torch.tensor(numbers, device=ids.device)
         rewards = [None if response is None else response.reward for response in responses]
         is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
         if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32, device=ids.device)
-        foreign = 0 if not self._generated else is_fresh.count(False)
-        learned = any(r is not None and r.learned for r, fresh in zip(responses, is_fresh, strict=True) if not fresh)
-        facts = [len(keys), foreign, learned, not is_rewarded]
-        self._settle(output, facts, group, is_measured)
+        num_foreign = 0 if not self._generated else is_fresh.count(False)
+        past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
+        has_learned = any(response is not None and response.learned for response in past)
+        local_counts = [len(keys), num_foreign, has_learned, not is_rewarded]
+        self._classify_batch(output, local_counts, group_size, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
-        said = [response.mismatch for response in responses if response is not None]
+        mismatches = [response.mismatch for response in responses if response is not None]
         self._mismatch = (
-            next(filter(None, said), "") if said else sampling_limit(trainer) or ""
+            next(filter(None, mismatches), "") if mismatches else sampling_limit(trainer) or ""
         )  # by the present settings, if no row is a known response
         if not self._mismatch and _are_placeholders(output):
             self._mismatch = PLACEHOLDERS
@@ -158,7 +160,7 @@ class Rollouts:
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
-    def _prompts(self, prompts: Sequence[bytes], in_place: bool, has_images: bool) -> tuple[list[int], int]:
+    def _number_prompts(self, prompts: Sequence[bytes], is_in_order: bool, has_images: bool) -> tuple[list[int], int]:
         """Return the prompt number of each row, and the number of responses per prompt, 0 if prompts differ in it.
 
         Prompts are numbered in TRL's order, `num_generations` consecutive rows each. If the rows contradict that order,
@@ -166,57 +168,58 @@ class Rollouts:
 
         Args:
             prompts: Each row's prompt tokens, as bytes.
-            in_place: Whether rows are in the order of generation. TRL's order then holds even if prompts of a group
+            is_in_order: Whether rows are in the order of generation. TRL's order then holds even if prompts of a group
                 differ, because an environment may have told each response something else.
             has_images: Whether rows have images. Equal tokens may then be different prompts.
         """
-        trainer, group = self._trainer, self._trainer.num_generations
+        trainer, group_size = self._trainer, self._trainer.num_generations
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        begun = trainer.accelerator.process_index * size % group  # responses to the first prompt on the previous rank
-        numbers = [(begun + row) // group for row in range(len(prompts))]
-        first = dict(zip(reversed(numbers), reversed(prompts), strict=True))
-        are_alike = all(first[number] == prompt for number, prompt in zip(numbers, prompts, strict=True))
-        if len(prompts) == size and (in_place or are_alike):
-            return numbers, group
+        # Responses to this rank's first prompt that the previous rank has.
+        num_on_previous_rank = trainer.accelerator.process_index * size % group_size
+        numbers = [(num_on_previous_rank + row) // group_size for row in range(len(prompts))]
+        first_prompt = dict(zip(reversed(numbers), reversed(prompts), strict=True))
+        is_consistent = all(first_prompt[number] == prompt for number, prompt in zip(numbers, prompts, strict=True))
+        if len(prompts) == size and (is_in_order or is_consistent):
+            return numbers, group_size
         if has_images:  # equal tokens may belong to different images
             return [*range(len(prompts))], 0
-        places: dict[bytes, int] = {}
-        numbers = [places.setdefault(prompt, len(places)) for prompt in prompts]
+        number_of: dict[bytes, int] = {}
+        numbers = [number_of.setdefault(prompt, len(number_of)) for prompt in prompts]
         counts = {*Counter(numbers).values()}
         return numbers, counts.pop() if len(counts) == 1 else 0
 
-    def _settle(self, output: dict, facts: Sequence[float], group: int, is_measured: bool) -> None:
+    def _classify_batch(self, output: dict, local_counts: Sequence[float], group_size: int, is_measured: bool) -> None:
         """Decide what the batch is, identically on all ranks. Collective if it is measured.
 
         Args:
             output: TRL's batch dictionary. Its rewards are removed if any rank lacks them.
-            facts: Of this rank: number of rows, how many of them were not generated for this rollout, whether a step
-                has learned from those, whether rewards are missing.
-            group: Responses per prompt on this rank, 0 if prompts differ in it.
-            is_measured: Whether the ranks exchange these facts.
+            local_counts: Of this rank: number of rows, how many of them were not generated for this rollout, whether a
+                step has learned from those, whether rewards are missing.
+            group_size: Responses per prompt on this rank, 0 if prompts differ in it.
+            is_measured: Whether the ranks exchange these numbers.
         """
-        local_facts = torch.tensor([*facts, group], dtype=torch.float64, device=output["completion_ids"].device)
-        table = all_ranks().gather(local_facts) if is_measured else local_facts.unsqueeze(0)
-        rows, foreign, learned, unrewarded, _ = table.sum(dim=0).tolist()
-        groups = {int(number) for number in table[:, -1].tolist()}
+        local = torch.tensor([*local_counts, group_size], dtype=torch.float64, device=output["completion_ids"].device)
+        by_rank = all_ranks().gather(local) if is_measured else local.unsqueeze(0)
+        num_rows, num_foreign, learned, unrewarded, _ = by_rank.sum(dim=0).tolist()
+        group_sizes = {int(size) for size in by_rank[:, -1].tolist()}
         expected = self._trainer.num_generations
-        is_even = len(groups) == 1 and groups != {0}
-        self.responses_per_prompt = groups.pop() if is_even else expected
-        self._is_fresh = not foreign
-        why = None
-        if foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            why = NOT_GENERATED.formatted(count=int(foreign), rows=int(rows))
+        is_even = len(group_sizes) == 1 and group_sizes != {0}
+        self.responses_per_prompt = group_sizes.pop() if is_even else expected
+        self._is_fresh = not num_foreign
+        limit = None
+        if num_foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
+            limit = NOT_GENERATED.formatted(count=int(num_foreign), rows=int(num_rows))
         elif self.responses_per_prompt < expected:
-            why = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
+            limit = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
         uneven = None if is_even else UNEVEN
-        self._origin = Origin(why or uneven, uneven, bool(learned))
+        self._origin = Origin(limit or uneven, uneven, bool(learned))
         if unrewarded:
             output.pop(batches.REWARD, None)
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         with ExitStack() as undo:
             if self.whole_prompts:
-                wrap(grpo_trainer, SHUFFLE, _in_whole_prompts, undo)
+                wrap(grpo_trainer, SHUFFLE, _keep_whole_prompts, undo)
             return original(generation_batch)
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
@@ -228,14 +231,14 @@ class Rollouts:
             inputs: TRL's dictionary of the step's first microbatch.
         """
         trainer, size = self._trainer, len(inputs["completion_ids"])
-        count, place = trainer.current_gradient_accumulation_steps, trainer._step % trainer.args.steps_per_generation
-        kept = [len(batch["completion_ids"]) for batch in (trainer._buffered_inputs or [])[place : place + count]]
-        return [size, *(kept + [size] * count)[1:count]]
+        count, first = trainer.current_gradient_accumulation_steps, trainer._step % trainer.args.steps_per_generation
+        sampled = [len(batch["completion_ids"]) for batch in (trainer._buffered_inputs or [])[first : first + count]]
+        return [size, *(sampled + [size] * count)[1:count]]
 
     def read(self, inputs: Mapping[str, Any]) -> Rollout:
         """Return the sequences of one of TRL's batch dictionaries: a microbatch, or this rank's whole rollout.
 
-        They keep the log-probabilities in the batch, whichever policy these are from; `with_ratios` checks that.
+        They keep the log-probabilities in the batch, whichever policy these are from; `drop_own_old_logps` checks that.
         """
         trainer = self._trainer
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -249,7 +252,7 @@ class Rollouts:
         )
         return dataclasses.replace(rollout, origin=self._origin)
 
-    def with_ratios(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
+    def drop_own_old_logps(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
         """Return the microbatch with old log-probabilities only if they are another policy's.
 
         At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
@@ -264,11 +267,11 @@ class Rollouts:
         old_logps = rollout.old_logps
         if not rollout.on_policy or old_logps is None:
             return rollout
-        there = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
-        apart = (scores.logps.detach() - old_logps)[there].double().abs().mean()
-        limit = LIMIT_ROUNDED if self._policy.scorer.training_rounding else LIMIT
-        is_own = not there.any() or float(apart) <= limit or has_dropout(self._policy.model)
+        is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
+        difference = (scores.logps.detach() - old_logps)[is_scored].double().abs().mean()
+        tolerance = LIMIT_ROUNDED if self._policy.scorer.training_rounding else LIMIT
+        is_own = not is_scored.any() or float(difference) <= tolerance or has_dropout(self._policy.model)
         if not is_own:
             return dataclasses.replace(rollout, on_policy=False)
-        of_engine = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
-        return dataclasses.replace(rollout, old_logps=None, sampling_logps=of_engine)
+        engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
+        return dataclasses.replace(rollout, old_logps=None, sampling_logps=engine_logps)

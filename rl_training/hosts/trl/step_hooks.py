@@ -40,7 +40,7 @@ class StepHooks:
         guard: Catches errors of the measuring code.
         settings: Returns the current settings of the loss.
         is_bounded: Whether the learning rate of each step is set from its KL divergence.
-        is_kept: Returns whether anything reads the scores of steps that no probe measures.
+        is_recorded: Returns whether steps are recorded, even those that no probe measures.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class StepHooks:
         guard: Guard,
         settings: Callable[[], LossSettings],
         is_bounded: bool,
-        is_kept: Callable[[], bool],
+        is_recorded: Callable[[], bool],
     ) -> None:
         self._trainer, self._driver, self._policy = trainer, driver, policy
         self._rollouts, self._loss, self._guard = rollouts, loss, guard
-        self._settings, self._is_bounded, self._is_kept = settings, is_bounded, is_kept
+        self._settings, self._is_bounded, self._is_recorded = settings, is_bounded, is_recorded
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
         return {
-            "_generate_and_score_completions": self._on_generate,  # returns a rollout
-            "_generate": self._on_turns,
+            "_generate_and_score_completions": self._on_rollout,  # returns a rollout
+            "_generate": self._on_generate_tokens,
             "_calculate_rewards": self._on_rewards,
             "_prepare_inputs": self._rollouts.on_prepare_inputs,  # keeps prompts whole in the order of microbatches
             # The trainer's backward runs after compute_loss returns and before training_step returns.
@@ -73,7 +73,7 @@ class StepHooks:
 
     def on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's step, after the probes."""
-        self._look_if_ready()
+        self._run_probes_if_ready()
         original(*args, **kwargs)
 
     def about_to_step(self, *args: Any) -> None:
@@ -94,10 +94,10 @@ class StepHooks:
         if not self._guard.reason:
             with self._guard.watching():
                 self._driver.finish_backward()
-            self._look_if_ready()
+            self._run_probes_if_ready()
         return loss
 
-    def _look_if_ready(self) -> None:
+    def _run_probes_if_ready(self) -> None:
         """Run the probes if all gradients of the step are complete. Skip a step whose loss bypassed compute_loss."""
         step = self._driver.open_step
         if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
@@ -109,7 +109,7 @@ class StepHooks:
                 compatibility.warn_of_a_step_without_loss(self._trainer)
                 self._driver.skip_step()
 
-    def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+    def _on_generate_tokens(self, original: Callable[..., tuple], prompts: list) -> tuple:
         limit_before = None
         if not self._guard.reason:
             with self._guard.watching():
@@ -127,7 +127,7 @@ class StepHooks:
                 self._rollouts.add_rewards(by_function)
         return by_function
 
-    def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
+    def _on_rollout(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training and not self._guard.reason:
             with self._guard.watching():
@@ -157,16 +157,16 @@ class StepHooks:
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
         rollout, loss_scores, seen = self._rollouts.read(inputs), calls.of(loss), None
-        is_kept = bool(step.probes or self._is_bounded or self._is_kept())
+        needs_scores = bool(step.probes or self._is_bounded or self._is_recorded())
         if self._loss.on_loss and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         is_incomplete = loss_scores is None or loss_scores[1] is None
-        if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
+        if needs_scores and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
             raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
-        scores = self._policy.completed(loss_scores, rollout, is_kept)
-        rollout = self._rollouts.with_ratios(rollout, scores, batches.are_hidden(inputs))
+        scores = self._policy.complete_scores(loss_scores, rollout, needs_scores)
+        rollout = self._rollouts.drop_own_old_logps(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
-        if trainer.mask_truncated_completions and is_kept:
+        if trainer.mask_truncated_completions and needs_scores:
             with self._driver.measuring():
                 seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self._driver.microbatch(rollout, scores, MadeLoss(loss, self._settings()), seen)

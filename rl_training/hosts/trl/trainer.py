@@ -184,7 +184,7 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        options = Options(True, "all", self.args.target_kl_share, trained_with, stays=True)
+        options = Options(True, "all", self.args.target_kl_share, trained_with, keep_attached=True)
         self.attachment = Attachment(self, probes_in(probes), as_records(records), options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.timing import SHARED
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl.compatibility import SECTIONS, wrap
+from rl_training.hosts.trl.compatibility import REWRITE_LOGS, wrap
 from rl_training.records.workspace import CORE
 
 NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested
@@ -37,7 +37,7 @@ class TrainerLog:
 
     def begin(self) -> None:
         """Start afresh when training begins."""
-        self._num_noted: dict[str, int] = {}  # number of values that TRL had of each metric when the last step ended
+        self._num_seen: dict[str, int] = {}  # number of values that TRL had of each metric when the last step ended
         self._line: dict[str, Any] = {}  # line of the last step, until it is written
         self._step = 0
 
@@ -50,15 +50,15 @@ class TrainerLog:
             will_log: Whether the trainer is about to log this step. `write` then completes its line.
         """
         self.flush()
-        line = self._noted() | {name: value for name, value in numbers.items() if not math.isnan(value)}
+        line = self._new_means() | {name: value for name, value in numbers.items() if not math.isnan(value)}
         metrics = self._trainer._metrics["train"]
-        shown = numbers.keys() if self._shows_all else self._core(numbers)
+        shown = numbers.keys() if self._shows_all else self._core_names(numbers)
         for name in shown:
             if not name.startswith("probe_cost/"):
                 metrics.pop(name, None)  # TRL logs the mean of the list: keep only the latest value
             if not math.isnan(numbers[name]):
                 metrics[name].append(numbers[name])
-        self._num_noted = {name: len(values) for name, values in metrics.items()}
+        self._num_seen = {name: len(values) for name, values in metrics.items()}
         self._line, self._step = line, step
         if not will_log:
             self.flush()
@@ -77,18 +77,18 @@ class TrainerLog:
         if line and self._writer.records is not None:
             self._writer.records.write_metrics(self._step, line)
 
-    def _noted(self) -> dict[str, float]:
+    def _new_means(self) -> dict[str, float]:
         """Return the means of the training metrics that TRL has collected since the last step ended."""
         means = {}
         for name, values in self._trainer._metrics["train"].items():
-            before = self._num_noted.get(name, 0)
+            before = self._num_seen.get(name, 0)
             new = values[before if before <= len(values) else 0 :]  # fewer: TRL logged and cleared them meanwhile
             known = [value for value in new if not math.isnan(value)]
             if known:
                 means[name] = sum(known) / len(known)
         return means
 
-    def _core(self, numbers: Mapping[str, float]) -> list[str]:
+    def _core_names(self, numbers: Mapping[str, float]) -> list[str]:
         """Return the names of the core numbers: those in CORE, and the first of each probe that has none in it."""
         by_probe = [names for probe, names in self._writer.names.items() if probe != SHARED]
         first = [name for names in by_probe if not {*names} & {*CORE} for name in names[:1]]
@@ -97,21 +97,21 @@ class TrainerLog:
     def on_send(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Send the log to a dashboard, with the probes' numbers in sections of their own instead of the trainer's."""
         with ExitStack() as undo:
-            wrap(integration_utils, SECTIONS, self._in_sections, undo)
+            wrap(integration_utils, REWRITE_LOGS, self._rename_logs, undo)
             original(*args, **kwargs)
 
-    def _in_sections(self, original: Callable[[dict], dict], logs: dict[str, Any]) -> dict[str, Any]:
+    def _rename_logs(self, original: Callable[[dict], dict], logs: dict[str, Any]) -> dict[str, Any]:
         """Rename logs as transformers does, except the probes' numbers: what stands before a slash is the section."""
-        ours = {name: value for name, value in logs.items() if self._is_ours(name)}
-        return ours | original({name: value for name, value in logs.items() if name not in ours})
+        of_probes = {name: value for name, value in logs.items() if self._is_from_probe(name)}
+        return of_probes | original({name: value for name, value in logs.items() if name not in of_probes})
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_from_probe(self, name: str) -> bool:
         """Return whether a number in the log comes from a probe."""
         latest = self._writer.latest
         return name in latest or name.removesuffix("_se") in latest or name.startswith("probe_cost/")
 
     def on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """Print the trainer's log with only the core numbers of the probes."""
-        core = self._core({name: 0.0 for name in logs if self._is_ours(name)})
-        short = {name: value for name, value in logs.items() if name in core or not self._is_ours(name)}
+        core = self._core_names({name: 0.0 for name in logs if self._is_from_probe(name)})
+        short = {name: value for name, value in logs.items() if name in core or not self._is_from_probe(name)}
         original(*args, logs=short, **kwargs)

@@ -29,7 +29,7 @@ from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import choose_rows, generate_responses
 from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.batches import rewards_of
-from rl_training.hosts.trl.compatibility import another_trainer
+from rl_training.hosts.trl.compatibility import wrong_trainer_message
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import load_plain
@@ -110,7 +110,7 @@ def evaluate(
             end, after all others have been evaluated.
     """
     if not isinstance(trainer, GRPOTrainer):
-        raise UserError(another_trainer(trainer))
+        raise UserError(wrong_trainer_message(trainer))
     _refuse_other_generation(trainer)
     dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if dataset is None:

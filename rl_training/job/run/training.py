@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.announcements import how_it_ended
 from rl_training.hosts.trl.run_folder import RunFolder
-from rl_training.hosts.trl.spoken import how_it_ended
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import prompt_order_changes

@@ -22,9 +22,9 @@ from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
+from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
 from rl_training.hosts.trl.described import settings_of_trainer
-from rl_training.hosts.trl.spoken import beside_the_bar
 from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
 
@@ -101,8 +101,8 @@ def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_tra
     assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
 
 
-def test_the_first_line_has_a_row_of_its_own_beside_the_bar_over_steps(capsys) -> None:
-    with tqdm(total=3, file=sys.stderr), beside_the_bar():
+def test_the_first_line_has_a_row_of_its_own_next_to_the_progress_bar(capsys) -> None:
+    with tqdm(total=3, file=sys.stderr), hide_progress_bar():
         print("rl-training", file=sys.stderr)
     (row,) = [row for row in capsys.readouterr().err.split("\n") if "rl-training" in row]
     *_, cleared, line = row.split("\r")

@@ -317,7 +317,7 @@ def test_of_rows_with_the_same_tokens_and_unlike_rewards_those_out_of_place_have
 
 
 def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_last(monkeypatch: Any) -> None:
-    monkeypatch.setattr(generated, "REMEMBERED", 3)
+    monkeypatch.setattr(generated, "MAX_PAST_RESPONSES", 3)
     responses = GeneratedResponses()
     first = keys_of(responses, [([1], [2]), ([1], [3])])
     responses.reward([1.0, 2.0])

@@ -199,12 +199,12 @@ def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
     now = torch.tensor([[-1.0, 7.0], [9.0, 9.0]])
     before = torch.tensor([[-1.0 - apart, -7.0], [-9.0, -9.0]])
     rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.zeros(2), before, True, old_logps=before)
-    with_logps = rollouts.with_ratios(rollout, Scores(now, now, mask), torch.tensor([False, True]))
+    with_logps = rollouts.drop_own_old_logps(rollout, Scores(now, now, mask), torch.tensor([False, True]))
     assert with_logps.on_policy == is_own
     assert (with_logps.old_logps is None) == is_own
     assert (with_logps.sampling_logps is None) == is_own
     of_engine = dataclasses.replace(rollout, sampling_logps=now)
-    with_logps = rollouts.with_ratios(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
+    with_logps = rollouts.drop_own_old_logps(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
     assert with_logps.sampling_logps is now
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Con
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import SAMPLING, caches_that_fit, sampling_limit
+from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, sampling_limit
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -245,5 +245,5 @@ def test_so_many_responses_are_generated_at_once_as_an_eighth_of_a_gpu_has_cache
     """A 7B model has 28 layers with 4 key-value heads of width 128: 114,688 bytes per token in fp32."""
     shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "hidden_size": 3584}
     config = Qwen2Config(**shape, num_key_value_heads=4)
-    assert caches_that_fit(config, 16384, 80e9) == 10_000_000_000 // (114_688 * 16384) == 5
-    assert caches_that_fit(GPT2Config(n_layer=28, n_head=28, n_embd=3584), 16384, 80e9) == 1
+    assert max_kv_caches(config, 16384, 80e9) == 10_000_000_000 // (114_688 * 16384) == 5
+    assert max_kv_caches(GPT2Config(n_layer=28, n_head=28, n_embd=3584), 16384, 80e9) == 1

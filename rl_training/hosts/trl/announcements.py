@@ -17,8 +17,8 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.version import VERSION
 
 
-def beside_the_bar() -> AbstractContextManager[None]:
-    """Return a context in which lines on stderr do not mix with tqdm's progress bar.
+def hide_progress_bar() -> AbstractContextManager[None]:
+    """Clear tqdm's progress bar for the duration of a context, so that lines on stderr do not mix with it.
 
     It does not take tqdm's lock, which forked processes share: collectives run inside, so ranks would deadlock.
     """
@@ -28,11 +28,11 @@ def beside_the_bar() -> AbstractContextManager[None]:
 def opening(probes: Sequence[Probe], folder: Path | None) -> str:
     """Return the opening line: versions, number of processes, folder, and probes with their intervals."""
     count = all_ranks().count
-    who = "one process trains" if count == 1 else f"{count} processes train"
+    processes = "one process trains" if count == 1 else f"{count} processes train"
     writes = "and writes" if count == 1 else "and the first writes"
-    where = "and nothing is written" if folder is None else f"{writes} {folder}"
-    every = [p.name if p.every == 1 else f"{p.name} every {p.every} steps" for p in probes]
-    return f"rl-training {VERSION} with {_versions()}: {who} {where}; probes: {', '.join(every) or 'none'}"
+    output = "and nothing is written" if folder is None else f"{writes} {folder}"
+    names = [p.name if p.every == 1 else f"{p.name} every {p.every} steps" for p in probes]
+    return f"rl-training {VERSION} with {_versions()}: {processes} {output}; probes: {', '.join(names) or 'none'}"
 
 
 def _versions() -> str:
