@@ -1,4 +1,4 @@
-"""What processes write into a checkpoint, each its own entries, is read by any number of others."""
+"""Each process writes its own entries into a checkpoint, and any number of processes can read them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl_training.parallel.sharding import Shard
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_flaw
 
-UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
+UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # only the first process has an entry of b
 
 
 class OneOf(Shard):
-    """The shard of one of so many processes."""
+    """The shard of one of several processes."""
 
     def __init__(self, processes: int, rank: int) -> None:
         super().__init__(nn.Module(), torch.optim.SGD([torch.zeros(1)]), None)
@@ -59,7 +59,7 @@ def assert_read_by(processes: int, checkpoint: Path) -> None:
 def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_wrote(
     tmp_path: Path, before: int, after: int
 ) -> None:
-    for rank in range(before)[::-1]:  # the first may be the last to write
+    for rank in range(before)[::-1]:  # the first process may write last
         write(tmp_path, before, rank)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         PROBE_STATES, *(f"probes_{rank}.safetensors" for rank in range(1, before))
@@ -93,7 +93,7 @@ WRITTEN = {"probes": "simple", "num_processes": "1", "checksums": "{}"}
     {"checksums": "{"}, {"checksums": "[" * 100_000}, {"checksums": '{"/proc/kcore": "0"}'},
 ])  # fmt: skip
 def test_notes_that_no_run_writes_are_neither_followed_nor_counted(tmp_path: Path, changed: dict[str, str]) -> None:
-    """A number of processes is a number of files that are looked for, and a name is of a file that is read."""
+    """The number of processes decides how many files are looked for, and names decide which files are read."""
     checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN)
     assert not find_flaw(checkpoint)

@@ -1,4 +1,4 @@
-"""The saved W&B workspace: what it would hold, without an account; its errors say what to do."""
+"""The saved W&B workspace: its contents, checked without an account, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_training.records.workspace import main
 
 
 def table_of_the_page() -> dict[str, list[str]]:
-    """What docs/how_to/watch_a_run.md tells to look at in each section: {section: names as written there}."""
+    """Return what docs/how_to/watch_a_run.md says to look at: {section: names as written there}."""
     lines = (Path(__file__).parents[2] / "docs" / "how_to" / "watch_a_run.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| section | look at | question |") + 2
     rows = [line.split("|") for line in itertools.takewhile(bool, lines[start:])]
@@ -40,7 +40,7 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
             if name.startswith(("delta_h/layer/", "intervention/", "tokens/")):
                 name_in_run = name.replace("…", "0").replace("NAME", "bonus:0.02").replace("KIND", "text")
                 assert any(re.search(pattern, name_in_run) for pattern in patterns), name
-            elif "…" in name:  # the end, or the beginning, of several names
+            elif "…" in name:  # stands for several names with this ending or beginning
                 assert any(metric.startswith(name[:-1]) or metric.endswith(name[1:]) for metric in drawn), name
             elif "=" not in name:
                 assert {name, f"delta_h/{name}"} & set(drawn), name

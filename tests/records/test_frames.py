@@ -1,4 +1,4 @@
-"""Claims on the tables that a notebook reads: every recorded number is in them, under its name, at its step."""
+"""Claims on the tables for notebooks: they have every recorded number under its name and at its step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_evaluations_holds_those_checkpoint_evaluations_and_those_of_the_trainer
     Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
     for name, value in (("sums", 0.5), ("chains", 0.25)):
         write_step(tmp_path / "evaluations" / name, 20, {}, {"pass@1": Estimate(value, 0.1, 64)}, [])
-    (tmp_path / "evaluations" / "begun").mkdir()  # no step yet
+    (tmp_path / "evaluations" / "begun").mkdir()  # it has no step yet
     shutil.copytree(tmp_path / "evaluations" / "sums" / "step_20", tmp_path / "evaluations" / "sums" / "step_20.old")
     rows = evaluations(tmp_path).drop(columns=["stderr", "low", "high", "reason"]).values.tolist()
     assert rows[0][:4] == ["in training", 2, "reward", 0.75]

@@ -1,7 +1,7 @@
-"""What somebody sends as a run is shown or refused in one line that names the file: no traceback, no control character.
+"""An untrusted run is shown, or refused in one line that names the file: no traceback, no control character.
 
-Every fact of every file takes every odd value. What its reader refuses names the file; all that it accepts lies in one
-run then, of which report and comparison are made.
+Every field of every file takes every odd value. If the reader refuses it, its error names the file. Everything that is
+accepted goes into one run, for which a report and a comparison are written.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rl_training.records.report import write_report
 from rl_training.statistics.estimate import Estimate
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
-IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u(?:00[01]|202e|d8)")  # what a script of the page would make of it
+IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u(?:00[01]|202e|d8)")  # what a script in the page would decode it to
 DEEP = "[" * 5000 + "]" * 5000
 MISSING = "MISSING"
-# As JSON: numbers without end, other kinds, half a character, what moves a cursor, what turns the direction of writing.
+# As JSON: huge numbers, other types, half a character, cursor movements, a change of the writing direction.
 ODD = [
     MISSING, "1" + "0" * 22, "-1" + "0" * 22, "1" + "0" * 400, "1e308", "-1e308", "5e-324", "1e999", "-1e999", "NaN",
     '"1e400"', "-1", "1.5", "true", "null", '"a"', '""', '"=1+1"', r'"\ud800"', r'"\u001b[2J\u0007"', r'"\u202e"', "[]",
@@ -80,7 +80,7 @@ CONFIGS = [
 
 
 def odd_lines(name: str) -> Iterator[str]:
-    """Yield lines of this file, each with one odd fact, at a step of its own."""
+    """Yield lines for this file, each with one odd value and at a different step."""
     facts = LINES[name]
     changes = [(key, odd) for key in (*facts, "extra") for odd in ODD]
     changes += [(key, "1") for key in ODD_NAMES]
@@ -94,7 +94,7 @@ def odd_lines(name: str) -> Iterator[str]:
 
 
 def run_of(folder: Path) -> Path:
-    """Return a run with something in each of its files."""
+    """Write a run with contents in each of its files, and return its folder."""
     run = record_run(folder, range(1, 6))
     records = Records(run / "logs")
     for step in range(1, 6):
@@ -114,7 +114,7 @@ def run_of(folder: Path) -> Path:
 
 
 def bare_run(folder: Path) -> Path:
-    """Return a run without probes, which is quickly shown."""
+    """Write a run without probes, which is quick to show, and return its folder."""
     records = Records(folder / "logs")
     for step in (1, 2):
         records.write_metrics(step, {"reward": 0.5})
@@ -123,12 +123,12 @@ def bare_run(folder: Path) -> Path:
 
 
 def bare_runs(folder: Path, count: int) -> list[Path]:
-    """Return so many of them, none of whose names begins with another's."""
+    """Write `count` bare runs, none of whose names is a prefix of another's."""
     return [bare_run(folder / f"run_{number:02}") for number in range(count)]
 
 
 def said_by(*arguments: str) -> tuple[int, str]:
-    """Return the exit code of rl-training report, and what it printed."""
+    """Run rl-training report, and return its exit code and output."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["rl-training report", *arguments])
@@ -142,7 +142,7 @@ def said_by(*arguments: str) -> tuple[int, str]:
 
 
 def refused(runs: list[Path], page: Path, *options: str) -> list[Path]:
-    """Return the runs that one line names instead of a page; nothing where the page is written."""
+    """Return the runs that an error line names, or an empty list if the page is written."""
     code, said = said_by(*map(str, runs), *options)
     assert not CONTROL.search(said), said
     if code:
@@ -159,16 +159,16 @@ def refused(runs: list[Path], page: Path, *options: str) -> list[Path]:
 
 
 def assert_shown_or_refused(runs: list[Path], other: Path) -> None:
-    """Assert that the report of each run and a comparison are written, or end in one line that names a file of a run.
+    """Assert that each run's report and a comparison are written, or end in one line that names a file of a run.
 
-    A run that is refused leaves the comparison, until it is written or the other one, which is whole, is alone.
+    A refused run is removed from the comparison, until it is written or only the intact `other` is left.
     """
     page = other.parent / "comparison.html"
     compared = [run for run in runs if not refused([run], run / "report" / "report.html")] + [other]
     for run in set(runs) - set(compared):
         refused([run, other], page, "--out", str(page))
     while len(compared) > 1 and (named := refused(compared, page, "--out", str(page))):
-        assert all(refused([run, other], page, "--out", str(page)) == [run] for run in named)  # no other is blamed
+        assert all(refused([run, other], page, "--out", str(page)) == [run] for run in named)  # no other run is blamed
         compared = [run for run in compared if run not in named]
 
 
@@ -198,7 +198,7 @@ def test_a_line_with_any_odd_fact_is_refused_by_its_number_or_shown(tmp_path: Pa
 
 
 def odd_contents(good: dict[str, Any], depth: int) -> Iterator[str]:
-    """Yield JSON that differs from a good one by one odd fact, at most so deep in it."""
+    """Yield JSON texts that differ from a good one by one odd value, at most `depth` levels deep."""
 
     def places(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         inner = node.items() if isinstance(node, dict) else enumerate(node[:1]) if isinstance(node, list) else ()
@@ -248,7 +248,7 @@ def test_an_evaluation_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_pat
 
 
 def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path) -> None:
-    """The last one is of a run that has branched off itself."""
+    """The last one belongs to a run that branched off from itself."""
     runs = bare_runs(tmp_path, len(CONFIGS))
     for run, config in zip(runs, CONFIGS, strict=True):
         (run / "config.yaml").write_text(config.replace("RUN", str(run)), encoding="utf-8")
@@ -345,7 +345,7 @@ def test_an_unprintable_character_is_written_out_and_every_other_one_stays() -> 
 
 
 def test_runs_whose_folders_have_odd_names_are_reported_and_compared(tmp_path: Path) -> None:
-    """Bytes that are no UTF-8 are written out, and markup is text."""
+    """Bytes that are not UTF-8 are escaped, and markup is shown as text."""
     names = [os.fsdecode(b"a\xff"), "b<script>"]
     for name in names:
         (tmp_path / name / "logs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Claims on where a run says that it comes from."""
+"""Claims on a run's provenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.Monke
 
 
 def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_imported(tmp_path, monkeypatch) -> None:
-    """That is the first one on the path."""
+    """That is the version found first on the path."""
     told = provenance()["libraries"]
     later = tmp_path / "torch-0.1.dist-info"
     later.mkdir()

@@ -1,4 +1,4 @@
-"""Records: flat lines that survive a kill, and steps that are neither doubled nor missing after a resume."""
+"""Records are flat lines that survive a kill, and after a resume no step is duplicated or missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(tmp_path, capl
 
 
 def test_resuming_has_a_few_lines_of_the_records_in_memory_at_a_time(tmp_path: Path) -> None:
-    """They are read in parts of a mebibyte."""
+    """They are read in chunks of one mebibyte."""
     records, text = Records(tmp_path, rollouts_every=1), "a response " * 1000
     for step in range(1, 2001):
         records.write_metrics(step, {"text": text})
@@ -130,9 +130,9 @@ def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
 
 
 def test_a_checksum_is_of_the_whole_file_in_however_many_pieces_it_is_read(tmp_path, monkeypatch) -> None:
-    """Cbf43926 is what every description of CRC-32 gives for the nine digits."""
+    """The published check value of CRC-32 for the nine digits is cbf43926."""
     monkeypatch.setattr(checkpoint_states, "CHUNK", 4)
     (tmp_path / "digits").write_bytes(b"123456789")
     assert checkpoint_states.checksum(tmp_path / "digits") == "cbf43926"
-    (tmp_path / "digits").write_bytes(b"023456789")  # the last piece is the same
+    (tmp_path / "digits").write_bytes(b"023456789")  # the last piece is unchanged
     assert checkpoint_states.changed_files(tmp_path, {"digits": "cbf43926"}) == ["digits"]

@@ -1,4 +1,4 @@
-"""The sequences of a run: what is written, against the trainer's own numbers; read back after a kill; on the page."""
+"""The recorded sequences of a run: compared with the trainer's numbers, read after a kill, and shown on the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_training.records.report import write_report
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, two on each rollout."""
+    """Train a run of three steps, with two steps on each rollout."""
     folder = tmp_path_factory.mktemp("rollouts") / "run"
     make: Callable[..., GRPOTrainer] = trainer_maker(folder)
     records = Records(folder / "logs", rollouts_every=1)
@@ -29,12 +29,12 @@ def test_every_sequence_of_the_asked_for_steps_is_there_with_the_numbers_that_tr
     table = rollouts(run)
     assert table.groupby("step").size().to_dict() == {1: 32, 2: 32, 3: 32}
     assert table.groupby(["step", "prompt_index"]).size().eq(4).all()
-    logged = next(row for row in read_metrics(run / "logs") if row["step"] == 1)  # of the rollout of steps 1 and 2
+    logged = next(row for row in read_metrics(run / "logs") if row["step"] == 1)  # the rollout of steps 1 and 2
     assert logged["reward"] == pytest.approx(table[table["step"] <= 2]["reward"].mean(), abs=1e-6)
     first, second = (table[table["step"] == step] for step in (1, 2))
     reward_minus_mean = first["reward"] - first.groupby("prompt_index")["reward"].transform("mean")
     assert (first["advantage"] - reward_minus_mean).abs().max() < 1e-6
-    assert first["importance_ratio"].sub(1).abs().max() < 1e-4  # at the very parameters that sampled
+    assert first["importance_ratio"].sub(1).abs().max() < 1e-4  # at the parameters that sampled
     assert second["importance_ratio"].sub(1).abs().max() > 1e-3  # a step later
     assert (table["logp"] < 0).all()
     assert table["length"].between(1, 8).all()

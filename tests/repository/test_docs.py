@@ -1,4 +1,4 @@
-"""The site: tutorials run from the first cell to the last, examples of the guides run, no metric is without a row."""
+"""The documentation: tutorials run from the first to the last cell, guides' examples run, every metric has a row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def code_cells(page: Path) -> list[str]:
     return [re.sub(r"^:tags:.*\n", "", cell) for cell in blocks(page, r"\{code-cell\} python")]
 
 
-# What cells say of sizes, and what is run here: `make docs` runs them as they are.
+# Sizes in the cells, and the smaller ones used here. `make docs` runs the cells unchanged.
 SMALLER = {
     "per_device_train_batch_size=32": "per_device_train_batch_size=8",
     "max_completion_length=36": "max_completion_length=12",
@@ -52,7 +52,7 @@ def smaller(cell: str) -> str:
 
 
 def typed_in_a_terminal(line: str, folder: Path) -> None:
-    """Run `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller."""
+    """Run `rl-training COMMAND …` in a fork that starts at the root of the repository, with smaller trainings."""
     name, command, *arguments = shlex.split(line)
     assert name == "rl-training"
     words = [re.sub("(^|=)runs/", rf"\1{folder}/runs/", argument) for argument in arguments]
@@ -72,7 +72,7 @@ def test_every_size_that_is_made_smaller_here_stands_in_a_tutorial() -> None:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    display = ModuleType("IPython.display")  # of the site, not of the tests
+    display = ModuleType("IPython.display")  # installed for the site, not for the tests
     display.Image = lambda path, **size: Path(path).read_bytes()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -86,13 +86,13 @@ def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def example(page: str, marker: str) -> str:
-    """Return the Python block of a guide that contains the marker."""
+    """Return the guide's Python block that contains the marker."""
     return next(block for block in blocks(DOCS / page, "python") if marker in block)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names that a training with everything records, beside those that TRL logs by itself and a guide's probe."""
+    """Return the names that a training with everything records, except those of TRL itself and of a guide's probe."""
     folder = tmp_path_factory.mktemp("everything")
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
@@ -116,12 +116,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def logged(trainer: GRPOTrainer) -> set[str]:
-    """The names in a trainer's log."""
+    """Return the names in a trainer's log."""
     return {name for row in trainer.state.log_history for name in row}
 
 
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
-    """The metrics of docs/reference/metrics.md, and what matches them: …, NAME and KIND stand for anything."""
+    """Return the metrics in docs/reference/metrics.md with their patterns. …, NAME and KIND match anything."""
     lines = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8").splitlines()
     names = [match[1] for line in lines if (match := re.match(r"\| `([^`]+)` \|", line))]
     return {
@@ -137,7 +137,7 @@ def test_the_page_of_metrics_has_a_row_for_whatever_is_recorded_and_no_other(rec
 
 
 def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp_path: Path) -> None:
-    """Over DrGRPOTrainer's order of the batch, by SGD: weights change the same to 1e-6, and not as without."""
+    """With DrGRPOTrainer's batch order and SGD, the weights' changes agree to 1e-6, and differ from plain training."""
     mine: dict[str, Any] = {}
     for marker in ("class PositiveOnly", "class ScaleLearningRate"):
         exec(example("how_to/entropy_is_falling.md", marker), mine)
@@ -157,7 +157,7 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
 
 
 def test_the_guides_probe_says_of_long_responses_what_their_share_of_a_linear_step_is(tmp_path: Path) -> None:
-    """Without clipping, SGD's step is linear in the gradient: without the long ones ΔH differs by minus their share."""
+    """Without clipping SGD's step is linear in the gradient, so removing long responses changes ΔH by −their share."""
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class LongResponsesProbe"), mine)
     shares = []
@@ -189,7 +189,7 @@ def generate() -> Any:
 
 
 def test_generated_texts_that_are_kept_are_up_to_date(generate: Any) -> None:
-    """The tutorial as a notebook, and the names of optimizers. If not: `python docs/generate.py` writes them."""
+    """The tutorial as a notebook, and the names of optimizers. If this fails, run `python docs/generate.py`."""
     kept = generate.kept()
     assert {path.name for path in kept} == {"README.md", "limits.md", "attach_to_your_trainer.ipynb"}
     assert [path for path, text in kept.items() if path.read_text(encoding="utf-8") != text] == []
@@ -209,7 +209,7 @@ def test_every_setting_says_what_it_is(generate: Any) -> None:
 
 
 def test_links_to_files_of_the_repository_lead_somewhere() -> None:
-    """Those that Sphinx does not follow: of README.md, which are absolute, and of pages, which begin with repo:."""
+    """These are links that Sphinx does not check: absolute ones in README.md, and those with repo: in pages."""
     pages = [DOCS.parent / "README.md", *DOCS.glob("**/*.md")]
     link = re.compile(r"(?:rl-training/rl-training/(?:blob/)?main/|\(repo:)([^)#\s]+)")
     files = {name for page in pages for name in link.findall(page.read_text(encoding="utf-8"))}
@@ -229,8 +229,8 @@ def test_links_of_pages_beside_the_readme_lead_to_files_and_headings(page: str) 
 
 
 def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formula() -> None:
-    """4 (F + 4) P/N bytes at F = 8, to 5 %; at_size.md counts a vector less, pieces of entries included."""
-    adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # of Qwen2.5-1.5B, and of all of 7B
+    """4 (F + 4) P/N bytes at F = 8, to 5 %. at_size.md counts one vector fewer, but includes slices of entries."""
+    adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
         "../README.md": [
             (r"With F = 8:\s+([\d.]+) GB for LoRA", adapter),
@@ -268,7 +268,7 @@ def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
 
 
 def test_attach_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:
-    """As README, the tutorial and the docstring of attach say; against TRL alone it differs by rounding."""
+    """The README, the tutorial and attach's docstring say so. Compared with TRL alone it differs by rounding."""
     plain: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 1}
     plain |= {"gradient_accumulation_steps": 4}
     weights = {}

@@ -1,4 +1,4 @@
-"""What a docstring shows as an example is what comes out."""
+"""Examples in docstrings give the results that they show."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Modules import only downward, and each outside library only in the layers that may know it.
+"""Modules import only from lower layers, and external libraries only in the layers that may use them.
 
-The folder says the floor. What any loop's host needs can be imported where TRL is not installed.
+A module's folder is its layer. What the host of any loop needs can be imported without TRL.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rl_training.hosts.trl.compatibility import METHODS, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_training"
-# What each layer may import beside itself. Records and probes do not know each other. What is measured offline is
-# measured on a trainer, one that stands still: offline stands on hosts, which know nothing of it.
+# What each layer may import in addition to itself. Records and probes do not import each other. An offline analysis
+# measures on a trainer that does not train, so offline imports hosts, but hosts do not import offline.
 STEP = {"statistics", "parallel", "policy", "gradients", "optim", "step"}
 MEASURED = {*STEP, "entropy", "engine", "interventions", "probes"}
 BELOW = {
@@ -40,7 +40,7 @@ BELOW = {
     "offline": {*MEASURED, "records", "hosts"},
     "job": {*MEASURED, "records", "hosts", "offline", "tasks", "evaluation"},
 }
-# A loop's own libraries: what stands in hosts itself serves any loop.
+# Libraries of a particular loop. Modules directly in hosts/ serve any loop and must not import them.
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
     "statistics": {"torch", "numpy", "scipy"},
@@ -75,13 +75,13 @@ FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in
 
 
 def layer_of(path: Path) -> str:
-    """Return the folder that a module lies in, or "" for what lies above all layers: commands."""
+    """Return a module's folder, or "" for commands, which are above all layers."""
     parts = path.relative_to(ROOT).parts
     return parts[1] if len(parts) > 2 and path.name != "__main__.py" else ""
 
 
 def libraries_of(path: Path) -> set[str]:
-    """Return what a module may import from outside: a loop's libraries in the host of that loop only."""
+    """Return the external libraries that a module may import. Only a loop's host may import that loop's libraries."""
     host = "/".join(path.relative_to(PACKAGE).parts[:2])
     return LIBRARIES[host if host in LIBRARIES else layer_of(path)]
 
@@ -144,7 +144,7 @@ def test_probes_do_not_import_one_another() -> None:
 
 
 def test_probes_make_gradients_and_predictions_through_their_context_alone() -> None:
-    """Of entropy they import formulas of numbers and names, and nothing that makes a gradient or talks to processes."""
+    """From entropy they import formulas on numbers and names, but nothing that computes gradients or communicates."""
     formulas = {
         *("advantage_covariance", "attribution", "fresh_sample", "importance", "per_decision", "previous_policy"),
         *("trapezoid", "weights"),
@@ -164,7 +164,7 @@ def test_files_that_a_package_says_to_read_are_there() -> None:
 
 
 def test_folders_of_tests_are_folders_of_the_package() -> None:
-    """Beside the tests of the repository itself, and what tests share."""
+    """Except for the tests of the repository itself and what tests share."""
     tests = ROOT / "tests"
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"repository"}
     assert len(folders) > 20
@@ -172,14 +172,14 @@ def test_folders_of_tests_are_folders_of_the_package() -> None:
 
 
 def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
-    """By hosts/trl, and by the commands that build a trainer or count processes."""
+    """These are hosts/trl, and the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
     assert folders == {"rl_training/hosts/trl", "rl_training/job/objects", "rl_training/job/run"}
 
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
-    """The same for what writes and reads records; jinja2 comes with pages only."""
+    """So can the modules that write and read records. Only pages import jinja2."""
     layers = (*MEASURED, "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
     assert "jinja2" in imported_with("rl_training.records.report")
@@ -191,7 +191,7 @@ def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
 
 @pytest.mark.parametrize("layer", sorted({*BELOW} - STEP - {"entropy", "engine", "probes"}))
 def test_what_is_refused_is_a_user_error(layer: str) -> None:
-    """A command shows any other error with its traceback; ValueErrors below are of code that misuses a function."""
+    """A command shows any other error with a traceback. ValueErrors in lower layers are about misuse of a function."""
     for path in (PACKAGE / layer).rglob("*.py"):
         raised = (node.exc for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Raise))
         names = {call.func.id for call in raised if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
@@ -199,7 +199,7 @@ def test_what_is_refused_is_a_user_error(layer: str) -> None:
 
 
 def private_members_named_in(path: Path) -> set[str]:
-    """Return the names behind `x._name` where x is another object than self."""
+    """Return the private names `_name` in expressions `x._name` where x is not self."""
     return {
         node.attr
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -213,6 +213,6 @@ def private_members_named_in(path: Path) -> set[str]:
 def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
     table = {*METHODS, *TRAINER_ATTRIBUTES}
     files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
-    files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
+    files = [path for path in files if path.parent.name != "verl"]  # it supports only one minor version of verl
     named = set().union(*map(private_members_named_in, files))
     assert named <= table, f"add to hosts/trl/compatibility.py: {named - table}"

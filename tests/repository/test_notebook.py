@@ -1,4 +1,4 @@
-"""The notebook runs from the first cell to the last, on runs with everything and one with next to nothing."""
+"""The notebook runs from the first cell to the last, on runs with everything and on one with almost nothing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def record(folder: Path, probed: bool) -> Path:
 
 
 def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """Return what its cells have as values, as text, and how many figures they draw; an exception is raised here.
+    """Run the notebook, and return the values of its cells as text and the number of figures. Exceptions propagate.
 
-    In this process: a kernel of Jupyter's would import everything again.
+    It runs in this process, because a Jupyter kernel would import everything again.
     """
     monkeypatch.setenv("RUNS", os.pathsep.join(map(str, runs)))
     plt.close("all")
@@ -59,7 +59,7 @@ def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorde
     write_step(runs[0] / "evaluations" / "sums", 4, {}, numbers, [])
     text, figures = run_notebook([tmp_path], monkeypatch)
     assert all(name in text for name in ("first", "second", "bare"))
-    assert "-0.6" in text  # measured and predicted, at step 6
+    assert "-0.6" in text  # the measured and the predicted change at step 6
     assert figures == 4
 
 

@@ -1,4 +1,4 @@
-"""Claims on benchmarks/real_truth.py: what it takes for true is true where the truth can be written down."""
+"""Claims on benchmarks/real_truth.py: its measurements are right for a policy whose exact values are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def policy(seed: int, towards: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return the distribution of a first token, of which 0 ends the response, and those of the second after each."""
+    """Return the first token's distribution (0 ends the response), and the second token's after each first token."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, generator=generator), torch.randn(3, 3, generator=generator)
     if towards is not None:
@@ -58,7 +58,7 @@ def test_the_change_by_a_step_is_that_of_a_policy_whose_responses_can_be_listed(
     exact = entropy_per_token(new) - entropy_per_token(old)
     assert abs(change - exact) < 3 * stderr
     assert stderr < 0.02 * abs(exact)
-    sample.rewards = (first == 0).float()  # paid: ending at once
+    sample.rewards = (first == 0).float()  # ending at once is rewarded
     gain, stderr = real_truth.jackknife(lambda kept: effect_of_step(real_truth, sample, kept))
     exact = float(new[0][0] - old[0][0])
     assert abs(gain - exact) < 3 * stderr

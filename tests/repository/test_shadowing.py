@@ -1,4 +1,4 @@
-"""A file of the user's that stands in the place of a package is named in one line, and nothing else is."""
+"""A user's file that shadows a package is named in one line. Other import errors are not blamed on shadowing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_error_that_was_raised_again_while_its_own_consequence_was_handled_is
 def test_an_error_that_is_raised_in_an_installed_package_that_lies_there_itself_is_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of the package in its own checkout, which is on the path twice."""
+    """For example our package in its own checkout, which is on the path twice."""
     checkout = str(Path(__file__).parents[2])
     monkeypatch.setattr(sys, "path", [checkout, *sys.path, checkout])
     assert explain_shadowing(AttributeError("module 'rl_training' has no attribute 'x'")) == ""

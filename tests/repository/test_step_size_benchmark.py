@@ -1,4 +1,4 @@
-"""Claims on benchmarks/step_size_tables.py: what judges the bounded step is what is worked out by hand."""
+"""Claims on benchmarks/step_size_tables.py: its judgement of the bounded step agrees with values worked by hand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def line(rule: str, rate: float, seed: int, reward: float, problem: str = "") ->
 
 LINES = [
     line("untrained", 0.0, 0, 0.5),
-    line("fixed", 1e-3, 0, 0.7), line("fixed", 1e-3, 1, 0.9),  # the best: .8
-    line("fixed", 1e-2, 0, 0.44), line("fixed", 1e-2, 1, 0.46),  # of which one has collapsed
+    line("fixed", 1e-3, 0, 0.7), line("fixed", 1e-3, 1, 0.9),  # the best, with mean .8
+    line("fixed", 1e-2, 0, 0.44), line("fixed", 1e-2, 1, 0.46),  # one of them has collapsed
     line("bounded", 1e-3, 0, 0.8), line("bounded", 1e-3, 1, 0.8),
-    line("bounded", 1e-2, 0, 0.74), line("bounded", 1e-2, 1, 0.7),  # the worst: .72
-    line("bounded", 1e-1, 2, 0.1),  # with a seed that fixed rates do not have: in no mean, but collapsed
-    line("bounded_1e-2", 1e-3, 1, 0.86), line("bounded_1e-2", 1e-2, 1, 0.9),  # against seed 1 alone, whose best is .9
+    line("bounded", 1e-2, 0, 0.74), line("bounded", 1e-2, 1, 0.7),  # the worst, with mean .72
+    line("bounded", 1e-1, 2, 0.1),  # a seed without fixed rates: in no mean, but collapsed
+    line("bounded_1e-2", 1e-3, 1, 0.86), line("bounded_1e-2", 1e-2, 1, 0.9),  # compared with seed 1 only: best .9
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The notebook in examples/: executed as it is stored, and its cell with the two lines runs again."""
+"""The notebook in examples/ runs as it is stored, and its cell with the two lines can be run again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def code_cells() -> list[dict[str, Any]]:
 
 def test_the_notebook_runs_and_its_cell_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    display = ModuleType("IPython.display")  # of a notebook, not of the tests
+    display = ModuleType("IPython.display")  # installed with notebooks, not for the tests
     display.IFrame = lambda page, **size: Path(page).read_bytes()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     made, two_lines, *others = ("".join(cell["source"]) for cell in code_cells())

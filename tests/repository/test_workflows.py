@@ -1,4 +1,4 @@
-"""What runs in CI is what was looked at: no tag that may move, no right that is not needed, no index beside PyPI."""
+"""CI runs only reviewed code: no tags that can move, no unneeded permissions, no package index except PyPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration of predictions: closed forms, simulated truths, and what it says with too little."""
+"""Calibration of predictions: closed forms, simulated truths, and its reasons if there is too little data."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_interval_is_student_t_for_an_exact_truth_and_normal_for_an_exact_predic
 
 
 def test_interval_between_the_two_has_welchs_degrees_of_freedom() -> None:
-    """Errors of 1 and 1, the first with 4 degrees of freedom: (1² + 1²)² / (1⁴/4) = 16."""
+    """Errors 1 and 1, the first with 4 degrees of freedom, give (1² + 1²)² / (1⁴/4) = 16."""
     edge = float(stats.t.ppf(0.975, df=16)) * math.sqrt(2)
     assert interval_covers(edge * 0.999, 1.0, 5, 1.0) == 1
     assert interval_covers(edge * 1.001, 1.0, 5, 1.0) == 0

@@ -1,4 +1,4 @@
-"""Claims on the estimate: nan says why, intervals are Student's."""
+"""Claims on Estimate: nan has a reason, and intervals are Student's."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A Limit is the text that people read and the code that tests compare."""
+"""A Limit is a text for people to read and a code for tests to compare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_estimate_has_the_code_of_its_limit_and_none_of_a_text_of_ones_own() 
 
 
 def test_codes_are_names_and_few_limits_share_one() -> None:
-    """Those of one cause, seen in two places."""
+    """Only limits with one cause, detected in two places, share a code."""
     named = {name: limit for name, limit in vars(limits).items() if isinstance(limit, Limit)}
     assert len(named) > 20
     assert all(limit.code.isidentifier() and limit.code.islower() for limit in named.values())

@@ -1,4 +1,4 @@
-"""pass@k and the majority vote, against enumeration and a plain twin."""
+"""pass@k and the majority vote, compared with enumeration and a plain twin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_k_beyond_the_responses_is_refused(k: int) -> None:
 
 
 def drawn_majority(answers: list[str | None], right: set[str]) -> float:
-    """The vote by drawing: every voter's answer that nobody outnumbers is a possible winner."""
+    """Return the probability that the vote is right if ties are broken at random: any most frequent answer may win."""
     voters = [answer for answer in answers if answer is not None]
     winners = {a for a in voters if voters.count(a) == max(map(voters.count, voters))}
     return sum(winner in right for winner in winners) / len(winners) if winners else 0.0

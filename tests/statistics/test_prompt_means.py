@@ -1,4 +1,4 @@
-"""Means, ratios and shares over prompts, and their errors, by hand and against their definitions."""
+"""Means, ratios and shares over prompts, and their errors, by hand and compared with their definitions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_prompt_without_a_value_is_left_out_and_without_any_there_is_a_reason(
 
 
 def test_an_infinite_value_makes_the_mean_infinite_and_its_error_unknown() -> None:
-    """As a divergence is of a prompt at which the first model rules out what the policy says."""
+    """For example a divergence at a prompt where the first model gives the policy's response probability 0."""
     estimate = mean_over_prompts(torch.tensor([math.inf, 1.0]))
     assert (estimate.value, estimate.num_samples) == (math.inf, 2)
     assert math.isnan(estimate.stderr)
 
 
 def test_values_that_are_all_the_same_have_no_error() -> None:
-    """0.1 + 0.1 + 0.1 is not 0.3 to the last bit."""
+    """0.1 + 0.1 + 0.1 differs from 0.3 in the last bit."""
     estimate = mean_over_prompts(torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64))
     assert (estimate.value, estimate.stderr) == (0.1, 0.0)
 
@@ -49,7 +49,7 @@ def test_standard_error_of_a_ratio_is_the_jackknife_over_prompts() -> None:
 
 
 def test_shares_of_none_and_of_all_have_wilsons_interval() -> None:
-    """Z² = 3.8415: of 20 of 20 it is 20/23.8415 to 1, of 0 of 10 0 to 3.8415/13.8415."""
+    """Z² = 3.8415. For 20 of 20 the interval is 20/23.8415 to 1, for 0 of 10 it is 0 to 3.8415/13.8415."""
     assert share_over_prompts(torch.ones(20)).interval == (pytest.approx(0.83887, abs=1e-5), 1.0)
     assert share_over_prompts(torch.zeros(10)).interval == (0.0, pytest.approx(0.27754, abs=1e-5))
     low, high = share_over_prompts(torch.full((20,), 3.0), least=-1.0, most=3.0).bounds()
@@ -85,7 +85,7 @@ def test_a_share_whose_bar_stays_within_0_to_1_keeps_it() -> None:
 
 
 def test_the_intervals_of_shares_near_1_hold_the_truth_in_at_least_93_of_100_cases() -> None:
-    """2000 evaluations of 20 prompts that are right with chance .95; value ± t se holds it in 63 of 100."""
+    """2000 evaluations of 20 prompts that are right with probability .95. Value ± t se would cover in 63 of 100."""
     draws = (torch.rand(2000, 20, generator=torch.Generator().manual_seed(0)) < 0.95).double()
     shares = [share_over_prompts(row) for row in draws]
     held = sum(low <= 0.95 <= high for low, high in (share.bounds() for share in shares))

@@ -1,4 +1,4 @@
-"""Averages over steps, of variances and of two estimates with their covariance: by hand, with gaps, and resumed."""
+"""Averages over steps of variances, and of two estimates with covariance: by hand, with gaps, and resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def variance_of(value: float) -> Tensor:
 
 
 def averages(values: Sequence[Tensor], decay: float = 0.5, first: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Return the average and its batches at each of some steps that follow one another."""
+    """Return the average and its effective batches after each of several consecutive steps."""
     running, said = RunningVariance(), []
     for step, value in enumerate(values, start=first):
         running = running.add(value, step, decay)
@@ -30,7 +30,7 @@ def averages(values: Sequence[Tensor], decay: float = 0.5, first: int = 0) -> li
 
 
 def test_average_and_effective_batches_by_hand() -> None:
-    """Variances 4, 1, 2 with weights ¼, ½, 1: (1 + .5 + 2) / 1.75 = 2, of 3.5² / (1 + .25 + 4) = 7/3 batches."""
+    """Variances 4, 1, 2 with weights ¼, ½, 1: (1 + .5 + 2) / 1.75 = 2, from 3.5² / (1 + .25 + 4) = 7/3 batches."""
     average, batches = averages([variance_of(value) for value in (4.0, 1.0, 2.0)])[-1]
     assert float(average) == pytest.approx(2.0, rel=1e-12)
     assert float(batches) == pytest.approx(7 / 3, rel=1e-12)
@@ -47,7 +47,7 @@ def test_a_hole_is_nan_there_and_not_counted_later() -> None:
     _, (average, _), (after, _) = averages([first, hole, torch.tensor([1.0, 1.0])])
     assert math.isnan(average[0])
     assert float(average[1]) == pytest.approx(6.0 / 1.5)
-    # In the other entry the first one is two steps back, with nothing in between.
+    # In the other entry, the first variance is two steps back and nothing is between.
     assert float(after[0]) == pytest.approx((0.25 * 3.0 + 1.0) / 1.25)
 
 
@@ -77,12 +77,12 @@ def test_the_weight_of_a_step_falls_with_each_optimizer_step_measured_or_not() -
 
 
 def test_dead_steps_say_nothing_about_the_noise_of_a_live_one() -> None:
-    """Nothing has moved at them, or decay alone; the live one has its own variance, of one batch."""
+    """Nothing moves at a dead step, or only weight decay. The first live step has its own variance, from one batch."""
     for dead in (0.0, 1e-7):
         said = averages([variance_of(value) for value in (dead, dead, dead, 1.0, 1.0, dead)])
         assert [float(part) for part in said[3]] == [1.0, 1.0]
         assert float(said[4][0]) == pytest.approx(1.0)
-        # Of a dead one all count: a batch like the live ones would have moved something.
+        # At a dead step all steps count, because a batch like the live ones would have moved something.
         assert float(said[5][0]) == pytest.approx(0.75 / sum(0.5**age for age in range(6)))
 
 
@@ -91,15 +91,15 @@ def test_dead_steps_say_nothing_about_the_noise_of_a_live_one() -> None:
     ("deviations", "least"),
     [
         ([0.0, 0.0, 0.0, *[1.0] * 6], 0.945),  # a dead start
-        ([0.0, 1e-4, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0], 0.945),  # dead ones in between, and one of decay alone
-        ([0.0, 0.5, 1.0, 1.0, 1.0, 1.0], 0.92),  # a warm-up: noise that doubles is not known at once
+        ([0.0, 1e-4, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0], 0.945),  # dead steps in between, and one of pure decay
+        ([0.0, 0.5, 1.0, 1.0, 1.0, 1.0], 0.92),  # a warm-up: noise that doubles is not noticed at once
         ([1.0] * 6, 0.945),
     ],
 )
 def test_intervals_hold_the_truth_at_the_first_live_step_and_at_each_after_it(
     deviations: list[float], least: float, num_folds: int
 ) -> None:
-    """Of 20 000 runs at once, each with a variance that a jackknife of so many folds would have found."""
+    """20 000 runs at once, each with the variance that a jackknife over `num_folds` folds would give."""
     runs, degrees = 20_000, num_folds - 1
     generator = torch.Generator().manual_seed(0)
     running = RunningVariance()
@@ -123,7 +123,7 @@ def pair(first: float, second: float, variance: float) -> Pair:
 
 
 def test_mean_its_variance_and_its_degrees_of_freedom_by_hand() -> None:
-    """Weights .5 and 1, variances 4 and 1: the variance is (.25·4 + 1)/1.5², of 2²/((1² + 1²)/10) = 20 degrees."""
+    """Weights .5 and 1, variances 4 and 1: the variance is (.25·4 + 1)/1.5², with 2²/((1² + 1²)/10) = 20 degrees."""
     mean = RunningPair().add(pair(3.0, 0.0, 4.0), 1, 0.5).add(pair(6.0, 3.0, 1.0), 2, 0.5).mean()
     assert mean.values.tolist() == pytest.approx([5.0, 2.0])
     assert float(mean.covariance[0, 0]) == pytest.approx(2 / 2.25)
@@ -132,7 +132,7 @@ def test_mean_its_variance_and_its_degrees_of_freedom_by_hand() -> None:
 
 
 def test_one_step_has_the_degrees_of_its_folds_whatever_its_variance() -> None:
-    """8 folds are 8 samples of an error bar, and not 7 where a quotient is rounded down."""
+    """8 folds are 8 samples of an error bar. Rounding a quotient down must not make them 7."""
     for number in range(1, 50):
         single = dataclasses.replace(pair(3.0, 0.0, 0.1 * number), degrees=7.0)
         assert RunningPair().add(single, number, 0.9).mean().estimate(0).num_samples == 8

@@ -1,4 +1,4 @@
-"""A step's data: what it may hold, and where it is made."""
+"""A step's data: what it may contain, and where it is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "rl_training"
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """Yield all that a value holds, through frozen dataclasses, mappings and sequences."""
+    """Yield everything inside a value, through frozen dataclasses, mappings and sequences."""
     if dataclasses.is_dataclass(value):
         assert value.__dataclass_params__.frozen, type(value)  # type: ignore[union-attr]
         for field in dataclasses.fields(value):
@@ -33,7 +33,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def test_a_step_is_frozen_and_holds_tensors_numbers_and_limits_and_nothing_that_calculates() -> None:
-    """A layout says how vectors lie."""
+    """Layouts are allowed too: they describe how vectors are stored."""
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
     ctx = step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
     held = list(values_in(ctx.step))

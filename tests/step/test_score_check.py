@@ -1,4 +1,4 @@
-"""Scores are looked at, not believed: where training's differ from the probes', nothing is said of the policy."""
+"""Training's scores are verified: if they differ from the probes' scores, no estimate about the policy is made."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rl_training.step.score_check import ROWS, TOLERANCE, ScoreCheck
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, 4
-ODD = 2  # the step at which a loop does something else
+ODD = 2  # the step at which a loop does something different
 Forward = Callable[[Any, Rollout], tuple[Tensor, Tensor]]
 
 
 def tiny(**changes: Any) -> Any:
-    """Return the default's weights in a model whose config is changed."""
+    """Return the shipped model with a changed config."""
     policy = load_tiny()[0]
     model = Qwen2ForCausalLM(type(policy.config)(**policy.config.to_dict() | changes))
     model.load_state_dict(policy.state_dict())
@@ -59,7 +59,7 @@ def estimates(
 
 
 def at_odd_steps(change: Forward, otherwise: Forward = scores_of) -> Forward:
-    """Return a loop's forward pass that is another one at step ODD."""
+    """Return a forward pass for a loop that is `change` at step ODD, and `otherwise` at the others."""
     calls = itertools.count()
 
     def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def hotter(model: Any, part: Rollout, temperature: float = 1.5) -> tuple[Tensor,
 
 
 def half_hidden(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Leave the first token of a prompt out of what is attended to."""
+    """Score with the first token of each prompt hidden from attention."""
     mask = part.prompt_mask.clone()
     mask[torch.arange(len(mask)), mask.argmax(dim=1)] = 0
     return scores_of(model, dataclasses.replace(part, prompt_mask=mask))
@@ -108,17 +108,17 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
         assert math.isnan(odd[name].value)
     for row in (first, last):
         assert math.isfinite(row["delta_h/forward"].value)
-    assert math.isfinite(last["delta_h/backward"].value)  # the step that was made is known
+    assert math.isfinite(last["delta_h/backward"].value)  # it needs only the step that was made
     assert math.isfinite(odd["entropy/visited_prefixes"].value)
     assert math.isfinite(odd["ess/advantage"].value)
     assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
-    # No loop has fresh responses of the policy that it trains where nobody knows which policy that is.
+    # If it is unknown which policy is trained, no loop can provide fresh responses from it.
     fresh = [ctx.limits.no_fresh_responses for ctx in seen.contexts]
     assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 
 def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_responses() -> None:
-    """By hand, in fp64: the weights of the second step are those that one step from the first has made."""
+    """The difference is computed by hand in fp64, with the weights that the loop has at the second step."""
     outcomes = []
 
     def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_respons
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
-    """The rows of X alone, a first response to each prompt; twice four for the padding of the first step."""
+    """Only the rows of X are scored, one response per prompt, and twice four for the padding check at step 1."""
     scored, score = [], Scorer.score
 
     def counted(scorer: Scorer, rollout: Any, rows: Tensor, **how: Any) -> Scores:
@@ -174,7 +174,7 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
 
 
 def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
-    """A policy that has diverged is one all the same."""
+    """A diverged policy is still the same policy."""
     nothing, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4)
     policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0))
     for bad in (math.nan, math.inf, -math.inf):
@@ -184,7 +184,7 @@ def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> No
         assert check.limit(torch.clone) is None
 
 
-# --- what a forward pass draws or rounds is no other policy -----------------------------------------------------------
+# --- noise or rounding in a forward pass is not a different policy ----------------------------------------------------
 
 
 def mixtral() -> Any:
@@ -237,7 +237,7 @@ def test_noise_on_embeddings_is_measured_with_it(make_trainer: Any) -> None:
 
 # --- rotary tables that depend on the longest row of a batch ----------------------------------------------------------
 
-WITHIN, BEYOND = 64, (20, 24)  # positions that the tables are made for; sequences have up to 32
+WITHIN, BEYOND = 64, (20, 24)  # positions that the tables cover; sequences have up to 32
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
@@ -248,7 +248,7 @@ def with_tables(kind: str, positions: int) -> Any:
 
 
 def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Score a microbatch without what is padding in all of its rows."""
+    """Score a microbatch without the columns that are padding in all rows."""
     whole, width = part.completion_ids.shape[1], int(part.completion_mask.sum(dim=1).max())
     cut = {name: getattr(part, name)[:, :width] for name in ("completion_ids", "completion_mask")}
     scores = scores_of(model, dataclasses.replace(part, **cut))
@@ -264,7 +264,7 @@ def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
             "dynamic",
             MeasuredStepProbe,
             "measured/kl",
-        ),  # every batch of its rows has a long one: longrope's are the same
+        ),  # every batch of its rows has a long one, so longrope's tables do not differ
     ],
 )
 def test_rotary_tables_that_depend_on_the_longest_row_are_the_reason_where_they_do(
@@ -277,9 +277,9 @@ def test_rotary_tables_that_depend_on_the_longest_row_are_the_reason_where_they_
 
 
 def test_probes_leave_rotary_tables_as_training_has_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows make dynamic tables new, longer ones let them grow: a step's last ones are those of its last rows.
+    """Short rows reset dynamic tables and longer rows extend them, so a step ends with the tables of its last rows.
 
-    The probe scores rows of all microbatches at once, and the next step begins with rows that are no longer than these.
+    The probe scores rows of all microbatches together, and the next step starts with rows that are not longer.
     """
     lengths = itertools.cycle([24, 4, 16, 12, 20, 4, 16, 12])
 

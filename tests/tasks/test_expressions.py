@@ -1,4 +1,4 @@
-"""Arithmetic that a model wrote: read as Python reads it, and nothing else is read."""
+"""Arithmetic written by a model is evaluated as Python would, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_training.tasks.expressions import value_of
 
 
 def test_arithmetic_has_the_value_that_python_gives_it() -> None:
-    """Against Python's own parser and exact fractions, on random expressions."""
+    """Compared with Python's own parser and exact fractions, on random expressions."""
     rng = random.Random(0)
 
     def expression(depth: int) -> str:
@@ -27,7 +27,7 @@ def test_arithmetic_has_the_value_that_python_gives_it() -> None:
         text = expression(3)
         exact = "".join(f"Fraction('{word}')" if word[0].isdigit() else word for word in _words(text))
         try:
-            right = eval(exact)  # of the test's own making
+            right = eval(exact)  # the test itself made this text
         except ZeroDivisionError:
             with pytest.raises(ZeroDivisionError):
                 value_of(text, Fraction)

@@ -1,4 +1,4 @@
-"""The process that looks at what a model wrote: what it refuses, what a text costs, and how it starts and ends."""
+"""The process that evaluates text from a model: what it refuses, what a text may cost, and how it starts and ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT = ("power", "2"), "9"  # 81 is 0b1010001
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[GuardedWorker]:
-    """One worker for the tests that do not end it."""
+    """Yield a worker shared by the tests that do not end it."""
     worker = GuardedWorker("careless_check", "install it")
     yield worker
     worker.close()
@@ -30,13 +30,13 @@ def kept() -> Iterator[GuardedWorker]:
 
 @pytest.fixture
 def worker() -> Iterator[GuardedWorker]:
-    """A worker of a test's own."""
+    """Yield a new worker for one test."""
     worker = GuardedWorker("careless_check", "install it")
     yield worker
     worker.close()
 
 
-# What a text may do, and what it costs.
+# What a text may do, and what it may cost.
 
 
 def test_code_made_from_text_is_not_run(kept: GuardedWorker, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_hostile_batch_ends_within_the_budget(kept: GuardedWorker, deadline: f
     questions = [("power", f"{ENDLESS}{n}") for n in range(40)] * 2
     started = time.monotonic()
     answers = kept.ask_all(questions, deadline_seconds=deadline, budget_seconds=0.2)
-    assert time.monotonic() - started < 5.0  # 8 s of deadlines without the budget, or 20 s of one
+    assert time.monotonic() - started < 5.0  # without the budget it would be 8 s of deadlines, or 20 s for one
     assert answers == dict.fromkeys(questions)
 
 
@@ -98,7 +98,7 @@ def test_what_a_check_prints_is_no_reply_and_the_trainers_libraries_are_not_impo
 
 
 def _running(of: str, number: int) -> list[str]:
-    """The states of those processes, -p PID or -s SESSION, but not of zombies, whose adoptive parent is slow."""
+    """Return the states of processes chosen by -p PID or -s SESSION, without zombies, which init may reap late."""
     states = subprocess.run(["ps", "-o", "stat=", of, str(number)], capture_output=True, text=True, check=False)
     return [state for state in states.stdout.split() if not state.startswith("Z")]
 

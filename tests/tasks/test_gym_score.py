@@ -1,4 +1,4 @@
-"""What model text does in the tasks of reasoning-gym: it is scored as the package scores it, and nothing of it runs."""
+"""Text from a model in reasoning-gym's tasks is scored as the package does, and none of it is executed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rl_training.tasks.gym_score import AnswerScores, open_dataset
 
 DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS
 DatasetSpec = pytest.importorskip("reasoning_gym.composite").DatasetSpec
-# Those whose first question alone takes seconds to make, or whose word lists do to load.
+# Tasks that need seconds to make their first question or to load their word lists.
 LONG = {
     "acre", "arc_agi", "codeio", "figlet_font", "group_anagrams", "knight_swap", "quantum_lock", "word_ladder",
     "zebra_puzzles",
 }  # fmt: skip
 TASKS = [
     pytest.param(task, marks=pytest.mark.slow) if task in LONG else task
-    for task in sorted(set(DATASETS) - {"game_of_life_halting"})  # refused: it pays any answer
+    for task in sorted(set(DATASETS) - {"game_of_life_halting"})  # refused, because it rewards any answer
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
     "composite": {"datasets": [DatasetSpec("countdown", 1.0, {})]},
-    "futoshiki": {"max_board_size": 4},  # a question in no time
+    "futoshiki": {"max_board_size": 4},  # small, so that questions are made quickly
     "sokoban": {"max_w": 6, "max_h": 6},
 }
 CODE = [
@@ -72,12 +72,12 @@ def test_hostile_text_runs_nothing_costs_little_and_gets_a_score(
     texts = [text.replace("FILE", str(tmp_path / "canary")) for text in CODE] + ENDLESS + ODD
     started = time.monotonic()
     scores = score(task, *texts, None)
-    assert time.monotonic() - started < 20.0  # two or three deadlines at most, and those by the clock of a busy machine
+    assert time.monotonic() - started < 20.0  # two or three deadlines at most, on a busy machine
     assert all(0.0 <= value <= 1.0 for value in scores)
     assert list(tmp_path.iterdir()) == []
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) <= 2
-    assert not any("evaluates text" in line for line in said)  # what evaluates in the package has been replaced
+    assert not any("evaluates text" in line for line in said)  # the package's functions that evaluate text are replaced
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -118,7 +118,7 @@ def test_an_antiderivative_counts_in_any_form_and_an_integral_sign_does_not() ->
 
 
 def test_an_antiderivative_of_each_kind_of_question_counts() -> None:
-    """The package's own ones, found by sympy's integrate, with the functions that they may have."""
+    """These are the package's own antiderivatives from sympy's integrate, with all functions that may occur."""
     answers = AnswerScores("intermediate_integration", 1, {})
     dataset = open_dataset("intermediate_integration", 1, {}, size=50)
     entries = [dataset[number] for number in range(12)]

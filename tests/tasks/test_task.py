@@ -1,4 +1,4 @@
-"""A task is refused where its data has no prompts, before anything is built on it."""
+"""A task whose data has no prompts is refused before anything is built on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims on the arithmetic task: what it asks, what it rewards, and that evaluation stays unseen."""
+"""Claims on the arithmetic task: what it asks, what it rewards, and that evaluation prompts stay unseen."""
 
 import re
 from itertools import islice
@@ -20,7 +20,7 @@ def examples() -> list[WorkedExample]:
 
 
 def partial_results(prompt: str) -> list[int]:
-    """The partial results from the text alone: signed digits, added from left to right."""
+    """Return the partial results computed from the text alone: signed digits, added from left to right."""
     assert re.fullmatch(r"\d([+-]\d)*=\?<think>", prompt)
     terms = [int(term) for term in re.findall(r"[+-]?\d", prompt)]
     return [sum(terms[: count + 1]) for count in range(len(terms))]

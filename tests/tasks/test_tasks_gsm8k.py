@@ -1,4 +1,4 @@
-"""The GSM8K task: which answers count, what hostile answers cost, and what a wrong data file is told."""
+"""The GSM8K task: which answers count, what hostile answers cost, and the errors for wrong data files."""
 
 import builtins
 import json
@@ -83,7 +83,7 @@ CODE = [
 
 
 def reward(text: str, right: str = "18") -> float:
-    """The reward of one answer, asked for as TRL does."""
+    """Return the reward of one answer, called as TRL does."""
     completions = [f"So it is that. </think> <answer>{text}</answer>"]
     (value,) = gsm8k_reward(
         prompts=["How many eggs are left, short of half? How much is it?"],
@@ -129,7 +129,7 @@ def test_a_word_of_the_question_is_a_unit_only_of_its_own_row() -> None:
 
 
 def test_arithmetic_is_exact_and_follows_the_usual_precedence() -> None:
-    """Against Python's own arithmetic on fractions, on random expressions in both notations."""
+    """Compared with Python's arithmetic on fractions, on random expressions in both notations."""
     rng = random.Random(0)
     for _ in range(300):
         a, b, c, d = (rng.randint(1, 9) for _ in range(4))
@@ -177,7 +177,7 @@ def test_each_row_has_its_own_answer_in_one_call() -> None:
         reward("18", right="some #### 18")
 
 
-# What a hostile answer costs, and what it may run.
+# What a hostile answer costs, and that it runs nothing.
 
 
 def test_a_hostile_answer_scores_zero_at_once_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

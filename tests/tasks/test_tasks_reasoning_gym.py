@@ -1,4 +1,4 @@
-"""Claims on the tasks of reasoning-gym: what is asked, what is rewarded, and that evaluation stays unseen."""
+"""Claims on reasoning-gym's tasks: what they ask, what they reward, and that evaluation questions stay unseen."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
 
 @pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
 def test_a_task_that_holds_its_questions_ready_gives_rows_as_any_other(task: str) -> None:
-    """These make a list as long as their size at once, or take no size above 20 000."""
+    """These tasks build a list of their whole size at once, or accept no size above 20 000."""
     rows = reasoning_gym(task, num_train=4, num_eval=1)
     assert len(rows.train_dataset) == 4
     prompt, answer = rows.train_dataset[0]["prompt"], rows.train_dataset[0]["answer"]

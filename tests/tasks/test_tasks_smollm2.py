@@ -18,7 +18,7 @@ from rl_training.tasks.smollm2 import GGUF, extract_gguf, load_smollm2, main, wr
 HEADS, KEY_HEADS, HIDDEN, LAYERS = 4, 2, 32, 2
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
-# As llama.cpp calls the tensors of a layer, with the number of heads whose rows it interleaves.
+# llama.cpp's names for the tensors of a layer, with the number of heads whose rows it interleaves.
 NAMES = {
     "self_attn.q_proj": ("attn_q", HEADS), "self_attn.k_proj": ("attn_k", KEY_HEADS),
     "self_attn.v_proj": ("attn_v", 0), "self_attn.o_proj": ("attn_output", 0), "mlp.gate_proj": ("ffn_gate", 0),
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return a projection's rows as llama.cpp stores them: the halves that a rotary embedding pairs, in turns."""
+    """Return a projection's rows as llama.cpp stores them: the two halves paired by a rotary embedding, interleaved."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

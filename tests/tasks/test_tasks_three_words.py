@@ -1,4 +1,4 @@
-"""Three words in a sentence: what is paid, and what a policy found that is not."""
+"""Three words in a sentence: what is rewarded, and exploits found by a policy that are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAID = {
     "Two dogs were waiting at the river for the old man's bread.": 1.0,
     "She bought bread and walked along the river in the rain.": 2 / 3,
     "A teacher wrote a long letter to the farmer last night.": 0.0,
-    "The river echoed like bread that echoed for every other dog.": 1.0,  # counting does not tell sense
+    "The river echoed like bread that echoed for every other dog.": 1.0,  # counting words does not detect nonsense
 }
 HACKS = [
     "river bread dog",
@@ -24,7 +24,7 @@ HACKS = [
     "The dog ate bread by the river. The dog ate bread by the river.",
     "The dog had bread.\nThe river was near the old house.",
     "Dog, in the river, the bread, of a dog, it was in the rain.",
-    "Dog stone water yellow bread stone water yellow river stone jumped.",  # nothing joins the words
+    "Dog stone water yellow bread stone water yellow river stone jumped.",  # nothing connects the words
     "The dog with the bread in the river of the house and the rain.",  # no verb
     "The dog and the bread and the river and the dog and the bread and the river and it was the dog.",
     "the dog carried a piece of bread down to the river.",

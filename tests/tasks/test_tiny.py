@@ -1,4 +1,4 @@
-"""Claims on the embedded default model: the shipped checkpoint, its tokenizer, and how they are remade."""
+"""Claims on the shipped model: its checkpoint, its tokenizer, and how both are rebuilt."""
 
 import logging
 import string
@@ -93,7 +93,7 @@ def test_shipped_model_has_something_and_something_left_to_learn(
 
 
 def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> None:
-    """The first loss again, from the definition: one example at a time, so without padding or labels."""
+    """The first loss is recomputed by definition, one example at a time, so without padding or labels."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     nll, num_tokens = 0.0, 0

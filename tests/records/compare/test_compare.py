@@ -1,6 +1,6 @@
-"""Claims on the comparison of runs: who is pooled with whom, at which step, with which error, and what the page shows.
+"""Claims on comparing runs: which runs are pooled, at which step, with which error, and what the page shows.
 
-The runs are written through Records: their numbers can be followed by hand.
+The runs are written through Records, so their numbers can be checked by hand.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from
 def record(
     folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, steps: int = 12, first: int = 1, **more: Any
 ) -> Path:
-    """Return the folder of a run whose reward is `reward` at every step, and whose entropy falls from 1 nat."""
+    """Write a run with a constant reward and an entropy that falls from 1 nat, and return its folder."""
     records = Records(folder / "logs")
     for step in range(first, steps + 1):
         records.write_metrics(step, {"reward": reward, "entropy": 1.0 / step})
@@ -66,7 +66,7 @@ def record(
 
 
 def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str = "sums") -> None:
-    """Write an evaluation with (entropy, reward) of each checkpoint."""
+    """Write an evaluation with the (entropy, reward) of each checkpoint."""
     for step, (entropy, reward) in step_values.items():
         numbers = {"entropy/token": Estimate(entropy, 0.01, 64), "reward": Estimate(reward, 0.02, 64)}
         write_step(run / "evaluations" / name, step, {}, numbers, [])
@@ -87,7 +87,7 @@ def test_a_single_run_is_told_by_its_name_with_what_is_set_otherwise_and_unset_i
     assert [group.name for group in read_groups(runs)] == ["A: plain (no intervention)", "B: kept (intervention=psr)"]
     page = write_comparison(runs, tmp_path / "page.html")[0].read_text()
     assert "<td><code>intervention</code></td><td>none</td><td>psr</td>" in page
-    assert "vertical line" not in page  # no run has branched off
+    assert "vertical line" not in page  # there is no branch
     long = [record(tmp_path / "one", adapter={"name": "a" * 40}), record(tmp_path / "two")]
     assert [group.label for group in read_groups(long)] == ["one", "two"]
 
@@ -105,7 +105,7 @@ def test_branches_are_told_from_what_they_branch_off_by_their_step_and_pooled_ov
     assert [len(group.members) for group in groups] == [2, 2, 2]
     assert differences(groups) == {"branch at step": ["–", "5", "5"], "trainer.learning_rate": ["0.1", "0.1", "0.2"]}
     assert branching_steps(groups) == [5]
-    assert not trunks_of(groups)  # they are compared themselves
+    assert not trunks_of(groups)  # the runs they branch off from are compared themselves
 
 
 def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_compared(tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
 
 
 F_6, V_6, V_7 = 1e-4, 10e-4, 2e-4  # variances of ½F of batch 6, of ½(F + B) of all batches up to 6, and of batch 7
-ENDS = {7: 4e-4, 8: 9e-4}  # of ½B
+ENDS = {7: 4e-4, 8: 9e-4}  # by batch, the variance of ½B
 
 
 def record_change(
     run: Path, levels: dict[int, float], sums: dict[int, float], error: float, anew: bool = False
 ) -> Path:
-    """Add what a probe with 9 folds has measured at steps 6 to 8; anew: its sums have begun at step 6."""
+    """Add the estimates of a probe with 9 folds at steps 6 to 8. With `anew` its sums start at step 6."""
     before = F_6 if anew else V_6
     variances = {6: 0.0 if anew else V_6, 7: before + ENDS[7], 8: before + V_7 + ENDS[8]}
     for step, level in levels.items():
@@ -149,9 +149,10 @@ def record_change(
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_branch_s_change_of_entropy_is_compared_from_the_branching_point_on(tmp_path: Path, anew: bool) -> None:
-    """Measured: .58 ± .04 against .50 ± .03, of 8 degrees of freedom each. Predicted, since step 6: -.04 against -.09,
+    """The measured change is .58 ± .04 against .50 ± .03, with 8 degrees of freedom each.
 
-    each with 1e-4 + 2e-4 + 9e-4, known as of 144/86 batches: 13 degrees of freedom.
+    Predicted since step 6: -.04 against -.09, each with variance 1e-4 + 2e-4 + 9e-4. This corresponds to 144/86
+    batches, or 13 degrees of freedom.
     """
     plain = record(tmp_path / "plain0", steps=8)
     record_change(plain, {6: 0.6, 7: 0.55, 8: 0.50}, {6: -0.10, 7: -0.15, 8: -0.19}, 0.03)
@@ -169,7 +170,7 @@ def test_a_branch_s_change_of_entropy_is_compared_from_the_branching_point_on(tm
 def test_where_no_step_is_taken_since_the_branching_point_nothing_differs_and_seeds_are_compared_in_pairs(
     tmp_path: Path,
 ) -> None:
-    """Two branches of one run, off at 5 and 7, have 5 steps in common. Pairs that differ by .1 and .3: .2 ± .1."""
+    """Two branches of one run, from steps 5 and 7, share 5 steps. Pairs that differ by .1 and .3 give .2 ± .1."""
     plains = [record(tmp_path / f"plain{seed}", seed, steps=8) for seed in (0, 1)]
     changes, branches = {6: -0.10, 7: -0.15, 8: -0.19}, []
     for plain, level in zip(plains, (0.5, 0.4), strict=True):
@@ -199,7 +200,7 @@ def test_of_a_run_that_ended_where_its_branch_begins_the_page_says_that_nothing_
 def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_that_went_on_is_shown_later_too(
     tmp_path: Path,
 ) -> None:
-    """Entropy is 1/step: the branch has steps 6 to 9, half of which are averaged, 8 and 9."""
+    """Entropy is 1/step. The branch has steps 6 to 9, of which the last half, 8 and 9, is averaged."""
     plain = record(tmp_path / "plain0")
     branch = record(tmp_path / "branch", rate=0.2, first=6, steps=9, branch=f"{plain}/training_state/checkpoint-5")
     groups = read_groups([plain, branch])
@@ -248,7 +249,7 @@ def noise_scale_of(folder: Path, value: float, low: float, high: float) -> None:
 
 
 def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_is_never_below_zero(tmp_path) -> None:
-    """Of 100 and 300: 1/B is 0.01 and 0.00333, mean 0.00667, se 0.00333, t of one degree 12.7062."""
+    """For 100 and 300, 1/B is 0.01 and 0.00333: mean 0.00667, se 0.00333, t with one degree of freedom 12.7062."""
     for seed, value in enumerate((100.0, 300.0)):
         noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
     (single,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
@@ -262,7 +263,7 @@ def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_
 
 
 def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> None:
-    """Shares of Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
+    """Shares from Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
     estimate = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
     other = Estimate(48 / 80, 0.055, 80, interval=(0.4902, 0.6999))
     gap = difference(estimate, other)
@@ -274,17 +275,17 @@ def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> No
 @pytest.mark.parametrize(
     ("means", "share", "floor", "frame"),
     [
-        # Two seeds, .6 and .9, with 12.7 standard errors on either side: to 1 and not to 2
+        # Two seeds, .6 and .9, with 12.7 standard errors on either side: the frame ends at 1 and not at 2
         ([Estimate(0.6, 0.1, 2), Estimate(0.9, 0.1, 2)], True, 0.0, (0.3, 1.02)),
         # A reward beyond 1 is shown
         ([Estimate(0.6, 0.1, 2), Estimate(1.9, 0.1, 2)], True, 0.0, (-0.02, 1.92)),
-        # What differs by .01 with an error of .4: the frame is two standard errors on either side
+        # A difference of .01 with an error of .4: the frame extends two standard errors on either side
         ([Estimate(12.0, 0.4, 100), Estimate(12.01, 0.4, 100)], False, 0.0, (11.206, 12.804)),
-        # What differs by far more than its error: a tenth of the range
+        # A difference much larger than its error: the frame extends by a tenth of the range
         ([Estimate(12.0, 0.1, 100), Estimate(20.0, 0.1, 100)], False, 0.0, (11.2, 20.8)),
-        # A share of 1 at every step, without an error but with an interval down to .87: not down to 0
+        # A share of 1 at every step, without an error but with an interval down to .87: the frame does not reach 0
         ([Estimate(1.0, 0.0, 20, interval=(0.87, 1.0))] * 2, True, 0.0, (0.87, 1.02)),
-        # Lengths that differ by less than a tenth: a tenth of their height on either side
+        # Lengths that differ by less than a tenth: the frame extends by a tenth of their height on either side
         ([Estimate(12.0, 0.01, 100), Estimate(12.1, 0.01, 100)], False, 0.1, (10.795, 13.305)),
     ],
 )
@@ -305,7 +306,7 @@ def test_without_any_settings_a_run_is_a_group_of_its_own_and_nothing_is_said_to
 
 @pytest.fixture(scope="module")
 def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs of trainers that have no config.yaml: two seeds of 4 sequences a step, and one of 8."""
+    """Make a folder of attached trainers' runs without config.yaml: two seeds with 4 sequences a step, one with 8."""
     folder = tmp_path_factory.mktemp("attached")
     for name, seed, size in (("one/run", 0, 2), ("two/run", 1, 2), ("large/run", 0, 4)):
         trainer = trainer_maker(tmp_path_factory.mktemp("state"))(
@@ -331,7 +332,7 @@ def test_attached_runs_are_compared_by_what_their_records_say_of_how_they_were_t
 
 
 def test_a_run_without_predictions_has_none_in_a_comparison(attached: Path, tmp_path: Path) -> None:
-    """The sum begins with 0 at the first batch, whether anything is predicted later or not."""
+    """The sum starts at 0 at the first batch, whether or not anything is predicted later."""
     run, predicted = record(tmp_path / "a", steps=0), record(tmp_path / "b", seed=1)
     for step in range(1, 13):
         Records(run / "logs").write_metrics(step, {"reward": 0.5, "entropy": 1.0})
@@ -354,7 +355,7 @@ def test_pooled_runs_are_told_apart_by_name(tmp_path: Path) -> None:
 
 
 def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:
-    """Rewards 0.4, 0.5, 0.6: mean 0.5, sd 0.1, se 0.1/√3, 2 degrees of freedom."""
+    """Rewards 0.4, 0.5, 0.6 have mean 0.5, sd 0.1, se 0.1/√3 and 2 degrees of freedom."""
     for seed, reward in enumerate((0.4, 0.5, 0.6)):
         record(tmp_path / str(seed), seed, reward=reward)
     (group,) = read_groups([tmp_path])
@@ -365,7 +366,7 @@ def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:
 
 
 def test_the_difference_of_two_groups_is_welchs(tmp_path: Path) -> None:
-    """Se 1 with 2 and 8 with 4 degrees of freedom: √65, with 65²/(1/2 + 64²/4) = 4.1 of them."""
+    """Errors of 1 and 8 with 2 and 4 degrees of freedom give √65, with 65²/(1/2 + 64²/4) = 4.1 degrees."""
     gap = difference(Estimate(5.0, 1.0, 3), Estimate(2.0, 8.0, 5))
     assert (gap.value, gap.stderr, gap.num_samples) == (3.0, pytest.approx(math.sqrt(65)), 5)
     for seed in range(3):
@@ -387,10 +388,10 @@ def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_r
     a, b = read_groups([tmp_path])
     assert (last_common_step(a), last_common_step(b)) == (12, 7)
     assert final_figures(a, 12)["reward"].num_samples == 2
-    assert final_figures(a, 12)["reward"].value == 0.5  # without the one that was killed
+    assert final_figures(a, 12)["reward"].value == 0.5  # without the killed run
     (pair,) = compare_groups([a, b])
     assert (pair.step, pair.single_seed) == (7, True)
-    assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both at step 7
+    assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both are taken at step 7
     text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "This is a single seed"):
         assert claim in text
@@ -413,7 +414,7 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     record(tmp_path / "b", rate=0.2)
     page, _ = write_comparison([tmp_path], tmp_path, pictures="svg")
     html = page.read_text(encoding="utf-8")
-    page_text = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
+    page_text = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # without the scripts that draw the charts
     assert not any(word in page_text for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
     assert html.count('<figure class="chart"') == 5  # reward, entropy, change, two evaluated metrics
     assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 5
@@ -431,7 +432,7 @@ def test_every_chart_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) 
 
 
 def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path) -> None:
-    """One line through the points of several runs would zigzag."""
+    """A single line through the points of several runs would zigzag."""
     groups = read_groups([record(tmp_path / name, seed=seed) for seed, name in enumerate("ab")])
     (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
     assert [(part["part"], part["faint"], len(part["x"])) for part in reward.data] == [

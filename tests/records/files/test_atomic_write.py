@@ -1,4 +1,4 @@
-"""What is written atomically goes where it belongs, whatever lies there and whoever writes beside."""
+"""An atomic write goes to its own path, whatever is there already and whoever writes concurrently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_training.records.files.atomic_write import write_atomically
 
 
 def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) -> None:
-    """Of the page itself, and of the name that a page had while it was written."""
+    """Links at the page's own path, and at a name that a temporary page used to have."""
     letter = tmp_path / "letter"
     letter.write_text("mine")
     page = tmp_path / "run" / "report.html"
@@ -29,7 +29,7 @@ def test_two_that_write_the_same_file_do_not_mix(tmp_path: Path) -> None:
         try:
             for _ in range(50):
                 write_atomically({page: letter * 100_000})
-        except OSError as error:  # one has moved the other's away
+        except OSError as error:  # one writer has moved the other's file away
             failed.append(error)
 
     threads = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b")]

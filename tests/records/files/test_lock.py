@@ -1,4 +1,4 @@
-"""A folder is locked for one process, and is free as soon as that process has ended, however it did."""
+"""A folder is locked by one process and is free as soon as that process has ended in any way."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_the_second_one_is_told_who_the_first_is_and_a_killed_one_locks_nothing(
 
 
 def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -> None:
-    """A data loader's worker, for example: it inherits all files that are open."""
+    """For example a data loader's worker, which inherits all open files."""
     (started, says_started), (may_end, says_may_end) = os.pipe(), os.pipe()
     with locked(tmp_path, ""):
         fork = os.fork()
         if fork == 0:
             os.close(says_may_end)
             os.write(says_started, b".")
-            os.read(may_end, 1)  # until the other end is closed
+            os.read(may_end, 1)  # wait until the other end is closed
             os._exit(0)
         os.read(started, 1)
     with locked(tmp_path, ""):
@@ -55,7 +55,7 @@ def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -
 
 
 def test_a_fork_that_leaves_the_context_closes_no_file_of_its_own(tmp_path: Path) -> None:
-    """Its next file has the number that the lock's had."""
+    """Its next file gets the descriptor number that the lock's had."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(tmp_path, ""))
         fork = os.fork()

@@ -1,4 +1,4 @@
-"""Of files that torch.save wrote only tensors and numbers are made, and a checkpoint that holds more is refused."""
+"""Files written by torch.save only yield tensors and numbers, and a checkpoint that contains more is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_training.records.files.pickles import OF_DEEPSPEED, STAGE, load_tensors
 
 
 def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its three classes and its enumeration, as far as a pickle names them; none of them is made, nor imported."""
+    """Pickles may name DeepSpeed's three classes and its enumeration; none of them is instantiated or imported."""
     objects = {}
     for name in (*OF_DEEPSPEED, STAGE):
         module, _, kind = name.rpartition(".")
@@ -45,10 +45,10 @@ def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monk
 
 @pytest.mark.parametrize("inside", [dict, list, torch.Size])
 def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
-    """Neither by an analysis nor by DeepSpeed itself, which would make all that it names: it is refused."""
+    """Neither an analysis nor DeepSpeed itself, which would build everything it names, loads it: it is refused."""
     canary, shard = tmp_path / "canary", tmp_path / "global_step1" / "rank_0_optim_states.pt"
     shard.parent.mkdir()
-    if inside is torch.Size:  # a bare pickle, which torch.load would read too
+    if inside is torch.Size:  # a bare pickle, which torch.load also reads
         shard.write_bytes(pickle.dumps(Canary(canary)))
     else:
         torch.save({"a": Canary(canary)} if inside is dict else [torch.ones(1), Canary(canary)], shard)

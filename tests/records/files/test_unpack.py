@@ -1,4 +1,4 @@
-"""Damaged and hostile files of records: never fewer rows without a word, and never more memory than a line needs."""
+"""Damaged and hostile record files: no row is lost silently, and no more memory is used than a line needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_STEPS = 6
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of rollouts: a gzip member for each step, with two rows."""
+    """Write a file of rollouts: for each step a gzip member with two rows."""
     records, rng = Records(tmp_path), random.Random(0)
     for step in range(1, NUM_STEPS + 1):
         rows = [{"response": "".join(rng.choices("abcdé\n", k=60)), "reward": rng.random()} for _ in range(2)]
@@ -78,7 +78,7 @@ def test_no_changed_byte_loses_a_row_without_a_word(path: Path, caplog: pytest.L
         except ValueError:
             num_errors += 1
             continue
-        assert rows_read == rows or (caplog.records and place >= last), place  # a header's time is nobody's
+        assert rows_read == rows or (caplog.records and place >= last), place  # the time in a header does not matter
     assert num_errors > 0.8 * last / 5
 
 

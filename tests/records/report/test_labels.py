@@ -1,4 +1,4 @@
-"""Labels of a chart's points: no two overlap, on a phone or a wide screen, and none leaves the chart for that."""
+"""Labels of a chart's points do not overlap on a phone or a wide screen, and stay inside the chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEIGHT = 360.0
 
 
 def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[float, float, float]]:
-    """Return left end, right end and middle of each label on a chart of this width, in pixels."""
+    """Return each label's left end, right end and vertical middle on a chart of this width, in pixels."""
     lower = drops(points, HEIGHT)
     return [
         (width * across, width * across + LETTER * len(text), HEIGHT * down + lower[text])
@@ -24,7 +24,7 @@ def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[fl
 @pytest.mark.parametrize("width", [PHONE, 440.0])
 @pytest.mark.parametrize("spread", [0.0, 0.02, 1.0])
 def test_no_two_labels_overlap_and_none_leaves_the_chart(width: float, spread: float) -> None:
-    """Ten points at the foot of the chart, where small effects lie beside a large one: at one place, close, or not."""
+    """Ten points at the bottom, like small effects next to a large one: at the same place, close, or far apart."""
     generator = np.random.default_rng(0)
     for _ in range(20):
         places = np.array([0.5, 0.97]) + spread * (generator.random((10, 2)) - [0.5, 0.97])

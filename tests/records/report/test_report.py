@@ -1,7 +1,7 @@
-"""Claims on the report: on which step each number stands, how sure it says it is, and what it says of what is missing.
+"""Claims on the report: at which step each number is shown, with which error, and what it says about missing numbers.
 
-The runs are written through Records. `record_run` makes one whose numbers can be followed by hand: reuse is −1, −2, −4,
-… at steps 1, 2, 3, …, and measured and predicted sums fall by 1 a step, with standard errors 0.2 and 0.1 of 8 folds.
+The runs are written through Records. The numbers of `record_run` can be checked by hand: reuse is −1, −2, −4, … at
+steps 1, 2, 3, …; measured and predicted sums fall by 1 per step, with standard errors 0.2 and 0.1 from 8 folds.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def summary(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
-    """reuse −1, −2, −4, −8 at steps 1 to 4: batch 1 has seen no update, batch 2 that of step 1 (−1), batch 3 those of
-    steps 1 and 2 (−3), batch 4 those of 1, 2 and 3 (−7). The update of step 4 (−8) no batch has seen."""
+    """Reuse is −1, −2, −4, −8 at steps 1 to 4. Batch 1 comes before any update, batch 2 after step 1 (−1), batch 3
+    after steps 1 and 2 (−3), batch 4 after steps 1 to 3 (−7). No batch comes after step 4 (−8)."""
     naive = naive_of(read_run(record_run(tmp_path, range(1, 5))))
     assert naive["value"].to_dict() == {1: 0, 2: -1, 3: -3, 4: -7}
     assert summary(tmp_path)["naive product"][0] == "-7"
@@ -52,7 +52,7 @@ def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path)
 
 
 def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> None:
-    """Step 1 could not be measured, and at step 4 the probe began anew: sums are 0 at 2 and at 4."""
+    """Step 1 could not be measured, and at step 4 the probe started over, so sums are 0 at steps 2 and 4."""
     record_run(tmp_path, [1], reason="off-policy")
     record_run(tmp_path, [2, 3])
     record_run(tmp_path, [4, 5])
@@ -61,7 +61,7 @@ def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> No
 
 
 def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(tmp_path: Path) -> None:
-    """Its sums go on from −20 at step 21; its own two products would be a tenth of what they are held against."""
+    """Its sums continue from −20 at step 21. Its own two products are only a tenth of the sums next to them."""
     records = Records(tmp_path / "logs")
     for step in (21, 22, 23):
         change = Estimate(1.0 - step, 0.2, 8, about_step=step - 1)
@@ -101,7 +101,7 @@ def test_backward_stands_at_the_step_it_speaks_about(tmp_path: Path) -> None:
 
 
 def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: Path) -> None:
-    """Reward is 0.1 s: over steps 1–5 it is 0.3 in the mean, over steps 8–12 it is 1.0."""
+    """The reward is 0.1 times the step, so its mean is 0.3 over steps 1–5 and 1.0 over steps 8–12."""
     record_run(tmp_path, range(1, 13))
     assert summary(tmp_path)["reward"] == ("0.300 → 1.000", "means over steps 1–5 and 8–12")
 
@@ -165,7 +165,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
 
 
 def test_no_axis_goes_to_a_negative_entropy_or_number_of_sequences() -> None:
-    """Entropy of .225 at first; the naive sum goes to −.5, where none would be left. Sizes fall from 100 to 20."""
+    """Entropy starts at .225 and the naive sum reaches −.5, below zero entropy. Sizes fall from 100 to 20."""
     falls, sizes = (Series("one", BLUE, [1, 2, 3], values) for values in ([0.0, -0.2, -0.5], [100.0, 20.0, 30.0]))
     drawn = pictures([draw("entropy", [falls], start=0.225), draw("ess", [sizes])], "svg")
     _, right = drawn["entropy.svg"].decode().split("Y-axis titled 'token entropy (nats)'")
@@ -177,7 +177,7 @@ def test_no_axis_goes_to_a_negative_entropy_or_number_of_sequences() -> None:
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:
-    """Return the folder of a run of 32 prompts a step, with 200 as the noise scale, whatever its interval is."""
+    """Write a run with 32 prompts a step and a noise scale of 200 with this interval, and return its folder."""
     numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
     numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
     record_run(folder, [1, 2])
@@ -197,7 +197,7 @@ def test_reasons_are_listed_once_with_their_first_step(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run of twelve steps."""
+    """Write the page of a run of twelve steps."""
     folder = tmp_path_factory.mktemp("reported")
     (folder / "config.yaml").write_text("trainer:\n  learning_rate: 0.0003\n")
     return write_report(record_run(folder, range(1, 13)), pictures="png")
@@ -218,7 +218,7 @@ def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal
 
 
 class Page(HTMLParser):
-    """The tags and the text of a page, as a browser reads them."""
+    """The tags and the text of a page as a browser parses them."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_drawing_leaves_no_threads_that_a_fork_of_this_process_would_wait_for(pa
 
 
 def test_a_report_waits_for_no_torch() -> None:
-    """Its import alone takes longer than the page."""
+    """Importing torch alone takes longer than the page."""
     program = "import sys, rl_training.records.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -292,7 +292,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     said = {part["as"]: part["calculate"] for part in pointed["transform"] if "as" in part}
     assert said["words"].startswith("datum.series + ': ' + (over_steps ? 'step ' + ")
     assert {"name": "over_steps", "value": True} in drawn.spec["params"]
-    assert pointed["params"][0]["select"]["on"] == "pointerover"  # on is true in YAML, unless it is quoted
+    assert pointed["params"][0]["select"]["on"] == "pointerover"  # unquoted, YAML reads `on` as true
     assert "datum.low" in said["at_y"]
 
 
@@ -305,7 +305,7 @@ def test_what_records_and_config_say_is_shown_and_never_obeyed(tmp_path, capsys,
     assert "i" not in {tag for tag, _ in page.tags}
     assert page.text.count("alert(") == page.text.count(HOSTILE)
     assert f"name: {HOSTILE}" in page.text
-    assert page.text.count(HOSTILE) >= 5  # also below the pictures and in the tables
+    assert page.text.count(HOSTILE) >= 5  # including below the pictures and in the tables
     print_summary(folder)
     printed = capsys.readouterr().out
     assert "<i>run [red]" in printed
@@ -320,7 +320,7 @@ def test_without_a_probe_the_report_has_reward_and_says_that_nothing_was_measure
     assert summary(tmp_path)["reward"] == ("0.500 → 1.000", "steps 1 and 2")
     assert summary(tmp_path)["token entropy"] == ("0.400 → 0.400", "nats per token, as TRL logs it; steps 1 and 2")
     lost = [row.label for row in summarize(read_run(tmp_path)) if row.value == MISSING]
-    assert lost == ["change of entropy", "probe cost"]  # a line for a reason
+    assert lost == ["change of entropy", "probe cost"]  # one line per reason
     for claim in ("No probe measured anything", "No probe was timed", "holds no config.yaml"):
         assert claim in text
 
@@ -442,7 +442,7 @@ def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_st
 
 
 def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_evaluated(tmp_path: Path) -> None:
-    """While training at steps 2 and 4, and of the checkpoint of step 4, with an error of 15 degrees of freedom."""
+    """During training at steps 2 and 4, and for the checkpoint of step 4, whose error has 15 degrees of freedom."""
     folder = record_run(tmp_path, range(1, 5))
     without = _reward(read_run(folder))
     for step in (2, 4):
@@ -487,7 +487,7 @@ def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(
 
 
 def test_a_report_opens_with_the_verdict_what_to_change_and_whether_predictions_hold(tmp_path, capsys) -> None:
-    """Entropy falls from 5 by 1 a step, forward is −0.9 at each; four steps of reward are too few for a line."""
+    """Entropy falls from 5 by 1 per step, and forward is −0.9 at each. Four steps of reward are too few for a line."""
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
     assert first.headline == "Whether entropy is being spent on reward or lost cannot be told yet"
     assert first.advice == "There is nothing to do yet."
@@ -502,7 +502,7 @@ def test_a_report_opens_with_the_verdict_what_to_change_and_whether_predictions_
 
 
 def test_the_level_of_entropy_and_its_change_are_of_the_same_steps(tmp_path: Path) -> None:
-    """5 at step 1 and 2 at step 4, each ± 0.1 T_7: their difference is the −3 of the line below, and no mean is."""
+    """The level is 5 at step 1 and 2 at step 4, each ± 0.1 T_7. Only their difference is the change of −3."""
     rows = summary(record_run(tmp_path, range(1, 5)))
     assert rows["token entropy"] == ("5.00 ± 0.24 → 2.00 ± 0.24", "nats per token, steps 1 and 4; ± 95 %")
     assert rows["measured ΔH"] == ("-3.00 ± 0.47", "nats per token, from step 1 to step 4; ± 95 %")
@@ -546,9 +546,9 @@ def test_whatever_signs_a_reason_has_it_stays_one_cell_on_one_line(tmp_path: Pat
 
 
 def test_slope_and_coverage_are_of_the_recorded_pairs_and_from_eight_on(tmp_path: Path) -> None:
-    """Truths are half of predictions 1 … 9 that err by 1 each: slope Σ ½p² / Σ (p² − 1) = 142.5 / 276.
+    """Truths are half of the predictions 1 … 9, which have error 1: slope Σ ½p² / Σ (p² − 1) = 142.5 / 276.
 
-    Within q √(1 + 0.1²) = 2.37 of 9 differences ½p lie those of 1 … 4. Step 10 lacks a truth, step 11 a prediction.
+    Of the 9 differences ½p, those of 1 … 4 are within q √(1 + 0.1²) = 2.37. Step 10 has no truth, 11 no prediction.
     """
     records = Records(tmp_path / "logs")
     for step in range(1, 12):
@@ -580,7 +580,7 @@ def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_p
 
 
 def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_path, capsys) -> None:
-    """Two steps were measured together, of −.004 ± .002 nats in all; their mean over ten steps is .0001 √10 / 10."""
+    """Two steps are measured together, −.004 ± .0002 nats. The mean of ten has error .0001 √10 / 10 per step."""
     records = Records(tmp_path / "logs")
     for step in range(1, 11):
         records.write_metrics(step, {"reward": 0.5, "completions/clipped_ratio": 0.25})
@@ -603,7 +603,7 @@ def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_
     ("kl", "words"), [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")]
 )
 def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, kl: float, words: str) -> None:
-    """ESS/N ≈ exp(−2 KL T) is one half at KL·T = .35."""
+    """ESS/N ≈ exp(−2 KL T) reaches one half at KL·T = .35."""
     records = Records(record_run(tmp_path, [1]) / "logs")
     told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, "below 1: top-p")}
     records.write_estimates(1, 1, "sampler", told)
@@ -613,7 +613,7 @@ def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, k
 
 
 def test_what_rounding_makes_is_not_written_as_a_result() -> None:
-    """As the KL of a step that has moved nothing, whose own error bar calls it significant."""
+    """For example the KL of a step that moved nothing, which its error bar would call significant."""
     noise = Estimate(9.3e-9, stderr=1.7e-9, num_samples=8)
     assert in_words(noise, signed=True) == "0, to within 1e-6"
     assert milli(noise) == normal_milli(9.3e-9, 1.7e-9) == "0, to within 0.001"

@@ -1,4 +1,4 @@
-"""What a run's report says of interventions and token classes, from records whose numbers can be followed by hand."""
+"""What a run's report says about interventions and token classes, from records whose numbers can be checked by hand."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
 
 
 def settings_of(line: str) -> dict[str, object]:
-    """What Hydra reads from a printed command."""
+    """Return the settings that Hydra reads from a printed command."""
     words = OverridesParser.create().parse_overrides(shlex.split(line)[2:])
     return {word.key_or_group: word.value() for word in words}
 
 
 def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_and_one_without(tmp_path: Path) -> None:
-    run = record(tmp_path / "my runs" / "run", intervention="psr")  # a run that has one of its own
+    run = record(tmp_path / "my runs" / "run", intervention="psr")  # this run already trains with an intervention
     *trainings, compare = told(run).commands
     shared = {"branch": str(run / "training_state" / "checkpoint-100"), "additional_steps": 40}
     folders = [f"{run}_{name}" for name in ("plain", "my.py_softer_0.5", "lr_0.5", "bonus_0.031")]
@@ -122,7 +122,7 @@ def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_an
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
     rows = {row[0]: row for row in told(record(tmp_path / "run")).table}
-    assert rows["bonus:0.02"][1:5] == ["0.031", "5.0 (4.0 … 6.0)", "+0.200 ± 0.024", "+2.00 ± 0.24"]  # by t = 2.36
+    assert rows["bonus:0.02"][1:5] == ["0.031", "5.0 (4.0 … 6.0)", "+0.200 ± 0.024", "+2.00 ± 0.24"]  # with t = 2.36
     assert rows["lr"][4] == "+1.00 ± 0.24"
     assert (rows["psr"][1], rows["psr"][7]) == ("–", "it has no strength")
 

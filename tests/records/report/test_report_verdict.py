@@ -1,6 +1,6 @@
-"""Claims on the first lines of a report: when entropy is spent, lost, steady or unknown, and what to change then.
+"""Claims on the first lines of a report: when entropy is spent, lost, steady or unknown, and the advice for each case.
 
-The runs are curves with known noise: entropy's deviation from step to step is .01 nats, reward's .03.
+The runs are curves with known noise: its standard deviation per step is .01 nats for entropy and .03 for reward.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_the_verdict_follows_the_two_curves(tmp_path: Path, kind: str) -> None:
 
 
 def test_lost_entropy_is_lost_since_reward_stands_still(tmp_path: Path) -> None:
-    """Reward rises until step 30 of 80, by .02 a step, and stands still then; entropy falls all along."""
+    """Reward rises by .02 per step until step 30 of 80 and then stays the same. Entropy falls all the time."""
     judgement = verdict(tmp_path, falling, lambda step: 0.2 + 0.02 * min(step, 30), steps=80)
     assert judgement.kind == LOST
     assert 20 <= judgement.since <= 35
@@ -88,14 +88,14 @@ def test_seven_steps_are_too_few_to_tell_and_the_report_says_so(tmp_path: Path) 
 
 
 def test_a_change_that_is_sure_but_next_to_nothing_is_steady(tmp_path: Path) -> None:
-    """By −.00002 ± .000005 a step, 40 of which are less than a fiftieth of half a nat."""
+    """The change is −.00002 ± .000005 per step. Over 40 steps this is less than a fiftieth of half a nat."""
     tiny = {"measured/delta_h": lambda step: Estimate(-2e-5, 2e-6, 8), "measured/steps": lambda step: Estimate(1.0)}
     run = read_run(log_run(tmp_path, estimates=tiny, entropy=noisy(lambda step: 0.5, 0.05), reward=0.5))
     assert judge(run).kind == STEADY
 
 
 def test_now_is_read_from_whatever_knows_it_best(tmp_path: Path) -> None:
-    """A line through levels that scatter by .05 knows a step to some .004 nats, a mean of 20 predictions to .0005."""
+    """A line through levels that scatter by .05 gives a step to about .004 nats, a mean of 20 predictions to .0005."""
     said = {"delta_h/forward": lambda step: Estimate(-3e-3, 1e-3, 8)}
     run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 3e-3 * step, 0.05)))
     now, since, source = entropy_now(run)
@@ -103,7 +103,7 @@ def test_now_is_read_from_whatever_knows_it_best(tmp_path: Path) -> None:
 
 
 def test_predictions_are_left_out_where_forward_and_backward_part(tmp_path: Path) -> None:
-    """Forward −3, backward +1, in thousandths: half of their difference is 2 of 3, far beyond its error."""
+    """Forward is −3, backward +1, in thousandths. Half of their difference is 2 of 3, far above its error."""
     said = {
         "delta_h/forward": lambda step: Estimate(-3e-3, 1e-4, 8),
         "delta_h/backward": lambda step: Estimate(1e-3, 1e-4, 8, about_step=step - 1),
@@ -127,7 +127,7 @@ def test_half_of_a_difference_has_half_of_its_error(tmp_path: Path) -> None:
 
 
 def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
-    """Against scipy's, for residuals that alternate and so have no positive correlation."""
+    """Compared with scipy, for alternating residuals, which have no positive correlation."""
     steps = np.arange(1, 21)
     values = pd.Series(0.3 * steps + np.where(steps % 2, 0.5, -0.5), index=steps)
     fit, line = stats.linregress(steps, values), line_through(values)
@@ -136,9 +136,9 @@ def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
 
 
 def test_the_interval_of_a_line_holds_where_each_value_remembers_the_one_before() -> None:
-    """Of 400 series without a trend, whose noise is correlated by .6 from step to step, at most a sixth is called one.
+    """At most a sixth of 400 series without a trend appear to have one; their noise has correlation .6 between steps.
 
-    As least squares has it, nearly a third are.
+    With plain least squares nearly a third do.
     """
     draw = np.random.default_rng(0)
     noise = draw.normal(size=(400, 60))
@@ -176,7 +176,7 @@ def test_what_stands_out_comes_before_a_change_of_the_loss(tmp_path: Path) -> No
 
 
 def test_where_entropy_needs_nothing_the_advice_is_the_setting_of_what_stands_out(tmp_path: Path) -> None:
-    """Whether entropy falls or not: responses are sampled with top-p, and after seven steps nothing is known yet."""
+    """Both if responses are sampled with top-p, and if after seven steps nothing is known about entropy."""
     for steps, nothing in ((40, "nothing to do."), (7, "nothing to do yet.")):
         folder = log_run(tmp_path / str(steps), steps, entropy=noisy(lambda step: 0.5, 0.01, 1),
                          reward=noisy(rising, 0.03, 2), settings={"top_p": 0.7})  # fmt: skip

@@ -1,6 +1,6 @@
-"""Claims on "What stands out": which records make which line, with which evidence, and which near ones make none.
+"""Claims on "What stands out": which records give which line, with which evidence, and which similar records give none.
 
-LOGGED is a healthy step of 16 prompts × 8 responses; each case changes what its fault would.
+LOGGED is a healthy step of 16 prompts × 8 responses. Each case changes what its fault would change.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_a_jump_of_reward_that_no_step_has_made_is_dated(tmp_path: Path) -> None
 
 
 def test_a_step_beyond_all_entropy_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
-    """The KL that step 8 has measured is of step 7."""
+    """The KL measured at step 8 is that of step 7."""
     far = {"measured/kl": lambda step: Estimate(2.0 if step == 8 else 1e-4, 1e-5, 8, about_step=step - 1)}
     line = lines(tmp_path, estimates=far)["large_step"]
     assert line.since == 7
@@ -167,7 +167,7 @@ def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> No
     assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
     assert attached.prompts == 16
     config = "trainer: {num_generations: 8, class: GRPOTrainer}\nmodel: {trained_parameters: 48}\n"
-    (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{config}")  # as attach leaves it
+    (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{config}")  # as attach writes it
     in_a_folder = SetUp.of(read_run(tmp_path))
     assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
     (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
@@ -178,7 +178,7 @@ def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> No
 
 
 def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
-    """As scipy's binomial test has it."""
+    """Compared with scipy's binomial test."""
     from scipy.stats import binomtest
 
     for part, whole in ((0, 10), (3, 10), (160, 160)):
