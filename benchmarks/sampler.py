@@ -39,7 +39,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.interventions.loss import loss_inputs
 from rl_training.parallel.vectors import dot
 from rl_training.probes import InterventionsProbe, SamplerProbe, SimpleEntropyProbe
-from rl_training.probes.sampler import CUT
+from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.statistics.calibration import interval_covers
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import EntropyPrediction
@@ -87,7 +87,7 @@ class Divergence(SamplerProbe):
     def report(self) -> None:
         """Print the divergence, and exp(−2 KL T) from all batches for comparison with ESS."""
         kl, tokens = statistics.fmean(said["sampler/kl"].value for said in self.said), statistics.fmean(self.tokens)
-        cuts = sum(said["sampler/mean_ratio"].reason == CUT for said in self.said)
+        cuts = sum(said["sampler/mean_ratio"].reason == TRUNCATED_SAMPLER for said in self.said)
         names = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap")
         said = ", ".join(f"{name} {self.mean(name)}" for name in names)
         law = math.exp(-2.0 * kl * tokens)

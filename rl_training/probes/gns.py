@@ -113,7 +113,7 @@ class GradientNoiseScaleProbe(Probe):
         split_limit = _split_limit(ctx) if self.split_prompts else None
         if self.split_prompts and not split_limit:
             same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
-            moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
+            moments[-1] = noise.split_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         history = state.add(moments, step.number, self.decay)
         return Reading(measured=self._estimates(ctx, history, int(blocks), batch_size, split_limit), state=history)
 
@@ -121,28 +121,30 @@ class GradientNoiseScaleProbe(Probe):
         self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_limit: Limit | None
     ) -> dict[str, Estimate]:
         raw = history.moments[-1, 0]
-        why = NO_RAW_ERROR if raw.isfinite().all() else NOT_FINITE
-        answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
+        reason = NO_RAW_ERROR if raw.isfinite().all() else NOT_FINITE
+        estimates = {
+            name: Estimate(value, math.nan, blocks, reason) for name, value in zip(RAW, raw.tolist(), strict=True)
+        }
         ages = ctx.step.number - history.steps
         averages = {
             name: noise.average(history.moments[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
         }
         everything, adam = averages["all"], averages["adam"]
-        answers |= dict(zip(AVERAGED, noise.means(everything), strict=True))
+        estimates |= dict(zip(AVERAGED, noise.means(everything), strict=True))
         signal, scale = noise.signal_to_noise(everything), noise.noise_scale(everything)
         ends = [noise.bound(everything, end) for end in noise.signal_to_noise_interval(everything)]
-        answers["gns/signal_to_noise"] = signal
-        answers |= noise.with_bounds("gns/noise_scale_prompts", scale)
-        answers |= noise.with_bounds("gns/noise_scale_sequences", scale, ctx.step.batch.responses_per_prompt)
-        answers |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
-        answers["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
-        answers |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
+        estimates["gns/signal_to_noise"] = signal
+        estimates |= noise.with_bounds("gns/noise_scale_prompts", scale)
+        estimates |= noise.with_bounds("gns/noise_scale_sequences", scale, ctx.step.batch.responses_per_prompt)
+        estimates |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
+        estimates["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
+        estimates |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
         kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
-        answers |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
+        estimates |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
             split = [Estimate.missing(split_limit)] * 2 if split_limit else noise.means(averages["split"])
-            answers |= dict(zip(SPLIT, split, strict=True))
-        return answers
+            estimates |= dict(zip(SPLIT, split, strict=True))
+        return estimates
 
 
 def _split_limit(ctx: StepContext) -> Limit | None:

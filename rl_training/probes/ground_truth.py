@@ -57,7 +57,7 @@ MEASURED = (
 
 
 @dataclass(frozen=True)
-class Drawn(Reading):
+class BufferReading(Reading):
     """The reading before the step, with the evaluation buffer and its prediction."""
 
     buffer: EvaluationBuffer | None = None
@@ -85,7 +85,7 @@ class GroundTruthProbe(Probe):
         check_whole("ground_truth: seed", seed, 0)
         self.sequences, self.seed = sequences, seed
 
-    def measure(self, ctx: StepContext, state: Any) -> Drawn:
+    def measure(self, ctx: StepContext, state: Any) -> BufferReading:
         step = ctx.step
         no_truth, change = ctx.limits.no_fresh_responses, ctx.prediction
         num_targets = 1 + change.settings.per_sequence
@@ -93,16 +93,16 @@ class GroundTruthProbe(Probe):
         names = [f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]]
         missing = dict.fromkeys(names, Estimate.missing(limit or "not measured yet"))
         if no_truth:
-            return Drawn(missing)
+            return BufferReading(missing)
         buffer, floor = self._draw(ctx)
         if limit:
-            return Drawn(missing, buffer=buffer, floor=floor)
+            return BufferReading(missing, buffer=buffer, floor=floor)
         blocks = buffer.blocks(len(step.batch.microbatch_rows[0]))
         prediction = predicted_change(ctx, buffer, blocks, num_targets), blocks
-        return Drawn(missing, buffer=buffer, floor=floor, prediction=prediction)
+        return BufferReading(missing, buffer=buffer, floor=floor, prediction=prediction)
 
     def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
-        assert isinstance(reading, Drawn)
+        assert isinstance(reading, BufferReading)
         if reading.buffer is None:
             no_truth = ctx.limits.no_fresh_responses
             assert no_truth is not None
@@ -120,35 +120,35 @@ class GroundTruthProbe(Probe):
         scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         number = torch.arange(rollout.num_sequences, device=sequences.number.device)
-        buffer = EvaluationBuffer(rollout, number, _widened(scores, width), sequences, sequences)
-        again = _widened(score_in_other_batches(ctx.policy, rollout), width)
-        return buffer, float(per_decision_change(buffer.scores, again, sequences).value[0])
+        buffer = EvaluationBuffer(rollout, number, _padded(scores, width), sequences, sequences)
+        rescored = _padded(score_in_other_batches(ctx.policy, rollout), width)
+        return buffer, float(per_decision_change(buffer.scores, rescored, sequences).value[0])
 
-    def _measured(self, ctx: StepContext, drawn: Drawn, buffer: EvaluationBuffer) -> Reading:
+    def _measured(self, ctx: StepContext, reading: BufferReading, buffer: EvaluationBuffer) -> Reading:
         """Return the reading after the step: the change of entropy since the buffer was drawn, and its diagnostics."""
 
         def draw_afresh() -> Tensor:
-            drawn, sequences = self._sample(ctx)
-            return sequences.gather(importance.sequence_totals(ctx.policy.score_rollout(drawn)))
+            rollout, sequences = self._sample(ctx)
+            return sequences.gather(importance.sequence_totals(ctx.policy.score_rollout(rollout)))
 
-        after = _widened(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
+        after = _padded(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
         change = measure_change(buffer, after, draw_afresh)
         true, snis, weights = change.true, change.snis, change.weights
-        alone = drawn.floor, change.resampled, weights.ess, weights.largest, weights.smallest
-        values = [*true.value, snis.value[0], *alone]
-        stderrs = [*true.stderr, snis.stderr[0], *(math.nan for _ in alone)]
+        values_without_error = reading.floor, change.resampled, weights.ess, weights.largest, weights.smallest
+        values = [*true.value, snis.value[0], *values_without_error]
+        stderrs = [*true.stderr, snis.stderr[0], *(math.nan for _ in values_without_error)]
         measured = {
             name: _estimate(float(value), float(stderr), self.sequences)
             for name, value, stderr in zip(MEASURED, values, stderrs, strict=True)
         }
-        if drawn.prediction is None:
-            return Reading(drawn.predicted, measured)
-        prediction, blocks = drawn.prediction
+        if reading.prediction is None:
+            return Reading(reading.predicted, measured)
+        prediction, blocks = reading.prediction
         true = true_change(buffer.scores, after, buffer.sequences, blocks, change.fresh)
-        return Reading(_compared(prediction, true), measured)
+        return Reading(_prediction_and_error(prediction, true), measured)
 
 
-def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
+def _prediction_and_error(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     """Return the prediction from E and its error: per token and, if predicted, per sequence."""
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
@@ -167,7 +167,7 @@ def _estimate(value: float, stderr: float, count: int, no_bar: str = NO_ERROR_BA
     return Estimate(value, stderr, count, no_bar if math.isnan(stderr) else "")
 
 
-def _widened(scores: Scores, width: int) -> Scores:
+def _padded(scores: Scores, width: int) -> Scores:
     """Return the scores padded to `width` columns."""
     logps, entropies, mask = (
         pad_and_concat([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask)

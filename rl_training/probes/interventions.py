@@ -117,7 +117,7 @@ class InterventionsProbe(Probe):
         pairs = ctx.effects(changes, weights, reward)
         means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
         no_reward = gradient.limit
-        estimates = [*pairs[PLAIN].both(no_reward), *means[PLAIN].mean().both(no_reward)]
+        estimates = [*pairs[PLAIN].estimates(no_reward), *means[PLAIN].mean().estimates(no_reward)]
         for intervention in self.which:
             name = intervention.name
             if unavailable[name]:
@@ -159,11 +159,11 @@ class InterventionsProbe(Probe):
         is_small = abs(float(pair.values[0])) < SMALLEST
         remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.has_sign_based_step, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
-        delta, reward = pair.both(no_reward, remark)
+        delta, reward = pair.estimates(no_reward, remark)
         running = means[intervention.name]
         mean, mean_kept = running.mean(), means[intervention.name + KEPT].mean()
         unknown = OTHER_BETAS if math.isnan(factor) else ""
-        mean_delta, mean_reward = mean.both(no_reward)
+        mean_delta, mean_reward = mean.estimates(no_reward)
         price, mean_price = (reward if no_reward else each.minus_ratio(INTERVAL_INCLUDES_ZERO) for each in (pair, mean))
         return [
             delta,

@@ -37,9 +37,9 @@ METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_
 NUMERICS = ("numerics_kl", "numerics_outside")
 LOW, HIGH = 0.9, 1.1  # bounds of a token's ratio for `ratio_outside`
 ROWS = 8  # rows to score again on each rank, one per prompt
-MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # CUT needs such an ESS, certainty and gap
-SAME = "no error bar: the responses are sampled from this policy, so every ratio is 1"
-CUT = (
+MIN_ESS, CERTAINTY, MIN_GAP = 0.9, 0.9999, 1e-3  # TRUNCATED_SAMPLER needs such an ESS, certainty and gap
+SAMPLED_BY_POLICY = "no error bar: the responses are sampled from this policy, so every ratio is 1"
+TRUNCATED_SAMPLER = (
     "below 1: the sampler never draws some tokens that this policy can draw (top-p, top-k, min-p), or it reports other "
     "log-probabilities than it samples with (temperature)"
 )
@@ -66,37 +66,41 @@ class SamplerProbe(Probe):
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        unknown = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
-        if logs is None or unknown:  # without this, an unknown sampler's ratios would be 1
-            answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
+        sampler_limit = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
+        if logs is None or sampler_limit:  # without this, an unknown sampler's ratios would be 1
+            estimates = dict.fromkeys(names, Estimate.missing(sampler_limit or NO_SAMPLING_LOGPS))
         else:
-            changed, old = torch.zeros_like(logs), batch.rollout.old_logps
+            corrected, old = torch.zeros_like(logs), batch.rollout.old_logps
             if correction is not None:  # the loss corrects π_old/μ, π_old before the rollout's first step
-                weighed = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
-                changed = (correction.factors(weighed) != correction.ratios(weighed)).to(logs) * mask
+                loss_log_ratios = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
+                corrected = (correction.factors(loss_log_ratios) != correction.ratios(loss_log_ratios)).to(logs) * mask
             ratios = logs.sum(dim=1).exp()
-            known = torch.full_like(ratios, torch.nan) if rewards is None else rewards.to(logs)
-            has_reward, known = (~known.isnan()).to(logs), known.nan_to_num(nan=0.0)
-            by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), ratios,
-                           ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
-            answers = estimates_over_units(
+            known_rewards = torch.full_like(ratios, torch.nan) if rewards is None else rewards.to(logs)
+            has_reward, known_rewards = (~known_rewards.isnan()).to(logs), known_rewards.nan_to_num(nan=0.0)
+            by_sequence = [
+                *_token_sums(logs, mask), corrected.sum(dim=1), torch.ones_like(ratios), ratios, ratios.square(),
+                has_reward, known_rewards, ratios * has_reward, ratios * known_rewards,
+            ]  # fmt: skip
+            estimates = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
                 ctx.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
-                answers = {name: Estimate(answer.value, reason=SAME) for name, answer in answers.items()}
+                estimates = {
+                    name: Estimate(estimate.value, reason=SAMPLED_BY_POLICY) for name, estimate in estimates.items()
+                }
             if rewards is None:
-                answers["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
+                estimates["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
-                answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
+                estimates["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
             if batch.rollout.on_policy:  # after learning from these responses the mean need not be 1
-                answers["sampler/mean_ratio"] = _with_remark_on_a_cut(answers)
+                estimates["sampler/mean_ratio"] = _flag_truncation(estimates)
         if self.numerics:
-            answers |= self._by_numerics(ctx)
-        return Reading(measured=answers)
+            estimates |= self._measure_numerics(ctx)
+        return Reading(measured=estimates)
 
-    def _by_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
+    def _measure_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
         """Return NUMERICS, between training's scores and those of rows scored one by one. Collective.
 
         The rows answer different prompts, so they are independent.
@@ -105,18 +109,18 @@ class SamplerProbe(Probe):
         rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
         mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
         for difference, row in zip(differences, policy.in_batches(rows, 1), strict=False):
-            again = policy.scorer.score(batch.rollout, row, graph=False).logps[0]
-            difference[: len(again)] -= again
+            logps = policy.scorer.score(batch.rollout, row, graph=False).logps[0]
+            difference[: len(logps)] -= logps
         sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)
         return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, ctx.ranks.reduce)
 
 
-def _with_remark_on_a_cut(answers: Mapping[str, Estimate]) -> Estimate:
-    """Return the mean ratio, with the remark CUT if it is below 1 for certain."""
-    mean, ess = answers["sampler/mean_ratio"], answers["sampler/ess"]
-    is_cut = ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT
-    return dataclasses.replace(mean, reason=CUT) if is_cut else mean
+def _flag_truncation(estimates: Mapping[str, Estimate]) -> Estimate:
+    """Return the mean ratio, with the remark TRUNCATED_SAMPLER if it is below 1 for certain."""
+    mean, ess = estimates["sampler/mean_ratio"], estimates["sampler/ess"]
+    is_truncated = ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - MIN_GAP
+    return dataclasses.replace(mean, reason=TRUNCATED_SAMPLER) if is_truncated else mean
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
@@ -128,8 +132,8 @@ def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
 
 def _statistic(sums: Tensor) -> Tensor:
     """Return METRICS, (…, 6), from sums over sequences."""
-    tokens, divergence, outside, changed, number, ratio, square, *of_rewards = sums.unbind(-1)
-    rewarded, reward, ratio_of_rewarded, weighed = of_rewards
-    gap = weighed / ratio_of_rewarded - reward / rewarded
+    tokens, divergence, outside, corrected, number, ratio, square, *of_rewards = sums.unbind(-1)
+    rewarded, reward, ratio_of_rewarded, weighted_reward = of_rewards
+    gap = weighted_reward / ratio_of_rewarded - reward / rewarded
     effective = ratio.square() / (number * square)
-    return torch.stack([divergence / tokens, outside / tokens, effective, ratio / number, gap, changed / tokens], -1)
+    return torch.stack([divergence / tokens, outside / tokens, effective, ratio / number, gap, corrected / tokens], -1)

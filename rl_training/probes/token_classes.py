@@ -79,25 +79,27 @@ class TokenClassesProbe(Probe):
     def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
         kinds = self.kinds(ctx)
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
-        why = ctx.effects_limit(OFF_POLICY)
-        if not why:
-            why = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.limits.other_terms
-        pairs = {} if why else _pairs(ctx, kinds, sums)
+        limit = ctx.effects_limit(OFF_POLICY)
+        if not limit:
+            limit = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.limits.other_terms
+        pairs = {} if limit else _pairs(ctx, kinds, sums)
         means = dict(state)
         predicted = dict[str, Estimate]()
         shares = dict[str, Estimate]()
         for kind, names in CLASSES.items():
-            for number, name in enumerate(names):
+            for index, name in enumerate(names):
                 key = f"{kind}/{name}"
-                once = mean = Estimate.missing(why or NO_TEXT)
-                if (kind, number) in pairs:
-                    means[key] = means[key].add(pairs[kind, number], ctx.step.number, DECAY)
-                    once = pairs[kind, number].estimate(0)
-                    mean = replace(means[key].mean().estimate(0), detail={"measured_steps": means[key].num_steps})
-                predicted |= {f"tokens/{key}/delta_h": once, f"tokens/{key}/mean_delta_h": mean}
+                step_estimate = mean_estimate = Estimate.missing(limit or NO_TEXT)
+                if (kind, index) in pairs:
+                    means[key] = means[key].add(pairs[kind, index], ctx.step.number, DECAY)
+                    step_estimate = pairs[kind, index].estimate(0)
+                    mean_estimate = replace(
+                        means[key].mean().estimate(0), detail={"measured_steps": means[key].num_steps}
+                    )
+                predicted |= {f"tokens/{key}/delta_h": step_estimate, f"tokens/{key}/mean_delta_h": mean_estimate}
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
                 if kind in kinds and sums[kind][0].any():
-                    share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))
+                    share = Estimate(float(sums[kind][0, index] / sums[kind][0].sum()))
                 shares[f"tokens/{key}/share_of_tokens"] = share
         return Reading(predicted, shares, means)
 
@@ -113,10 +115,10 @@ class TokenClassesProbe(Probe):
         }
         ids = batch.rollout.completion_ids
         if ctx.policy.has_text:
-            seen, place = ids[mask].unique(return_inverse=True)
-            classes = [text_class(ctx.policy.decode(token)) for token in seen.unsqueeze(1)]
+            token_ids, inverse = ids[mask].unique(return_inverse=True)
+            classes = [text_class(ctx.policy.decode(token)) for token in token_ids.unsqueeze(1)]
             by_token = torch.tensor(classes, dtype=torch.long, device=ids.device)
-            kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
+            kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[inverse])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
     def num_vectors(self, num_folds: int) -> int:
@@ -169,22 +171,22 @@ def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Ten
 
     The class with the most weight is the whole minus the others, which saves one backward per kind.
     """
-    most = {kind: int(table[1].argmax()) for kind, table in sums.items()}
-    weighed = [
-        (kind, number)
+    heaviest_class = {kind: int(table[1].argmax()) for kind, table in sums.items()}
+    classes_with_weight = [
+        (kind, index)
         for kind, table in sums.items()
-        for number in table[1].nonzero().flatten().tolist()
-        if number != most[kind]
+        for index in table[1].nonzero().flatten().tolist()
+        if index != heaviest_class[kind]
     ]
-    weights = [ctx.step.batch.loss_weights.where(kinds[kind] == number) for kind, number in weighed]
+    weights = [ctx.step.batch.loss_weights.where(kinds[kind] == index) for kind, index in classes_with_weight]
     parts = ctx.gradient_shares(weights)
-    products = dict(zip(weighed, parts.shares, strict=True))
-    nothing = torch.zeros_like(parts.whole)
+    products = dict(zip(classes_with_weight, parts.shares, strict=True))
+    zeros = torch.zeros_like(parts.whole)
     for kind in kinds:
         others = [product for (other, _), product in products.items() if other == kind]
-        products[kind, most[kind]] = parts.whole - sum(others, nothing)
-    classes = [(kind, number) for kind in kinds for number in range(len(CLASSES[kind]))]
-    return {place: parts.pair(products.get(place, nothing)) for place in classes}
+        products[kind, heaviest_class[kind]] = parts.whole - sum(others, zeros)
+    classes = [(kind, index) for kind in kinds for index in range(len(CLASSES[kind]))]
+    return {key: parts.pair(products.get(key, zeros)) for key in classes}
 
 
 def _sums(ctx: StepContext, kind: str, classes: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ LOST = Limit("lost_in_noise", "the averaged estimate of |G|² is not above 0: th
 NO_NOISE = Limit("no_gradient", "tr Σ and |G|² are both 0: no gradient at all")
 NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
 FEW_STEPS = Limit("few_steps", f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
-A_BOUND = "no error bar: the end of a 95 % interval"
+INTERVAL_END = "no error bar: the end of a 95 % interval"
 
 
 def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: float, batch_size: float) -> Tensor:
@@ -60,7 +60,7 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
     return torch.stack([trace, grad_sq_norm], dim=-1)
 
 
-def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
+def split_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
     """Split tr Σ into the noise between prompts and the noise within prompts.
 
     With r_i the gradient of response i on the mean scale and μ = E[g | prompt],
@@ -179,7 +179,7 @@ def bound(averages: Averages, end: float) -> Estimate:
     averaged = _averaged(averages, averages.signal_to_noise, 0.0)
     if math.isnan(averaged.stderr):
         return Estimate.missing(averaged.reason)
-    return Estimate(end, num_samples=averaged.num_samples, reason=A_BOUND)
+    return Estimate(end, num_samples=averaged.num_samples, reason=INTERVAL_END)
 
 
 def noise_scale(averages: Averages) -> list[Estimate]:

@@ -43,9 +43,9 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
     """
     quantile = float(stdtrit(degrees, 0.5 + 0.5 * coverage))
     denominator, numerator = means.tolist()
-    (denominator_variance, mixed), (_, numerator_variance) = (quantile**2 * covariance).tolist()
+    (denominator_variance, cross_covariance), (_, numerator_variance) = (quantile**2 * covariance).tolist()
     square = denominator**2 - denominator_variance
-    linear = denominator * numerator - mixed
+    linear = denominator * numerator - cross_covariance
     constant = numerator**2 - numerator_variance
     if not square > 0:
         return -math.inf, math.inf
@@ -72,20 +72,20 @@ class Pair:
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
-    def both(self, second_limit: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
+    def estimates(self, second_limit: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
         """Return both estimates with their errors. The second is missing if a reason, `second_limit`, is given."""
         second = Estimate.missing(second_limit) if second_limit else self.estimate(1, remark)
         return self.estimate(0, remark), second
 
-    def minus_ratio(self, lost: str) -> Estimate:
-        """Return −second/first with Fieller's interval; missing, for the reason `lost`, if the first may be 0.
+    def minus_ratio(self, limit: str) -> Estimate:
+        """Return −second/first with Fieller's interval; missing, for the reason `limit`, if the first may be 0.
 
         Example: first −2 without error, second 6 ± 1: 3 ± 0.5.
         """
         signs = self.values.new_tensor([1.0, -1.0])
         ends = fieller_interval(signs * self.values, signs.unsqueeze(1) * self.covariance * signs, self.degrees)
         if not math.isfinite(ends[0]):
-            return Estimate.missing(lost)
+            return Estimate.missing(limit)
         first, second = self.values.tolist()
         ratio = -second / first
         along = self.values.new_tensor([ratio, 1.0])  # ∂ratio = −(∂second + ratio ∂first) / first
@@ -118,8 +118,10 @@ class RunningPair:
 
     def mean(self) -> Pair:
         """Return the mean over the steps so far; nan if there are none."""
-        weight, first, second, var_first, mixed, var_second, squares = self.sums
-        covariance = torch.stack([var_first, mixed, mixed, var_second]).view(2, 2) / weight.square()
+        weight, first, second, var_first, cross_covariance, var_second, squares = self.sums
+        covariance = (
+            torch.stack([var_first, cross_covariance, cross_covariance, var_second]).view(2, 2) / weight.square()
+        )
         # A quotient just below 7 would count as 6.
         degrees = round(float(var_first.square() / squares), 6) if squares > 0 else 1.0
         return Pair(torch.stack([first, second]) / weight, covariance, degrees)

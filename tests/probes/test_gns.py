@@ -34,7 +34,7 @@ from rl_training.statistics.noise_scale import (
     noise_moments,
     noise_scale_interval,
     signal_to_noise_interval,
-    split_of_trace,
+    split_trace,
 )
 from rl_training.step.data import Gradients
 
@@ -498,10 +498,10 @@ def test_split_of_the_trace_is_exact_over_all_groups_of_responses(group: int) ->
         prompts.append(prompt_moments(table, [rng.random() for _ in reference.RESPONSES], group))
     products, means, squares = zip(*prompts, strict=True)
     for product, mean in zip(products, means, strict=True):
-        between, _ = split_of_trace(torch.tensor(product, dtype=torch.float64), torch.zeros(2).double(), group)
+        between, _ = split_trace(torch.tensor(product, dtype=torch.float64), torch.zeros(2).double(), group)
         assert float(between) == pytest.approx(float(mean.square().sum()), rel=1e-9)  # |E[g | prompt]|²
     grad_sq_norm = float((sum(means) / 4).square().sum())
     mean_sq_norm = sum(float(mean.square().sum()) for mean in means) / 4
     moments = torch.tensor([sum(squares) / 4 - grad_sq_norm, grad_sq_norm], dtype=torch.float64)
-    parts = split_of_trace(torch.tensor(sum(products) / 4, dtype=torch.float64), moments, group)
+    parts = split_trace(torch.tensor(sum(products) / 4, dtype=torch.float64), moments, group)
     assert parts.tolist() == pytest.approx([mean_sq_norm - grad_sq_norm, sum(squares) / 4 - mean_sq_norm], rel=1e-9)

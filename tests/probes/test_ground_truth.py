@@ -30,7 +30,7 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe
-from rl_training.probes.ground_truth import _compared
+from rl_training.probes.ground_truth import _prediction_and_error
 from rl_training.statistics.jackknife import Replicates
 from rl_training.step.data import EntropySettings
 from rl_training.tasks.models import load_tiny
@@ -333,7 +333,7 @@ def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
     without = torch.zeros(8, 2, dtype=torch.float64)
     true = Replicates(without[0], without)
     predicted = Replicates(without[0], without.index_fill(0, torch.tensor([3]), math.nan))
-    estimate = _compared(predicted, true)["delta_h/evaluation"]
+    estimate = _prediction_and_error(predicted, true)["delta_h/evaluation"]
     assert (estimate.value, estimate.num_samples) == (0.0, 8)
     assert math.isnan(estimate.stderr)
     assert estimate.code == "not_finite"

@@ -21,7 +21,7 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
-from rl_training.probes.sampler import CUT, METRICS, SamplerProbe
+from rl_training.probes.sampler import METRICS, TRUNCATED_SAMPLER, SamplerProbe
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, Correction, LossSettings
 from rl_training.step.limits import Limits
@@ -171,7 +171,7 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
         logps, sampled = (table_logps.gather(-1, tokens).squeeze(-1) for table_logps in (logits.log_softmax(-1), table))
         mask, rewards = torch.ones_like(logps), torch.zeros(256, dtype=torch.float64)
         estimates.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
-    assert [estimate.reason == CUT for estimate in estimates] == [flagged] * len(estimates)
+    assert [estimate.reason == TRUNCATED_SAMPLER for estimate in estimates] == [flagged] * len(estimates)
     batch = batch_of(logps, sampled, mask, rewards)
     later = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, on_policy=False))
     assert answers(later)["sampler/mean_ratio"].reason == ""  # the policy may have trained on these responses
