@@ -118,8 +118,8 @@ class Forward(Divergence):
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
         assert ctx.policy.shard is not None
         assert change.update is not None
-        memory = PreviousUpdate(ctx.policy.shard, change.settings)
-        without = predict_entropy(bare, ctx.runtime, memory, Need.ENTROPY_ROWS)
+        previous = PreviousUpdate(ctx.policy.shard, change.settings)
+        without = predict_entropy(bare, ctx.runtime, previous, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.batch.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
         self.rows.append((forward.value, forward.half_width(), truth))

@@ -30,24 +30,24 @@ class Predictions:
 
     def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard
-        self._memory = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
-        self._verifier = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
+        self._previous = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
+        self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks.reduce)
         self._unverified: int | None = None  # number of the predicted step that awaits verification
 
     @property
     def state(self) -> UpdateState:
         """What later predictions need to know about the steps so far."""
-        return self._memory.state
+        return self._previous.state
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes of vectors held at once during the last step."""
-        return self._memory.peak_bytes
+        return self._previous.peak_bytes
 
     def begin(self) -> None:
         """Read the weights at the start of a step. Collective."""
         self._verifier.detect_external_edits()
-        self._memory.count_bytes(more=0)
+        self._previous.count_bytes(num_extra=0)
 
     def edit_limit(self) -> Limit | None:
         """Return the limit if the weights were changed since the step began, else None. Collective."""
@@ -57,7 +57,7 @@ class Predictions:
         """Return what these probes need to know about the step's effect on entropy, or None. Collective."""
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = step.number if asking else None
-        prediction = predict_entropy(step, runtime, self._memory, needs_of(asking)) if asking else None
+        prediction = predict_entropy(step, runtime, self._previous, needs_of(asking)) if asking else None
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
 
@@ -67,12 +67,12 @@ class Predictions:
 
     def stepped(self, number: int) -> None:
         """Measure the update from the weights after the step, if it was not known before."""
-        self._memory.finish(number, self._shard.weights())
+        self._previous.finish(number, self._shard.weights())
 
     def fail_step(self) -> None:
         """Discard an unverified prediction: the step has failed, perhaps on this rank only."""
-        if self._unverified is not None and self._memory.step == self._unverified:
-            self._memory.leave_out(self._unverified, FAILED)
+        if self._unverified is not None and self._previous.step == self._unverified:
+            self._previous.leave_out(self._unverified, FAILED)
         self._unverified = None
 
     def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
@@ -84,5 +84,5 @@ class Predictions:
         self._unverified = None
         estimates, limit = self._verifier.verify(made)
         if estimates:
-            self._memory.errors.commit(is_formula=limit is None)
+            self._previous.errors.commit(is_formula=limit is None)
         return estimates, limit

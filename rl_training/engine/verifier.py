@@ -66,8 +66,8 @@ def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
 class UpdateVerifier:
     """Compares each step with the optimizer's formula. Predictions for a step that differs are void."""
 
-    def __init__(self, shard: Shard, memory: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
-        self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
+    def __init__(self, shard: Shard, previous: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._shard, self._layout, self._previous, self._reduce = shard, shard.layout, previous, reduce
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
         self._layer_of = torch.tensor(
@@ -94,7 +94,7 @@ class UpdateVerifier:
         """Forget the previous step if the weights differ from those it ended with. Collective."""
         self._begun = self._sampled_weights()
         if self._after is not None and self._differ(self._begun, self._after):
-            self._memory.forget(EDITED_AFTER_STEP)
+            self._previous.forget(EDITED_AFTER_STEP)
         self._after = None
 
     def edit_limit(self) -> Limit | None:
@@ -143,9 +143,9 @@ class UpdateVerifier:
         if self._formula is None:
             at_step, self._at_step = self._at_step, None
             if not made:
-                self._memory.forget(LEFT_OUT)
+                self._previous.forget(LEFT_OUT)
             elif at_step is not None and self._differ(self._before, at_step):
-                self._memory.forget(EDITED_BEFORE_STEP)
+                self._previous.forget(EDITED_BEFORE_STEP)
             assert self._limit is not None
             return dict.fromkeys(names, Estimate.missing(self._limit)), None
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
@@ -156,7 +156,7 @@ class UpdateVerifier:
             is_made = made and self._differ(self._before, self._after)
             limit = limit if is_made else LEFT_OUT
             if not self._rounded or not is_made:  # δθ of rounded weights was measured, so it stays valid
-                self._memory.forget(limit)
+                self._previous.forget(limit)
         moved = [
             (share_of_layer, name)
             for share_of_layer, name in zip(of_layers, self._layers, strict=True)

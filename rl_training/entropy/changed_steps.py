@@ -24,7 +24,7 @@ from rl_training.step.runtime import Runtime, rows_by_fold, shares_of_folds
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
-ROUNDING = 1e-11  # squared distance, relative to the squared norm, within which fp32 weights count as multiples
+TOLERANCE = 1e-11  # squared distance, relative to the squared norm, within which fp32 weights count as multiples
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Direction:
 
 
 def changes_by_basis(
-    further: Mapping[str, Tensor], plain: Tensor | None, reduce: Callable[[Tensor], Tensor]
+    added_weights: Mapping[str, Tensor], unchanged: Tensor | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
     """Find out from their weights which changed losses share a basis. Collective; the result is the same on all ranks.
 
@@ -55,8 +55,8 @@ def changes_by_basis(
     bonuses of any strength share another.
 
     Args:
-        further: What each changed loss adds to the `plain` weights, by name, shaped like `plain`.
-        plain: Weights whose gradient is the step's own. None if the step's loss has other terms too.
+        added_weights: What each changed loss adds to the `unchanged` weights, by name, shaped like them.
+        unchanged: Weights whose gradient is the step's own. None if the step's loss has other terms too.
         reduce: Sums a tensor over ranks.
 
     Returns:
@@ -65,16 +65,16 @@ def changes_by_basis(
     """
     without_basis: dict[str, Change] = {}
     by_basis: dict[str, dict[str, Change]] = {}
-    if not further:
+    if not added_weights:
         return without_basis, by_basis
-    zeros = torch.zeros_like(next(iter(further.values())))
-    vectors = torch.stack([zeros if plain is None else plain, *further.values()]).double().flatten(1)
+    zeros = torch.zeros_like(next(iter(added_weights.values())))
+    vectors = torch.stack([zeros if unchanged is None else unchanged, *added_weights.values()]).double().flatten(1)
     products = reduce(vectors @ vectors.T)
-    rows = {name: row for row, name in enumerate(further, 1)}
+    rows = {name: row for row, name in enumerate(added_weights, 1)}
     for name, row in rows.items():
         candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
         for indices, changes in candidates:
-            factors = multiples(products, row, indices)
+            factors = solve_combination(products, row, indices)
             if factors is not None:
                 changes[name] = Change(*factors)
                 break
@@ -83,17 +83,19 @@ def changes_by_basis(
     return without_basis, by_basis
 
 
-def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
+def solve_combination(
+    products: Tensor, row: int, indices: Sequence[int], tolerance: float = TOLERANCE
+) -> list[float] | None:
     """Return the factors that make vector `row` a linear combination of other vectors, or None if it is not one.
 
     Args:
         products: Inner products of all vectors, (n, n).
         row: Index of the vector.
         indices: Indices of the other vectors.
-        rounding: Largest squared distance from a combination, relative to the vector's squared norm.
+        tolerance: Largest squared distance from a combination, relative to the vector's squared norm.
 
     >>> vectors = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, -1.0, 6.0]], dtype=torch.float64)
-    >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
+    >>> [round(factor, 9) for factor in solve_combination(vectors @ vectors.T, 2, [0, 1])]
     [3.0, -1.0]
     """
     gram = products[indices][:, indices]
@@ -101,8 +103,8 @@ def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: floa
     square = products[row, row]
     scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
     factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_others / scale) / scale
-    rest = square - factors @ with_others
-    return factors.tolist() if float(rest) <= rounding * float(square) else None
+    squared_distance = square - factors @ with_others
+    return factors.tolist() if float(squared_distance) <= tolerance * float(square) else None
 
 
 def iter_basis_gradients(
@@ -116,53 +118,55 @@ def iter_basis_gradients(
     if not weights:
         return
     layout = runtime.layout
-    counts = torch.stack([rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)])
-    shares = runtime.ranks.reduce(counts.double()).tolist()
-    dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
-    fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
+    local_counts = [rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)]
+    *counts, total = runtime.ranks.reduce(torch.stack(local_counts).double()).tolist()
+    dense = [index for index, count in enumerate(counts) if 2.0 * count >= total]
+    num_fitting = _chunk_bytes(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
     chunk_size = max(
-        1, -int(runtime.ranks.max(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
+        1, -int(runtime.ranks.max(torch.tensor(-float(num_fitting), dtype=torch.float64, device=batch.fold.device)))
     )
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
-    single_passes = [[number] for number in range(len(weights)) if number not in dense]
+    single_passes = [[index] for index in range(len(weights)) if index not in dense]
     sizes = batch.fold_sizes
     shares_of_sequences = shares_of_folds(batch, runtime.ranks.count)
     shares_of_means = (sizes / sizes.sum()).to(layout.device, layout.dtype)
-    for numbers in sorted(shared_passes + single_passes):
-        rows_of_weights = rows_by_fold(batch, runtime, [weights[number] for number in numbers], shares_of_sequences)
-        for number in numbers:
+    for indices in sorted(shared_passes + single_passes):
+        rows_of_weights = rows_by_fold(batch, runtime, [weights[index] for index in indices], shares_of_sequences)
+        for index in indices:
             rows = rows_of_weights.pop(0)
-            yield number, fold_means([shares_of_means @ part for part in rows], rows, sizes)
+            yield index, fold_means([shares_of_means @ part for part in rows], rows, sizes)
             del rows  # free them before the next are made
 
 
-def _bytes_at_once(device: torch.device) -> int:
+def _chunk_bytes(device: torch.device) -> int:
+    """Return how many bytes of the bases' rows to hold at once."""
     if device.type != "cuda":
         return CHUNK_BYTES
     return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
 
 
-class ChangedSteps:
+class ChangedUpdates:
     """The updates without each fold, unchanged and with changes that share a basis.
 
     The constructor is collective: it calculates the gradients' inner products. Internal tables have a row for each fold
     that is left out, and a last row for the whole step.
 
     Args:
-        plain: The updates as they are.
+        unchanged: The updates as they are.
         reduce: Sums a tensor over ranks.
         basis: D. None: the changes need no basis.
     """
 
     def __init__(
-        self, plain: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
+        self, unchanged: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
-        self._plain = plain
+        gradient = unchanged.gradient
+        self._max_grad_norm = unchanged.max_grad_norm
         self._reduce = reduce
-        self._pieces = plain.pieces.halved()
-        self._sizes = plain.gradient.sizes.to(plain.gradient.share_of_mean.device)
-        self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # summands of a gradient
-        self._squares = self._inner_products()
+        self._pieces = unchanged.pieces.halved()
+        self._sizes = gradient.sizes.to(gradient.share_of_mean.device)
+        self._terms = [gradient] if basis is None else [gradient, basis]  # summands of a changed gradient
+        self._grams = self._inner_products()
 
     def products(
         self, changes: Sequence[Change | None], directions: Sequence[Direction]
@@ -177,26 +181,26 @@ class ChangedSteps:
             For each change, X_k · Δ_(−k) of each fold k, and the correction Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ)
             of each fold l, both (F, directions). The correction is 0 for a direction without a mean.
         """
-        of_fold, corrections = (
+        by_fold, corrections = (
             self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2)
         )
         for piece in self._pieces:
             gradients = self._gradients(piece)
-            plain = self._steps(piece, gradients, Change())
+            unchanged = self._updates(piece, gradients, Change())
             for c, change in enumerate(changes):
-                moved = plain if change is None else self._steps(piece, gradients, change).sub_(plain)
-                for number, direction in enumerate(directions):
-                    rows = piece.of(direction.rows).to(moved.device)
-                    of_fold[c, :, number] += direction.factor * dots(rows, moved[:-1])
+                delta = unchanged if change is None else self._updates(piece, gradients, change).sub_(unchanged)
+                for d, direction in enumerate(directions):
+                    rows = piece.of(direction.rows).to(delta.device)
+                    by_fold[c, :, d] += direction.factor * dots(rows, delta[:-1])
                     if direction.mean is not None:
-                        less = moved[:-1] - moved[-1]
-                        total = self._sizes.sum() * dots(less, piece.of(direction.mean))
-                        of_rest = total - self._sizes * dots(rows, less)
-                        corrections[c, :, number] += direction.factor * of_rest
-                        del less
-                del moved
-            del gradients, plain  # free them before the next piece's are made
-        parts = self._reduce(torch.stack([of_fold, corrections])).cpu()
+                        fold_effect = delta[:-1] - delta[-1]
+                        total = self._sizes.sum() * dots(fold_effect, piece.of(direction.mean))
+                        of_other_folds = total - self._sizes * dots(rows, fold_effect)
+                        corrections[c, :, d] += direction.factor * of_other_folds
+                        del fold_effect
+                del delta
+            del gradients, unchanged  # free them before the next piece's are made
+        parts = self._reduce(torch.stack([by_fold, corrections])).cpu()
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
@@ -206,37 +210,36 @@ class ChangedSteps:
     def _inner_products(self) -> Tensor:
         """Return the inner products g · g and, with a basis, g · D and D · D, (F + 1, s, s). Collective."""
         count = len(self._terms)
-        squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
+        grams = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
             gradients = self._gradients(piece)
             for i in range(count):
                 for j in range(count):
-                    squares[:, i, j] += dots(gradients[i], gradients[j])
-        return self._reduce(squares)
+                    grams[:, i, j] += dots(gradients[i], gradients[j])
+        return self._reduce(grams)
 
-    def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+    def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         """Return a piece's updates with the changed gradients, (F + 1, n)."""
-        shares = [1.0 + change.gradient, change.basis][: len(gradients)]
-        vector = self._squares.new_tensor(shares)
-        square = (self._squares @ vector @ vector).clamp(min=0.0)  # negative only by rounding
-        clips = clipping(square, self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
-        factors = torch.outer(clips, vector).to(gradients[0]).unsqueeze(2)
+        coefficients = self._grams.new_tensor([1.0 + change.gradient, change.basis][: len(gradients)])
+        square = (self._grams @ coefficients @ coefficients).clamp(min=0.0)  # negative only by rounding
+        clips = clipping(square, self._max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
+        factors = torch.outer(clips, coefficients).to(gradients[0]).unsqueeze(2)
         gradient = factors[:, 0] * gradients[0]
-        for number, further in enumerate(gradients[1:], 1):
-            gradient.addcmul_(factors[:, number], further)
+        for index, term in enumerate(gradients[1:], 1):
+            gradient.addcmul_(factors[:, index], term)
         state = piece.state.replace(lr=change.lr_factor * piece.state.lr)
         return dataclasses.replace(piece, state=state).total(gradient)
 
 
-class GradientParts(ChangedSteps):
+class GradientParts(ChangedUpdates):
     """The part of each update that comes from one summand of its gradient, the basis D.
 
         a_(−k) D_(−k),      a the gradient's factor in the update: for AdamW −lr P (1−β1)/(1−β1^t), times clipping
 
-    a is always the plain step's. So if several bases add up to g, their parts add up to the part of g. Without a basis
-    the part is that of g. `products([None], …)` returns products with these parts.
+    a is always the unchanged step's. So if several bases add up to g, their parts add up to the part of g. Without a
+    basis the part is that of g. `products([None], …)` returns products with these parts.
     """
 
-    def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        clips = clipping(self._squares[:, 0, 0], self._plain.max_grad_norm).to(gradients[0]).unsqueeze(1)
+    def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+        clips = clipping(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
         return piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]

@@ -47,7 +47,7 @@ def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, prod
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.limits)
         factor, reward_limit = gradient.factor, gradient.factor_limit
-    of_reward = reward_products(step.batch.fold_sizes, ranks, prediction.steps_without, factor)
+    of_reward = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
     reward, lost_reward = of_reward.split(1, dim=1)
     by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
     rows = torch.cat([by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
@@ -56,7 +56,7 @@ def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, prod
 
 
 def with_quantities(
-    prediction: EntropyPrediction, step: StepData, ranks: Ranks, memory: PreviousUpdate, products: FoldProducts
+    prediction: EntropyPrediction, step: StepData, ranks: Ranks, previous: PreviousUpdate, products: FoldProducts
 ) -> EntropyPrediction:
     """Add the quantities by name: entropy, each product and each split of `forward`. Collective.
 
@@ -79,7 +79,7 @@ def with_quantities(
         Quantity(name, value, stderr, step.number).masked_if(limits.get(name, prediction.forward_limit))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = memory.errors.average(torch.stack([row.stderr for row in multiplied]).square(), step.number)
+    variances, batches = previous.errors.average(torch.stack([row.stderr for row in multiplied]).square(), step.number)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
         for row, stderr, count in zip(multiplied, variances.sqrt(), batches, strict=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
+from rl_training.entropy.changed_steps import ChangedUpdates, Direction, solve_combination
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.ranks import Ranks
@@ -29,7 +29,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Limits
 
-ROUNDING = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
+TOLERANCE = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class RewardGradient:
 
 def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. Collective."""
-    by_response, limit = _above_the_others(batch, ranks)
-    logs = batch.log_ratios()
-    if not limit and float(ranks.reduce(by_response.new_tensor(float(logs is None)))):
+    advantages, limit = _advantages(batch, ranks)
+    log_ratios = batch.log_ratios()
+    if not limit and float(ranks.reduce(advantages.new_tensor(float(log_ratios is None)))):
         limit = NO_SAMPLING_LOGPS
-    if limit or logs is None:
+    if limit or log_ratios is None:
         return RewardGradient(None, limit, None, limit)
-    weights = _on_tokens(batch, by_response * logs.sum(dim=1).exp())
-    factor, factor_limit = _multiple_of_the_step(batch, ranks, limits, weights)
+    weights = _token_weights(batch, advantages * log_ratios.sum(dim=1).exp())
+    factor, factor_limit = _step_gradient_factor(batch, ranks, limits, weights)
     return RewardGradient(weights, None, factor, factor_limit)
 
 
@@ -60,11 +60,11 @@ def reward_multiple_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit |
 
     Ratios to a sampler are left out, so it does not matter which policy sampled the responses.
     """
-    by_response, limit = _above_the_others(batch, ranks)
-    return limit or _multiple_of_the_step(batch, ranks, limits, _on_tokens(batch, by_response))[1]
+    advantages, limit = _advantages(batch, ranks)
+    return limit or _step_gradient_factor(batch, ranks, limits, _token_weights(batch, advantages))[1]
 
 
-def _above_the_others(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]:
+def _advantages(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]:
     """Return (r_i − mean) n/(n−1) / S times the number of ranks, (B,), and the limit if it is unknown. Collective.
 
     The factor is there because training's weights have it too: their gradients are averaged over ranks.
@@ -73,46 +73,48 @@ def _above_the_others(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]
     rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
     if rollout.rewards is not None:
         rewards = rollout.rewards.double()
-    above, sizes = centre_by_prompt(rewards, rollout.prompt_index)
+    centred, sizes = centre_by_prompt(rewards, rollout.prompt_index)
     has_reward = ~rewards.isnan()
     has_others = has_reward & (sizes > 1)
     counts = torch.stack([has_reward.sum(), has_others.sum(), has_reward.new_tensor(rollout.rewards is None)])
-    number, number_with_others, unknown = ranks.reduce(counts.double()).tolist()
-    if unknown or not number_with_others:
-        return rewards, NO_REWARDS if unknown else NO_OTHERS
-    return (above * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / number), None
+    num_rewards, num_with_others, num_unknown = ranks.reduce(counts.double()).tolist()
+    if num_unknown or not num_with_others:
+        return rewards, NO_REWARDS if num_unknown else NO_OTHERS
+    return (centred * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / num_rewards), None
 
 
-def _on_tokens(batch: Batch, by_response: Tensor) -> LossWeights:
-    weights = by_response.unsqueeze(1) * batch.scores.mask
+def _token_weights(batch: Batch, advantages: Tensor) -> LossWeights:
+    weights = advantages.unsqueeze(1) * batch.scores.mask
     return LossWeights(weights.to(batch.scores.logps), None)
 
 
-def _multiple_of_the_step(
+def _step_gradient_factor(
     batch: Batch, ranks: Ranks, limits: Limits, weights: LossWeights
 ) -> tuple[float | None, Limit | None]:
     """Return the factor that turns the step's gradient into that of `weights`, or None and the limit. Collective."""
     if limits.other_terms:
         return None, limits.other_terms
-    of_loss, of_reward = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
-    square, product, others = ranks.reduce(
-        torch.stack([of_loss @ of_loss, of_loss @ of_reward, of_reward @ of_reward])
+    loss_vector, reward_vector = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
+    loss_square, product, reward_square = ranks.reduce(
+        torch.stack([loss_vector @ loss_vector, loss_vector @ reward_vector, reward_vector @ reward_vector])
     ).unbind()
-    table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
-    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # the loss's weights may be bf16
-    factors = multiples(table, 1, [0], rounding)
+    gram = torch.stack([torch.stack([loss_square, product]), torch.stack([product, reward_square])])
+    tolerance = TOLERANCE + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # the loss's weights may be bf16
+    factors = solve_combination(gram, 1, [0], tolerance)
     if factors is not None:
         return factors[0], None
     return None, OTHER_LOSS.with_fix(limits.dr_grpo_fix)
 
 
-def reward_products(fold_sizes: Tensor, ranks: Ranks, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
+def reward_products(
+    fold_sizes: Tensor, ranks: Ranks, updates: LeaveOneOutUpdates | None, factor: float | None
+) -> Tensor:
     """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (F, 2) fp64. Collective.
 
     Both are nan if J is not a multiple of the step's own gradient, or if no fold can be left out of the step.
     """
-    if factor is None or steps is None:
+    if factor is None or updates is None:
         return torch.full((len(fold_sizes), 2), torch.nan, dtype=torch.float64)
-    direction = Direction(steps.gradient.rows, steps.gradient.mean, factor)
-    ((of_fold, corrections),) = ChangedSteps(steps, ranks.reduce).products([None], [direction])
-    return torch.cat([fold_sizes.unsqueeze(1) * of_fold, corrections], dim=1)
+    direction = Direction(updates.gradient.rows, updates.gradient.mean, factor)
+    ((by_fold, corrections),) = ChangedUpdates(updates, ranks.reduce).products([None], [direction])
+    return torch.cat([fold_sizes.unsqueeze(1) * by_fold, corrections], dim=1)

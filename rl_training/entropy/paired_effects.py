@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_training.entropy.changed_steps import (
     Change,
-    ChangedSteps,
+    ChangedUpdates,
     Direction,
     GradientParts,
     changes_by_basis,
@@ -47,30 +47,30 @@ class StepByFolds:
     """
 
     def __init__(self, prediction: EntropyPrediction) -> None:
-        steps = prediction.steps_without
+        updates = prediction.leave_one_out
         rows = prediction.rows
-        assert steps is not None
+        assert updates is not None
         assert prediction.levels is not None
         assert rows is not None, "it takes Need.ENTROPY_ROWS"
-        self.steps = steps
+        self.updates = updates
         self.rows = rows
-        self._by_fold = prediction.levels[:, [0, 2]].cpu()
+        self._counts = prediction.levels[:, [0, 2]].cpu()
 
-    def pair(self, of_fold: Tensor, corrections: Tensor) -> Pair:
+    def pair(self, products: Tensor, corrections: Tensor) -> Pair:
         """Return ΔH per token and Δreward per response of one change.
 
         Args:
-            of_fold: Products by fold from `ChangedSteps.products`, (F, directions). The directions are X and, if
+            products: Products by fold from `ChangedUpdates.products`, (F, directions). The directions are X and, if
                 known, the gradient of the reward.
             corrections: Their leave-one-out corrections, (F, directions).
         """
-        by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * of_fold], dim=1)
+        by_fold = torch.cat([self._counts, self._counts[:, :1] * products], dim=1)
         total = by_fold.sum(dim=0)
         without = total - by_fold
         without[:, 2:] += corrections
         values = _per_unit(total)
         covariance = jackknife_covariance(_per_unit, total, without)
-        return Pair(values, covariance, len(self._by_fold) - 1)
+        return Pair(values, covariance, len(self._counts) - 1)
 
 
 def paired_effects(
@@ -96,26 +96,26 @@ def paired_effects(
     """
     folds = StepByFolds(prediction)
     reduce = runtime.ranks.reduce
-    plain = step.batch.loss_weights.stacked()
-    further = {name: table - plain for name, table in weights.items()}
-    without_basis, by_basis = changes_by_basis(further, None if step.limits.other_terms else plain, reduce)
+    unchanged = step.batch.loss_weights.stacked()
+    added_weights = {name: table - unchanged for name, table in weights.items()}
+    without_basis, by_basis = changes_by_basis(added_weights, None if step.limits.other_terms else unchanged, reduce)
     directions = [Direction(folds.rows)]
     names = list(by_basis)
     first = [reward] if isinstance(reward, LossWeights) else []
-    further_weights = [*first, *(LossWeights.of_stacked(further[name]) for name in names)]
-    bases = iter_basis_gradients(step.batch, runtime, further_weights)
+    basis_weights = [*first, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
+    bases = iter_basis_gradients(step.batch, runtime, basis_weights)
     if reward is not None:
-        gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
+        gradient, factor = (folds.updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, gradient.mean, factor))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
-        products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
+        products = ChangedUpdates(folds.updates, reduce, basis).products(list(changes.values()), directions)
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
-    for number, basis in bases:  # one at a time, because they are large
-        measure(by_basis[names[number - len(first)]], basis)
+    for index, basis in bases:  # one at a time, because they are large
+        measure(by_basis[names[index - len(first)]], basis)
         del basis
     return pairs
 
@@ -143,15 +143,15 @@ def gradient_shares(
     folds = StepByFolds(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        parts = GradientParts(folds.steps, runtime.ranks.reduce, basis)
+        parts = GradientParts(folds.updates, runtime.ranks.reduce, basis)
         ((by_fold, _),) = parts.products([None], [Direction(folds.rows)])
         return by_fold
 
-    by_number = {}
-    for number, basis in iter_basis_gradients(batch, runtime, weights):
-        by_number[number] = products(basis)
+    by_index = {}
+    for index, basis in iter_basis_gradients(batch, runtime, weights):
+        by_index[index] = products(basis)
         del basis  # free it before the next is made
-    return GradientShares(products(None), [by_number[number] for number in range(len(weights))], folds)
+    return GradientShares(products(None), [by_index[index] for index in range(len(weights))], folds)
 
 
 def _per_unit(sums: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _per_unit(sums: Tensor) -> Tensor:
         sums: Numbers of responses and of tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k),
             (..., 2 + directions).
     """
-    number = sums[..., 0:1]
-    length = sums[..., 1:2]
-    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
+    num_responses = sums[..., 0:1]
+    num_tokens = sums[..., 1:2]
+    values = sums[..., 2:] / torch.cat([num_tokens, num_responses], dim=-1)[..., : sums.shape[-1] - 2]
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)

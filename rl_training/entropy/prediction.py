@@ -31,7 +31,7 @@ All of them are nan if engine/verifier.py finds, after the step, that the optimi
 (not_the_formula).
 
 Example: a KL term in the loss is part of the loss's weights on log-probabilities, so in this table it affects only
-`delta_reward/forward`. That is nan (other_loss, from _multiple_of_the_step in length_and_reward.py), because the step's
+`delta_reward/forward`. That is nan (other_loss, from _step_gradient_factor in length_and_reward.py), because the step's
 gradient is no longer a multiple of the reward's, except at the reference policy, where the term's gradient is 0. The
 same requirement makes two things outside this table nan: the split of `gns` (_split_limit in probes/gns.py), and
 interventions that need Dr-GRPO's loss or its advantages (unavailable_reason in interventions/named.py).
@@ -83,51 +83,51 @@ class Updates(NamedTuple):
 
     intended: Vector | None = None  # δθ
     rounded: Vector | None = None  # δθ after the weights are rounded; the same vector for fp32 weights
-    without: LeaveOneOutUpdates | None = None  # the updates without each fold
+    leave_one_out: LeaveOneOutUpdates | None = None  # the updates without each fold
 
 
-def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
+def predict_entropy(step: StepData, runtime: Runtime, previous: PreviousUpdate, needs: Need) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-    Afterwards `memory` holds this step's δθ, for the next step's `backward`.
+    Afterwards `previous` holds this step's δθ, for the next step's `backward`.
     """
     batch, ranks = step.batch, runtime.ranks
-    settings, labels = memory.settings, memory.attribution.labels
+    settings, labels = previous.settings, previous.attribution.labels
     limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
-        return _without_entropy_gradient(step, memory, limit)
+        return _without_entropy_gradient(step, previous, limit)
     ratios = prefix_ratios(batch, ranks)
     levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
-        return _without_entropy_gradient(step, memory, NO_TOKENS)
+        return _without_entropy_gradient(step, previous, NO_TOKENS)
     updates = _updates(step, ranks)
     check = ScoreCheck(batch, runtime.policy)
-    products, rows = _multiply(step, runtime, memory, needs, updates, ratios, entropy / length, check)
+    products, rows = _products_and_rows(step, runtime, previous, needs, updates, ratios, entropy / length, check)
     prediction = EntropyPrediction(
         settings,
         labels,
         forward_limit=_forward_limit(step),
-        backward_limit=memory.limit(step.number) or step.limits.reused,
+        backward_limit=previous.limit(step.number) or step.limits.reused,
         intended=updates.intended,
         update=updates.rounded,
         levels=levels,
         rows=rows,
-        steps_without=updates.without,
+        leave_one_out=updates.leave_one_out,
     )
-    memory.keep(step.number, None if step.optimizer.rounded else updates.rounded, step.gradients.weights)
+    previous.keep(step.number, None if step.optimizer.rounded else updates.rounded, step.gradients.weights)
     other_scores = check.limit(ranks.reduce)
     if other_scores:  # the updates remain valid: they do not depend on these scores
         return EntropyPrediction(
             settings, labels, other_scores, other_scores, intended=updates.intended, update=updates.rounded
         )
-    return prediction if products is None else with_quantities(prediction, step, ranks, memory, products)
+    return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
 
 
-def _without_entropy_gradient(step: StepData, memory: PreviousUpdate, limit: Limit) -> EntropyPrediction:
-    """Return the prediction of a step without X, and record in `memory` that its δθ is not kept."""
-    memory.leave_out(step.number, limit)
-    return EntropyPrediction(memory.settings, memory.attribution.labels, limit)
+def _without_entropy_gradient(step: StepData, previous: PreviousUpdate, limit: Limit) -> EntropyPrediction:
+    """Return the prediction of a step without X, and record in `previous` that its δθ is not kept."""
+    previous.leave_out(step.number, limit)
+    return EntropyPrediction(previous.settings, previous.attribution.labels, limit)
 
 
 def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
@@ -136,13 +136,13 @@ def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit
     X needs all responses to each prompt. They must be sampled from the policy, or from a sampler whose
     log-probabilities are known.
     """
-    logs = batch.log_ratios()
+    log_ratios = batch.log_ratios()
     limit = limits.sampling_mismatch or limits.no_baseline or limits.hooked
-    if limit or logs is None:
+    if limit or log_ratios is None:
         return limit or NO_SAMPLING_LOGPS
     if batch.rollout.sampling_logps is None:
         return None
-    total, total_of_squares = ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
+    total, total_of_squares = ranks.reduce(kish_sums(log_ratios.sum(dim=1).exp())).tolist()
     ess = kish_size_of_sums(total, total_of_squares) / batch.num_sequences
     return None if ess >= MIN_ESS else TOO_FAR.formatted(ess=ess, least=MIN_ESS)
 
@@ -177,10 +177,10 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     return Updates(intended, rounded, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, clip))
 
 
-def _multiply(
+def _products_and_rows(
     step: StepData,
     runtime: Runtime,
-    memory: PreviousUpdate,
+    previous: PreviousUpdate,
     needs: Need,
     updates: Updates,
     ratios: PrefixRatios | None,
@@ -192,33 +192,38 @@ def _multiply(
     Args:
         step: The step.
         runtime: The policy, the ranks and the reduction that sums gradients by fold.
-        memory: Has δθ of the previous step.
+        previous: Has δθ of the previous step.
         needs: What the probes need.
         updates: The updates of the step.
         ratios: Prefix ratios to the sampler. None: all are 1.
         level: H_tok of the whole step.
         check: Receives all scores that X is calculated from.
     """
-    batch, layout, settings = step.batch, step.gradients.layout, memory.settings
+    batch, layout, settings = step.batch, step.gradients.layout, previous.settings
     num_targets = 1 + settings.per_sequence
     products = None
     if Need.ENTROPY_CHANGE in needs:
-        before = memory.before(step.number)
         products = FoldProducts(
-            layout, batch.fold_sizes, memory.attribution, updates.rounded, before, updates.without, num_targets
+            layout,
+            batch.fold_sizes,
+            previous.attribution,
+            updates.rounded,
+            previous.update_before(step.number),
+            updates.leave_one_out,
+            num_targets,
         )
-    rows = layout.zeros(batch.num_folds, device=memory.device) if Need.ENTROPY_ROWS in needs else None
+    rows = layout.zeros(batch.num_folds, device=previous.device) if Need.ENTROPY_ROWS in needs else None
     by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(batch, runtime, ratios, level, settings, check)
     if layout.is_small:  # finish all backwards first: interleaving them with products thrashes the CPU cache
         by_group = list(by_group)
     folds_at_once = batch.num_folds if layout.is_small else len(batch.folds[0].folds)
     sums = products.sums if products is not None else []
-    memory.count_bytes(updates.intended, updates.rounded, rows, *sums, more=folds_at_once * num_targets)
+    previous.count_bytes(updates.intended, updates.rounded, rows, *sums, num_extra=folds_at_once * num_targets)
     for group, directions in by_group:
-        for number, k in enumerate(group.folds):
+        for index, k in enumerate(group.folds):
             if products is not None:
-                products.add(k, [[part[number] for part in x] for x in directions])
+                products.add(k, [[part[index] for part in x] for x in directions])
             if rows is not None:
-                add([part[k] for part in rows], [part[number] for part in directions[0]])
+                add([part[k] for part in rows], [part[index] for part in directions[0]])
         del directions  # free them before the next group's, which are made while weights may be gathered
     return products, rows

@@ -48,13 +48,13 @@ class PreviousUpdate:
     ) -> None:
         state = state or UpdateState()
         self._shard, self._layout = shard, shard.layout
-        self.vector: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
+        self.update: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
         # The parts are copied because the last bits of a sum depend on the memory address of its first entry.
         if state.step:  # not state.update, which may be empty on some ranks
-            self.vector = self._layout.vector(part.clone() for part in state.update.local(shard).values())
+            self.update = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # the last step; None before the first
         self.errors = AveragedErrors(state.errors, settings.error_decay)
-        self._before: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
+        self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
         self._limit: Limit | None = None  # why δθ of `step` is unknown
         self.settings = settings
         self.device = "cpu" if offload else None  # where tensors by fold are kept; None: on the parameters' device
@@ -64,26 +64,24 @@ class PreviousUpdate:
     @property
     def state(self) -> UpdateState:
         """The state to save in a checkpoint: this rank's entries, in host memory."""
-        if self.step is None or self.vector is None:
+        if self.step is None or self.update is None:
             return UpdateState(errors=self.errors.kept)
-        entries = {name: part.cpu() for name, part in self._layout.by_name(self.vector).items()}
+        entries = {name: part.cpu() for name, part in self._layout.by_name(self.update).items()}
         return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
-    def count_bytes(self, *vectors: Vector | None, more: int) -> None:
+    def count_bytes(self, *vectors: Vector | None, num_extra: int) -> None:
         """Set `peak_bytes` for a step that holds these vectors at once, plus the δθ or weights that are kept here.
 
         Args:
             *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
-            more: The number of further vectors of the layout's size.
+            num_extra: The number of further vectors of the layout's size.
         """
-        parts = {
-            id(part): part for vector in (self.vector, *vectors) for part in vector or ()
-        }  # shared tensors count once
-        self.peak_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
+        parts = {id(part): part for vector in (self.update, *vectors) for part in vector or ()}
+        self.peak_bytes = num_bytes([*parts.values(), *self._old_weights.values()]) + num_extra * self._layout.num_bytes
 
-    def before(self, step: int) -> Vector | None:
+    def update_before(self, step: int) -> Vector | None:
         """Return δθ of step − 1, or None if it is unknown."""
-        return self.vector if self.step == step - 1 else None
+        return self.update if self.step == step - 1 else None
 
     def limit(self, step: int) -> Limit | None:
         """Return the limit of `backward` if δθ of step − 1 is unknown, or None."""
@@ -99,26 +97,26 @@ class PreviousUpdate:
         """Keep a step's δθ; if `update` is None, keep a copy of the weights before the step instead."""
         self.step = step
         self.errors.begin()
-        self.vector = update
+        self.update = update
         self._limit = None
-        self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
+        self._old_weights = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, limit: Limit) -> None:
         """Record a step without keeping its δθ, because of this limit."""
         self.step = step
         self.errors.begin()
-        self._before = {}
+        self._old_weights = {}
         self.forget(limit)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Calculate δθ from the weights after a step, if the weights before it are kept."""
-        if self._before and self.step == step:
+        if self._old_weights and self.step == step:
             dtype = self._layout.dtype
-            changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
-            self.vector = self._layout.vector(changes)
-            self._before = {}
+            changes = (weights[name].to(dtype) - old.to(dtype) for name, old in self._old_weights.items())
+            self.update = self._layout.vector(changes)
+            self._old_weights = {}
 
     def forget(self, limit: Limit) -> None:
         """Discard δθ of the last step, and keep `limit` as the reason."""
-        self.vector = None
+        self.update = None
         self._limit = limit.prefixed(f"step {self.step}")

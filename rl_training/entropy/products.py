@@ -34,7 +34,7 @@ class FoldProducts:
     attribution: Attribution
     update: Vector | None  # δθ of the step; None if the optimizer has no formula
     previous: Vector | None  # δθ of the previous step; None if unknown
-    steps: LeaveOneOutUpdates | None  # None if no fold can be left out
+    leave_one_out: LeaveOneOutUpdates | None  # None if no fold can be left out
     num_targets: int  # 1: per token; 2: per token and per sequence
     sums: list[Vector] = field(default_factory=list)  # S = Σ n_k X_k of each target
     _products: list[Tensor] = field(default_factory=list)  # of each fold, (products and splits, targets)
@@ -82,12 +82,12 @@ class FoldProducts:
             of_fold: n_l X_l · (δθ_(−l) − δθ), (F, targets).
         """
         by_cause = of_fold.new_full((len(of_fold), len(CAUSES), len(self.sums)), torch.nan)
-        if self.steps is None:
+        if self.leave_one_out is None:
             return by_cause[:, 0], by_cause
         by_cause.zero_()
-        for piece in self.steps.pieces:
+        for piece in self.leave_one_out.pieces:
             xs = [piece.of(x) for x in self.sums]
-            products = [dots(change, x) for change in self.steps.changes(piece) for x in xs]
+            products = [dots(change, x) for change in self.leave_one_out.changes(piece) for x in xs]
             by_cause += torch.stack(products).view(len(of_fold), len(xs), -1).transpose(1, 2)
         whole = by_cause.sum(dim=1) - of_fold
         by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(of_fold).view(-1, 1, 1)
@@ -104,25 +104,24 @@ class FoldProducts:
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
         """Return X_k · δθ_(−k), the same without clipping, and the split of the first by cause and by parameter."""
-        if self.steps is None:
+        if self.leave_one_out is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
-        steps = self.steps
-        clip = float(self.steps.clips[k])
+        updates = self.leave_one_out
+        clip = float(updates.clips[k])
         unclipped: list[Tensor] = []
 
-        def parts() -> Iterator[
-            tuple[OptimizerPiece, UpdateParts]
-        ]:  # one pass for both, because joining parameters takes time
-            for piece in steps.pieces:
-                gradient = steps.gradient.without(k, piece)
+        # One pass for both, because joining parameters takes time.
+        def iter_parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
+            for piece in updates.pieces:
+                gradient = updates.gradient.without(k, piece)
                 if clip != 1.0:
-                    moved = piece.total(gradient)
-                    unclipped.extend(dots(moved, piece.of(x)) for x in directions)
+                    update = piece.total(gradient)
+                    unclipped.extend(dots(update, piece.of(x)) for x in directions)
                     gradient.mul_(clip)
                 yield piece, piece.delta(gradient)
 
-        products = split_products(parts(), directions, len(self.layout.names))
+        products = split_products(iter_parts(), directions, len(self.layout.names))
         forward = products[: len(CAUSES)].sum(dim=0)
         if not unclipped:
             return forward, forward, products

@@ -76,7 +76,7 @@ class EntropyPrediction:
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Vector | None = None  # (F, n) per bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: LeaveOneOutUpdates | None = None  # the update without each fold; None if `forward_limit` is set
+    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_limit` is set
 
 
 @dataclass(frozen=True)

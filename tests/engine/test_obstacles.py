@@ -67,8 +67,8 @@ def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> Non
         return sums + sums.new_tensor([128.0, 1024.0])
 
     step, runtime = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.runtime, ranks=Ranks(2, reduce))
-    memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in predict_entropy(step, runtime, memory, Need.ENTROPY_ROWS).limit
+    previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
+    assert "is 0.26 of the sequences" in predict_entropy(step, runtime, previous, Need.ENTROPY_ROWS).limit
 
 
 def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:

@@ -161,9 +161,9 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
     history.keep(4, update, nowhere)
     state = from_tensors(UpdateState(), to_tensors(history.state))
     for kept in (history, history_of(3, state)):
-        assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
+        assert kept.update_before(5)[0].tolist() == [1.0, -2.0, 0.5]
         assert kept.limit(5) is None
-        assert kept.before(6) is None
+        assert kept.update_before(6) is None
         assert kept.limit(6) == STEP_NOT_MEASURED.formatted(step=5)
     with pytest.raises(UserError, match="does not match the 2 numbers that are trained"):
         history_of(2, state)
@@ -199,4 +199,4 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
     history.finish(1, weights)
     weights["w"] += 1.0
     history.finish(1, weights)  # only the first call counts
-    assert history.before(2)[0].tolist() == [0.25, -1.0]
+    assert history.update_before(2)[0].tolist() == [0.25, -1.0]

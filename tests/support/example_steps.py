@@ -88,7 +88,7 @@ def step_of(
     states: Any = None,
     rows: Vector | None = None,
     sq_norms: Tensor | None = None,
-    memory: PreviousUpdate | None = None,
+    previous: PreviousUpdate | None = None,
     ranks: Ranks = ALONE,
 ) -> StepContext:
     """Return what a probe sees of a step with equal microbatches, each a fold.
@@ -99,7 +99,7 @@ def step_of(
         mean: The mean gradient by parameter, in the parameters' shapes.
         rows: The gradient of each fold.
         sq_norms: The squared gradient norm of each fold.
-        memory: With the previous update, the context also has the entropy prediction.
+        previous: With the previous update, the context also has the entropy prediction.
     """
     size = rollout.num_sequences // microbatches
     microbatch_rows = ranges_of([size] * microbatches)
@@ -129,6 +129,6 @@ def step_of(
         limits=Limits(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
     )
     runtime = Runtime(policy, ranks, FoldReduction(shard))
-    if memory is None:
+    if previous is None:
         return StepContext(step, runtime)
-    return StepContext(step, runtime, predict_entropy(step, runtime, memory, Need.ENTROPY_CHANGE))
+    return StepContext(step, runtime, predict_entropy(step, runtime, previous, Need.ENTROPY_CHANGE))

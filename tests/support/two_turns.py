@@ -147,7 +147,7 @@ def step_on(
         Tabular(logits),
         states=states,
         rows=[rows],
-        memory=PreviousUpdate(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
+        previous=PreviousUpdate(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
     )
 
 
