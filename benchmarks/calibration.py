@@ -131,11 +131,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--sequences", type=int, default=1024, help="of each evaluation set; another OUTPUT for another N"
+        "--sequences", type=int, default=1024, help="in each evaluation set; another number needs another --output"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/calibration"))
     parser.add_argument("--picture", type=Path, default=Path("docs/figures/calibration.png"))
-    parser.add_argument("--only-report", action="store_true", help="train nothing: report the runs that are complete")
+    parser.add_argument("--only-report", action="store_true", help="do not train, report the complete runs")
     options = parser.parse_args()
     wanted = [(condition, seed) for seed in options.seeds for condition in options.conditions]
     todo = [key for key in wanted if not is_complete(run_folder(options.output, *key), options.steps)]

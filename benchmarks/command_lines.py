@@ -116,18 +116,18 @@ def leave_nothing(group: int) -> bool:
 def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Path, said: list[str]) -> str:
     """Return why this ending is bad, or "" if it is not."""
     if code is None:
-        return "did not end"
+        return "did not end in time"
     if left:
         return "left a process behind"
     if code and not last.startswith(("error: ", "train: error", "usage:", "ended by", "rl-training")):
-        return "its last words are no error"
+        return "its last line is not an error"
     if code == 1 or ("--debug" not in line and any(text.startswith("Traceback") for text in said)):
-        return "unexpected"
+        return "an unexpected error"
     if (expected := TYPED["tries"].get(line)) is not None:
         if not expected:
-            return "" if code == 0 else "is right, and refused"
+            return "" if code == 0 else "is valid, but refused"
         if code == 0:  # when a probe fails, measuring ends but training continues
-            return "" if any(expected in text for text in said) else "silently wrong"
+            return "" if any(expected in text for text in said) else "does not report the mistake"
         return "" if expected in last else f"does not say {expected!r}"
     asked = {"--help", "--cfg", "--version", "--info", "-x", "--hlep", "--multirun"} & set(line.split())
     trained = (run_dir / "logs" / METRICS_FILE).exists() and bool(read_metrics(run_dir / "logs"))
@@ -140,7 +140,7 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only command lines with this word")
-    parser.add_argument("--seconds", type=float, default=60, help="how long one may last (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="time limit of each (default: %(default)s)")
     args = parser.parse_args()
     lines = [line for line in command_lines() if args.only in line]
     bad, codes, runs = 0, {}, Path(tempfile.mkdtemp())

@@ -225,7 +225,7 @@ def costs(scale: Scale, deadline: float) -> Iterator[str]:
     plan.insert(4, (scale.ranks[0], scale.tokens[0], False, "gns+ess"))
     for number, (rank, tokens, checkpointing, names) in enumerate(plan):
         if time.monotonic() > deadline - SECONDS_LEFT:
-            yield f"\nLeft out, since there was no time: {len(plan) - number} of {len(plan)} rows."
+            yield f"\nLeft out for lack of time: {len(plan) - number} of {len(plan)} rows."
             return
         workload = scale.workload(rank, tokens, checkpointing)
         trainer, meter = trained(workload, every_second(make_probes(names)), WARM_UP + 2 * scale.pairs)
@@ -252,7 +252,7 @@ def machine() -> Iterator[str]:
         about = torch.cuda.get_device_properties(0)
         yield f"# {about.name}\n\n{about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
     else:
-        yield f"# CPU, threads: {torch.get_num_threads()}. No GPU was there, these figures say that the command runs"
+        yield f"# CPU, {torch.get_num_threads()} threads. There is no GPU: the figures only show that the command runs"
     origin = provenance()
     yield "\n".join(f"- {key}: {origin[key]}" for key in ("commit", "command", "started", "python", "libraries"))
 
@@ -261,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder that gpu.md is written into")
     parser.add_argument("--small", action="store_true", help="everything small enough for a CPU")
-    parser.add_argument("--minutes", type=float, default=8.5, help="after which no section is begun")
+    parser.add_argument("--minutes", type=float, default=8.5, help="start no section after this time")
     options = parser.parse_args()
     if not GPU and not options.small:
         parser.error("there is no GPU here: --small runs the same on the CPU")
@@ -273,7 +273,7 @@ def main() -> None:
         page.append(f"\n## {section.__doc__}\n")
         try:
             if start > deadline - SECONDS_LEFT:
-                page.append("Left out, since there was no time.")
+                page.append("Left out for lack of time.")
             else:
                 page.extend(section(scale, deadline))
         except Exception:  # the GPU is paid for by the minute: run the other sections anyway

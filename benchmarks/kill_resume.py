@@ -190,7 +190,7 @@ def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Pat
             half = [f", {path.name} half-written ({find_flaw(path)})" for path in unfinished(killed)]
             print(f"kill {number}: {place}, after step {num_lines(killed)}{''.join(half)}", flush=True)
         else:
-            print("it ended first: compared, and started afresh", flush=True)
+            print("the run ended before the kill: it is compared, and a new one starts", flush=True)
             compare(whole, killed)
             shutil.rmtree(killed)
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as of train.py: trainer.max_steps=20")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of train.py, such as trainer.max_steps=20")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         whole, killed, log = Path(folder) / "whole", Path(folder) / "killed", Path(folder) / "log"

@@ -281,7 +281,7 @@ def main() -> None:
             flag = "--" + field.name.replace("_", "-")
             kind: dict[str, Any] = {"action": "store_true"} if field.default is False else {"type": type(field.default)}
             parser.add_argument(flag, default=field.default, **kind)
-    parser.add_argument("--sets", nargs="+", default=SETS, help="of probes, joined by +")
+    parser.add_argument("--sets", nargs="+", default=SETS, help="sets of probes, joined by +")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--grow", action="store_true")
     options = vars(parser.parse_args())

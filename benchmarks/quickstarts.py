@@ -150,8 +150,8 @@ def named(way: Way) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of ways, from 1")
-    parser.add_argument("--keep", type=Path, help="where scripts and runs are kept")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of variants, from 1")
+    parser.add_argument("--keep", type=Path, help="folder to keep scripts and runs in")
     chosen = parser.parse_args()
     print(
         "| | batch × accumulation, generations | loss and settings | processes | prompts | steps with a bar | "

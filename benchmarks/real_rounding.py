@@ -41,7 +41,7 @@ def forward_added_in_fp32(self: Linear, x: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--at", type=int, default=1, help="state: the steps after which it is")
+    parser.add_argument("--at", type=int, default=1, help="score the state after this many steps")
     options = parser.parse_args()
     checkpoint = options.run / "training_state" / f"checkpoint-{options.at}"
     real_truth.PROMPTS = PROMPTS

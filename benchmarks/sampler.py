@@ -91,7 +91,7 @@ class Divergence(SamplerProbe):
         names = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap")
         said = ", ".join(f"{name} {self.mean(name)}" for name in names)
         law = math.exp(-2.0 * kl * tokens)
-        print(f"  {len(self.said)} batches, {tokens:.1f} tokens: {said}; exp(−2 KL T) {law:.3f}, called cut {cuts}",
+        print(f"  {len(self.said)} batches, {tokens:.1f} tokens: {said}; exp(−2 KL T) {law:.3f}, flagged as cut {cuts}",
               flush=True)  # fmt: skip
 
 
@@ -190,8 +190,8 @@ def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, floa
         ]
         asserted = [said.value * truth > 0 for said, truth, _ in listed if abs(said.value) > said.half_width()]
         print(f"    {name} {quantity}: covered {statistics.fmean(held):.3f} of {len(held)}, signs {sum(asserted)} of "
-              f"{len(asserted)}, mean said {milli([said.value for said, *_ in listed])}, true "
-              f"{milli([truth for _, truth, _ in listed])}, errors of the truth / of what is said "
+              f"{len(asserted)}, mean estimate {milli([said.value for said, *_ in listed])}, truth "
+              f"{milli([truth for _, truth, _ in listed])}, error of the truth / of the estimate "
               f"{statistics.median(error / said.stderr for said, _, error in listed):.2f}", flush=True)  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=2, help="steps between measurements on fresh responses")
     parser.add_argument("--sequences", type=int, default=512, help="fresh responses of each measurement")
-    parser.add_argument("--batches", type=int, default=8, help="at each state of `interventions`")
+    parser.add_argument("--batches", type=int, default=8, help="batches at each state of `interventions`")
     parser.add_argument("--output", type=Path, default=Path("runs/size"))
     options = parser.parse_args()
     if options.part == "train":

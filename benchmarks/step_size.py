@@ -181,15 +181,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/step_size"))
     parser.add_argument("--picture", type=Path, default=Path("docs/figures/step_size.png"))
-    parser.add_argument("--plan", action="store_true", help="print what is registered and what is left of it")
-    parser.add_argument("--table", action="store_true", help="print tables of the runs that are there")
+    parser.add_argument("--plan", action="store_true", help="print the plan and how much of it is left to run")
+    parser.add_argument("--table", action="store_true", help="print tables of the existing runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = read_lines(options.output)
     if options.table:
         new, old = ([name for name in part if all(compared(lines, name, "bounded"))] for part in (SECOND, FIRST))
         if not new + old:
-            parser.error(f"{options.output} has no setting with a run of fixed and of bounded: make the runs first")
+            parser.error(f"{options.output} has no setting with runs of both fixed and bounded: do the runs first")
         print_tables(lines, new, old)
         draw(lines, new + old, options.picture)
         return

@@ -84,7 +84,7 @@ def make_trainer(
     set_seed(0)
     per_step = workload.prompts * workload.responses
     if workload.prompts % workload.folds:
-        raise ValueError(f"{workload.prompts} prompts do not come in {workload.folds} folds of whole prompts")
+        raise ValueError(f"{workload.prompts} prompts cannot be divided evenly into {workload.folds} folds")
     is_task = workload.shape == "default_task" and config is None
     task = arithmetic() if is_task else None
     trainer = DrGRPOTrainer(
