@@ -14,8 +14,8 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 
 # Largest advantage that counts as 0: rewards minus their mean may be off by rounding, then divided by a tiny spread.
-NO_ADVANTAGE = 1e-4
-OFTEN = 0.5  # share of responses cut off, from which on the cut is named as a cause
+ADVANTAGE_TOLERANCE = 1e-4
+CUT_OFF_SHARE = 0.5  # smallest share of truncated responses for which truncation is named as the cause
 
 
 def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_responses: str) -> str:
@@ -28,13 +28,13 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     Returns:
         The warning. Empty if rewards differ or are unknown, or if another baseline gives nonzero advantages.
     """
-    table = ranks.gather(_facts(rollouts)).cpu()
-    least, most, advantage = float(table[:, 0].min()), float(table[:, 1].max()), float(table[:, 2].max())
-    count, cut_off, longest = int(table[:, 3].sum()), float(table[:, 4].sum()), int(table[:, 5].max())
-    if table.isnan()[:, :3].any() or not math.isclose(least, most) or advantage > NO_ADVANTAGE:
+    by_rank = ranks.gather(_local_summary(rollouts)).cpu()
+    least, most, advantage = float(by_rank[:, 0].min()), float(by_rank[:, 1].max()), float(by_rank[:, 2].max())
+    count, cut_off, longest = int(by_rank[:, 3].sum()), float(by_rank[:, 4].sum()), int(by_rank[:, 5].max())
+    if by_rank.isnan()[:, :3].any() or not math.isclose(least, most) or advantage > ADVANTAGE_TOLERANCE:
         return ""
     sentence = f"all {count} responses earned {least:g}, so every advantage is 0 and nothing is learned from them. "
-    if cut_off >= OFTEN * count:  # False if unknown: cut_off is then nan
+    if cut_off >= CUT_OFF_SHARE * count:  # False if unknown: cut_off is then nan
         return (
             f"{sentence}{100 * cut_off / count:.0f}% of them were cut off, the longest at {longest} tokens: "
             f"{longer_responses}"
@@ -42,15 +42,15 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     return f"{sentence}Easier or harder prompts, or partial rewards, would give a signal"
 
 
-def _facts(rollouts: Sequence[Rollout]) -> torch.Tensor:
+def _local_summary(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Return six numbers: smallest and largest reward, largest |advantage|, responses, responses cut off, longest."""
-    rewards = torch.cat([_or_unknown(rollout.rewards, rollout) for rollout in rollouts])
-    cut_off = torch.cat([_or_unknown(rollout.truncated, rollout) for rollout in rollouts])
+    rewards = torch.cat([_or_nan(rollout.rewards, rollout) for rollout in rollouts])
+    cut_off = torch.cat([_or_nan(rollout.truncated, rollout) for rollout in rollouts])
     advantages = torch.cat([rollout.advantages_of_tokens.abs().amax(dim=1).double() for rollout in rollouts])
     lengths = torch.cat([rollout.token_mask.sum(dim=1).double() for rollout in rollouts])
     count = torch.full_like(lengths[0], len(lengths))
     return torch.stack([rewards.min(), rewards.max(), advantages.max(), count, cut_off.sum(), lengths.max()])
 
 
-def _or_unknown(values: torch.Tensor | None, rollout: Rollout) -> torch.Tensor:
+def _or_nan(values: torch.Tensor | None, rollout: Rollout) -> torch.Tensor:
     return torch.full_like(rollout.advantages.double(), math.nan) if values is None else values.double()

@@ -21,8 +21,10 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.probes import BUILT_IN
 
-FARTHEST = 0.1  # largest mean difference between the loop's log-probabilities and the scorer's, in nats per token
-FARTHEST_ENTROPY = 0.2  # the same for entropies, as a share of their mean; bits instead of nats are off by 0.44
+# Largest mean difference between the loop's log-probabilities and the scorer's, in nats per token.
+MAX_LOGP_DIFFERENCE = 0.1
+# The same for entropies, as a share of their mean. Bits instead of nats are off by 0.44.
+MAX_ENTROPY_DIFFERENCE = 0.2
 
 SCALED = (
     "a GradScaler scales the loss, and with it the gradients that probes read: train in bf16 or fp32, with "
@@ -172,22 +174,23 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
     mask = rollout.completion_mask.bool()
     exact, noisy = policy.score_rollout(rollout), policy.score_rollout(rollout, as_training=True, dropout=True)
 
-    def mean_distance(first: Tensor, other: Tensor) -> float:
+    def mean_difference(first: Tensor, other: Tensor) -> float:
         return float((first.detach() - other)[mask].abs().mean())
 
-    off, noise = mean_distance(logps, exact.logps), mean_distance(noisy.logps, exact.logps)
-    if mask.any() and not off <= FARTHEST + 2 * noise:
+    difference, noise = mean_difference(logps, exact.logps), mean_difference(noisy.logps, exact.logps)
+    if mask.any() and not difference <= MAX_LOGP_DIFFERENCE + 2 * noise:
         raise UserError(
-            f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "
-            "the shift by one token, the temperature and the attention mask"
+            f"logps are {difference:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: "
+            "check the shift by one token, the temperature and the attention mask"
         )
     if mask.any() and entropies is not None:
-        off, noise = mean_distance(entropies, exact.entropies), mean_distance(noisy.entropies, exact.entropies)
-        level = float(exact.entropies[mask].mean())
-        if not off <= FARTHEST_ENTROPY * level + 2 * noise:
+        difference = mean_difference(entropies, exact.entropies)
+        noise = mean_difference(noisy.entropies, exact.entropies)
+        mean = float(exact.entropies[mask].mean())
+        if not difference <= MAX_ENTROPY_DIFFERENCE * mean + 2 * noise:
             raise UserError(
-                f"entropies are {off:.2g} off the model's, whose mean is {level:.2g} nats per token: pass those over "
-                "the whole vocabulary, in nats, at the same temperature, or none"
+                f"entropies are {difference:.2g} off the model's, whose mean is {mean:.2g} nats per token: pass those "
+                "over the whole vocabulary, in nats, at the same temperature, or none"
             )
 
 

@@ -86,12 +86,12 @@ class TrainedLoss:
         refuse_what_cannot_be_trained(trainer, policy, interventions)
         self._trainer, self._policy = trainer, policy
         self.on_loss = [intervention for intervention in interventions if intervention.function is not None]
-        self._silent_share = 0.0  # share of the rollout's prompts whose advantages are all 0
+        self._zero_advantage_share = 0.0  # share of the rollout's prompts whose advantages are all 0
 
     def begin(self, rollout: Rollout) -> None:
         """Register this rank's fresh rollout. Collective if there are interventions on the loss."""
         if self.on_loss:
-            self._silent_share = zero_advantage_share(
+            self._zero_advantage_share = zero_advantage_share(
                 rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce
             )
 
@@ -116,16 +116,16 @@ class TrainedLoss:
             batches.loss_settings(self._trainer),
             reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
-            zero_advantage_share=self._silent_share,
+            zero_advantage_share=self._zero_advantage_share,
             responses_per_prompt=self._trainer.num_generations,
         )
         for intervention in self.on_loss:
             inputs = dataclasses.replace(inputs, weights=_weights(intervention, inputs))
         new = inputs.weights
-        further = ((new.logps - c) * scores.logps).sum()
+        correction = ((new.logps - c) * scores.logps).sum()
         if new.entropies is not None:
-            further = further + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
-        return loss + further - further.detach()
+            correction = correction + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
+        return loss + correction - correction.detach()
 
 
 def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:

@@ -35,7 +35,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
     lengths = token_mask.sum(dim=1)
     last = completion_ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     old_logps = None if on_policy else _padded(data["old_log_probs"].unbind())
-    by_engine = data.get("rollout_log_probs", None)  # with actor_rollout_ref.rollout.calculate_log_probs=True
+    engine_logps = data.get("rollout_log_probs", None)  # with actor_rollout_ref.rollout.calculate_log_probs=True
     return Rollout(
         prompt_ids=_padded(prompts, on_the_left=True),
         prompt_mask=_padded([torch.ones_like(prompt) for prompt in prompts], on_the_left=True),
@@ -43,8 +43,8 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         completion_mask=mask,
         advantages=_one_per_response(_padded(data["advantages"].unbind()), mask),
         rewards=torch.stack([row.sum() for row in data["rm_scores"].unbind()]),
-        prompt_index=torch.tensor([_number(str(uid)) for uid in data["uid"]], device=mask.device),
-        sampling_logps=old_logps if by_engine is None else _padded(by_engine.unbind()),
+        prompt_index=torch.tensor([_prompt_number(str(uid)) for uid in data["uid"]], device=mask.device),
+        sampling_logps=old_logps if engine_logps is None else _padded(engine_logps.unbind()),
         on_policy=on_policy,
         old_logps=old_logps,
         environment_mask=token_mask - mask if bool((token_mask != mask).any()) else None,
@@ -52,7 +52,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
     )
 
 
-def _number(uid: str) -> int:
+def _prompt_number(uid: str) -> int:
     """Return a prompt's number, a hash of verl's random uid: unique over all ranks and rollouts."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=6).digest(), "big")
 
@@ -89,7 +89,7 @@ class ResponseTokens:
         """Return the responses' values as (B, T), 0 where a response has no token, with graph if `flat` has one."""
         return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat[self.index])
 
-    def put_back(self, padded: Tensor, nested: Any) -> Tensor:
+    def to_nested(self, padded: Tensor, nested: Any) -> Tensor:
         """Return the nested tensor with the (B, T) values written back: same numbers, but computed from `padded`."""
         flat = nested.values().index_put((self.index,), padded[self.mask])
         return torch.nested.nested_tensor_from_jagged(flat, nested.offsets())

@@ -43,8 +43,10 @@ from rl_training.step.limits import Fixes, Limits
 
 SETTINGS = "rl_training"  # key of a batch, under which the trainer passes the settings of probes
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
-BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size} with {sequences} sequences in an optimizer step"
-DR_GRPO = (
+BATCH_FIX = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size} with {sequences} sequences in an optimizer step"
+)
+DR_GRPO_FIX = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
 )
@@ -99,10 +101,10 @@ class Measurement:
         tokens = ResponseTokens(data)
         rollout = read_rollout(data, self._fresh, self.settings["max_response_length"], self.settings["end_tokens"])
         logps = tokens.padded(model_output["log_probs"].values())
-        watched = {"log_probs": tokens.put_back(logps, model_output["log_probs"])}
+        watched = {"log_probs": tokens.to_nested(logps, model_output["log_probs"])}
         if "entropy" in model_output:
             entropies = tokens.padded(model_output["entropy"].values())
-            watched["entropy"] = tokens.put_back(entropies, model_output["entropy"])
+            watched["entropy"] = tokens.to_nested(entropies, model_output["entropy"])
         else:
             flat = model_output.get(ENTROPIES)
             entropies = torch.full_like(logps, torch.nan) if flat is None else tokens.padded(flat)
@@ -159,7 +161,7 @@ def _describe_loop(
         limits=Limits(
             sampling_mismatch=limits.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
         ),
-        fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO, BATCH, "probes.{name}.num_folds={folds}"),
+        fixes=Fixes(settings["whole_prompts_fix"], DR_GRPO_FIX, BATCH_FIX, "probes.{name}.num_folds={folds}"),
     )
 
 

@@ -28,7 +28,7 @@ PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
 # Advantage estimators that give one number per response.
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
 # Each setting, the values with which probes can measure, and the reason why not with others.
-MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
+SUPPORTED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{ACTOR}.strategy", ("fsdp2",), "only FSDP2 hands out the gradient of each microbatch and parameter"),
     ("trainer.use_v1", (True,), "probes attach to the new trainer only"),
     ("trainer.v1.trainer_mode", ("sync", "sync_with_probes"), "the asynchronous trainers have not been tried"),
@@ -46,7 +46,7 @@ MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{ROLLOUT}.n", range(2, 2**20), "each response is compared with the others to its prompt"),
 )
 # Settings that change the sampled distribution, with the values that switch each off.
-NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
 
 
 @register_trainer(TRAINER)
@@ -56,22 +56,22 @@ class ProbedTrainer(PPOTrainerSync):
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
         lengths = [tag["seq_len"] for tag in batch.tags]
-        rows = in_whole_prompts(batch.keys, lengths, self.actor_rollout_wg.world_size)
+        rows = whole_prompts_order(batch.keys, lengths, self.actor_rollout_wg.world_size)
         if rows is not None:
             batch.reorder(rows)
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        config, end = self.config, self.tokenizer.eos_token_id
-        batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, end)
-        if config.actor_rollout_ref.actor.use_dynamic_bsz and not what_splits_prompts(config):
+        config, end_token = self.config, self.tokenizer.eos_token_id
+        batch.extra_info[SETTINGS] = rollout_settings(config, batch.tags, self.global_steps, end_token)
+        if config.actor_rollout_ref.actor.use_dynamic_bsz and not whole_prompts_fix(config):
             # verl splits batches by tokens alone, which would split prompts. A group too large for a microbatch would
             # end training, so this is set only if every group fits.
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
 
 
-def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
+def whole_prompts_order(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
     """Return an order of rows that keeps each prompt on one rank and balances lengths. None if there is none.
 
     Args:
@@ -91,14 +91,16 @@ def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[in
     return [row for part in parts for prompt in part for row in prompts[prompt]]
 
 
-def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end: int | None) -> dict[str, Any]:
+def rollout_settings(
+    config: DictConfig, tags: list[dict[str, Any]], step: int, end_token: int | None
+) -> dict[str, Any]:
     """Return what the engine cannot know about a rollout, and which probes to run.
 
     Args:
         config: verl's configuration.
         tags: verl's tags of each row.
         step: The trainer's step, which is the rollout's number.
-        end: The end-of-sequence token id, or None.
+        end_token: The end-of-sequence token id, or None.
     """
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
@@ -113,13 +115,13 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
         "sampling_mismatch": sampling_mismatch_reason(rollout) or selection_reason(algorithm),
         "max_response_length": config.data.max_response_length,
-        "end_tokens": [] if end is None else [end],
-        "keep_prompts_whole": what_splits_prompts(config)
+        "end_tokens": [] if end_token is None else [end_token],
+        "whole_prompts_fix": whole_prompts_fix(config)
         or "responses of this rollout are missing, or verl has added sequences to fill the batch",
     }
 
 
-def what_splits_prompts(config: DictConfig) -> str:
+def whole_prompts_fix(config: DictConfig) -> str:
     """Return the fix for a setting that separates the responses to a prompt. Empty if they stay together."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
@@ -137,17 +139,17 @@ def what_splits_prompts(config: DictConfig) -> str:
 
 def refuse_what_cannot_be_measured(config: DictConfig) -> None:
     """Raise UserError, with the fix, for the first setting under which probes cannot measure."""
-    for name, measured, why in MEASURED:
+    for name, supported, why in SUPPORTED:
         value = OmegaConf.select(config, name)
-        if value is not None and value not in measured:
-            raise UserError(f"{name}={value}: {why}; set {name}={measured[0]}, or run python -m verl.trainer.main_ppo")
+        if value is not None and value not in supported:
+            raise UserError(f"{name}={value}: {why}; set {name}={supported[0]}, or run python -m verl.trainer.main_ppo")
     if not OmegaConf.select(config, "probes"):
         raise UserError("no probe is selected: give probe=all, or run python -m verl.trainer.main_ppo")
 
 
 def sampling_mismatch_reason(rollout: Any) -> str:
     """Return why responses are not samples of the scored policy, with the fix. Empty if they are."""
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in NEUTRAL_SAMPLING.items():
         value = rollout.get(name)
         if value is not None and value not in neutral:
             return f"{name}={value} samples from another policy than the scored one: set {ROLLOUT}.{name}={neutral[0]}"

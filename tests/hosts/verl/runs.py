@@ -179,7 +179,7 @@ def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
         "responses_per_prompt": G, "rollout": step, "fresh": True,
         "plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
-        "keep_prompts_whole": "the fix of verl's trainer",
+        "whole_prompts_fix": "the fix of verl's trainer",
     }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_ther
     tokens = ResponseTokens(data)
     padded = tokens.padded(flat)
     assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(nested_logps, data).tolist()
-    back = tokens.put_back(padded, nested_logps)
+    back = tokens.to_nested(padded, nested_logps)
     assert back.values().tolist() == flat.tolist()
     weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 10000.0, 0.0]])
     seen = []

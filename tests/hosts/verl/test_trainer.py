@@ -31,9 +31,9 @@ from rl_training.hosts.verl.trainer import (
     ESTIMATORS,
     TRAINER,
     ProbedTrainer,
-    about_rollout,
-    in_whole_prompts,
-    what_splits_prompts,
+    rollout_settings,
+    whole_prompts_fix,
+    whole_prompts_order,
     with_probes,
 )
 
@@ -42,7 +42,7 @@ def test_prompts_are_whole_and_ranks_have_like_work() -> None:
     """Two long prompts and two short ones arrive, and each rank gets one of each."""
     keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("a-long", "b-short", "c-short", "d-long")]
     lengths = [100 if "long" in key else 10 for key in keys]
-    rows = in_whole_prompts(keys, lengths, ranks=2)
+    rows = whole_prompts_order(keys, lengths, ranks=2)
     assert rows is not None
     uids = [keys[row].split("_")[0] for row in rows]
     assert uids[::2] == uids[1::2]
@@ -51,7 +51,7 @@ def test_prompts_are_whole_and_ranks_have_like_work() -> None:
 
 @pytest.mark.parametrize("keys", [["a_0_0", "a_1_0", "b_0_0"], ["a_0_0", "a_1_0"]])
 def test_prompts_that_do_not_share_out_stay_as_verl_has_them(keys: list[str]) -> None:
-    assert in_whole_prompts(keys, [5] * len(keys), ranks=2) is None
+    assert whole_prompts_order(keys, [5] * len(keys), ranks=2) is None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -101,10 +101,15 @@ def tag(version: int) -> dict[str, int]:
 
 
 def test_the_engine_gets_what_it_cannot_know_about_a_rollout() -> None:
-    about = about_rollout(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
-    assert about["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
-    assert (about["responses_per_prompt"], about["rollout"], about["fresh"], about["end_tokens"]) == (4, 5, True, [2])
-    assert (about["plain_advantages"], about["sampling_mismatch"]) == (True, "")
+    settings = rollout_settings(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
+    assert settings["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
+    assert (settings["responses_per_prompt"], settings["rollout"], settings["fresh"], settings["end_tokens"]) == (
+        4,
+        5,
+        True,
+        [2],
+    )
+    assert (settings["plain_advantages"], settings["sampling_mismatch"]) == (True, "")
 
 
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
@@ -124,7 +129,7 @@ MICROBATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     ],
 )
 def test_what_splits_the_responses_of_a_prompt_is_named_with_the_fix(settings: list[str], fix: str) -> None:
-    reason = what_splits_prompts(config_of(*EIGHT_GPUS, *settings))
+    reason = whole_prompts_fix(config_of(*EIGHT_GPUS, *settings))
     assert fix in reason
     assert bool(reason) == bool(fix)
 
@@ -164,13 +169,13 @@ def test_estimators_that_are_measured_give_one_advantage_per_response(name: str)
 
 @pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])
 def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) -> None:
-    assert not about_rollout(config_of(), tags, 5, None)["fresh"]
+    assert not rollout_settings(config_of(), tags, 5, None)["fresh"]
 
 
 def test_top_p_is_named_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -> None:
-    about = about_rollout(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
-    assert about["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
-    assert not about["plain_advantages"]
+    settings = rollout_settings(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
+    assert settings["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
+    assert not settings["plain_advantages"]
 
 
 def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
@@ -179,8 +184,8 @@ def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
     block = next(block for block in blocks if "data.train_batch_size" in block)
     words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
-    about = about_rollout(config, [tag(0)], 1, None)
-    assert (about["plain_advantages"], about["fresh"], about["sampling_mismatch"]) == (True, True, "")
+    settings = rollout_settings(config, [tag(0)], 1, None)
+    assert (settings["plain_advantages"], settings["fresh"], settings["sampling_mismatch"]) == (True, True, "")
     actor = config.actor_rollout_ref.actor
     assert actor.loss_scale_factor == config.data.max_response_length
     longest = config.data.max_prompt_length + config.data.max_response_length
