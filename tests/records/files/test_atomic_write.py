@@ -9,7 +9,7 @@ from rl_training.records.files.atomic_write import write_atomically
 
 
 def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) -> None:
-    """Links at the page's own path, and at a name that a temporary page used to have."""
+    """Links at the page's own path, and at a temporary name that could be guessed."""
     letter = tmp_path / "letter"
     letter.write_text("mine")
     page = tmp_path / "run" / "report.html"
