@@ -19,7 +19,7 @@ class BoundedDriver(StepDriver):
     def __init__(self, probes: Sequence[Probe], bound: KLBound) -> None:
         super().__init__(probes)
         self.bound = bound
-        self._found: dict[str, Estimate] = {}  # how the current step's learning rate was set
+        self._bound_estimates: dict[str, Estimate] = {}  # how the current step's learning rate was set
 
     def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
         super().start(loop, states)
@@ -41,13 +41,13 @@ class BoundedDriver(StepDriver):
             self.bound.before_step(rollout, step.join_scores(rollout))
         super().gradients_ready(rollout_number)
 
-    def stepped(self, made: bool = True) -> None:
-        if made:
+    def stepped(self, was_taken: bool = True) -> None:
+        if was_taken:
             with self._unnoticed(), self._clock.timed(self.bound.name):
-                self._found = self.bound.after_step()
+                self._bound_estimates = self.bound.after_step()
         else:
             self.bound.restore()
-        super().stepped(made)
+        super().stepped(was_taken)
 
     def skip_step(self) -> None:
         self.bound.restore()
@@ -55,9 +55,9 @@ class BoundedDriver(StepDriver):
 
     def fail_step(self) -> None:
         self.bound.restore()
-        self._found = {}
+        self._bound_estimates = {}
         super().fail_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
-        estimates, self._found = self._found, {}
+        estimates, self._bound_estimates = self._bound_estimates, {}
         return super().finish() | ({self.bound.name: estimates} if estimates else {})

@@ -26,7 +26,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop_spec import LoopSpec, StepShape
-from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
@@ -132,16 +132,16 @@ class StepDriver:
                 if self._fold_recorder is not None:
                     self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))
 
-    def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
+    def microbatch(self, rollout: Rollout, scores: Scores, loss: LossInfo, recorded: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.
 
-        The loss is made of `scores`, with graph. `seen`, if given, is recorded instead: it covers masked tokens too.
+        The loss is made of `scores`, with graph. If given, `recorded` is recorded instead: it covers masked tokens too.
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"
         self.finish_backward()
         step.rollouts.append(rollout)
-        step.scores.append((seen or scores).detached())
+        step.scores.append((recorded or scores).detached())
         step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
             with self._clock.timed():
@@ -169,7 +169,7 @@ class StepDriver:
         step = self.open_step
         assert step is not None
         self.finish_backward()
-        self._seen_prompts.turn_to(rollout_number)
+        self._seen_prompts.start_rollout(rollout_number)
         step.is_ready = True
         if step.probes:
             with self._unnoticed():
@@ -199,8 +199,8 @@ class StepDriver:
         loop, joined = self._loop, step.join(self._loop.ranks)
         edited = None if self._predictions is None else self._predictions.edit_limit()
         padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
-        told = joined.rollout.sampling_mismatch
-        mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
+        of_rollout = joined.rollout.sampling_mismatch
+        mismatch = (loop.limits.sampling_mismatch if of_rollout is None else of_rollout) or edited or padded
         limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
         return build_step(step, joined, limits, loop, runtime, self._fold_recorder, self._terms)
 
@@ -209,13 +209,13 @@ class StepDriver:
         if self._predictions is not None and self.open_step is not None and self.open_step.context is not None:
             self._predictions.about_to_step()
 
-    def stepped(self, made: bool = True) -> None:
+    def stepped(self, was_taken: bool = True) -> None:
         """Run the probes just after the optimizer's step. Collective if the step is measured.
 
-        `made` is False if the loop skipped the step after `gradients_ready`.
+        `was_taken` is False if the loop skipped the step after `gradients_ready`.
         """
         step = self.open_step
-        if step is not None and made:
+        if step is not None and was_taken:
             self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
         if step is None or step.context is None:
             return
@@ -230,7 +230,7 @@ class StepDriver:
             with self.measuring():  # if verification fails, states that came with predictions are dropped
                 limit = None
                 if self._predictions is not None:
-                    step.check, limit = self._predictions.verify(made)
+                    step.check, limit = self._predictions.verify(was_taken)
                 step.readings = self._states.commit(step.readings, limit)
 
     def skip_step(self) -> None:
@@ -258,12 +258,12 @@ class StepDriver:
         The engine's own entry holds the verification of the step. Empty if no probe measured the step.
         """
         step, self.open_step = self.open_step, None
-        answers: dict[str, dict[str, Estimate]] = {}
+        estimates: dict[str, dict[str, Estimate]] = {}
         num_bytes = self.costs.num_bytes
         if step is not None and step.context is not None:
-            answers = {name: reading.estimates for name, reading in step.readings.items()}
+            estimates = {name: reading.estimates for name, reading in step.readings.items()}
             if step.check:
-                answers[self.name] = dict(step.check)
+                estimates[self.name] = dict(step.check)
             num_folds = step.context.step.batch.num_folds
             vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
@@ -271,7 +271,7 @@ class StepDriver:
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.costs = Costs(self._clock.read(), num_bytes)
-        return answers
+        return estimates
 
     # --- state, end ---------------------------------------------------------------------------------------------------
 

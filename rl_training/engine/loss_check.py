@@ -19,7 +19,7 @@ from rl_training.step.batch import LossSettings
 
 
 @dataclass(frozen=True)
-class MadeLoss:
+class LossInfo:
     """What a loop tells about the loss that it makes from a microbatch's scores."""
 
     value: Tensor | None = None  # the loss itself; None if the loop computes it later

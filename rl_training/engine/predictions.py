@@ -75,14 +75,14 @@ class Predictions:
             self._previous.leave_out(self._unverified, FAILED)
         self._unverified = None
 
-    def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
+    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Limit | None]:
         """Return estimates of how the step was taken, and the limit on what was predicted for it. Collective.
 
         Args:
-            made: False if the loop skipped the step.
+            was_taken: False if the loop skipped the step.
         """
         self._unverified = None
-        estimates, limit = self._verifier.verify(made)
+        estimates, limit = self._verifier.verify(was_taken)
         if estimates:
             self._previous.errors.commit(is_formula=limit is None)
         return estimates, limit

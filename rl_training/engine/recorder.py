@@ -42,7 +42,7 @@ class SeenPrompts:
     rollout_number: int = 0  # of the latest rollout
     numbers: set[int] = field(default_factory=set)
 
-    def turn_to(self, rollout_number: int) -> None:
+    def start_rollout(self, rollout_number: int) -> None:
         """Start over if this is a new rollout."""
         if rollout_number != self.rollout_number:
             self.rollout_number, self.numbers = rollout_number, set()
@@ -112,26 +112,27 @@ class StepRecorder:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def limits(self, loop: LoopSpec, learned: set[int], mismatch: Limit | None) -> Limits:
+    def limits(self, loop: LoopSpec, seen_prompts: set[int], mismatch: Limit | None) -> Limits:
         """Return the limits of this step. Collective: what holds on one rank holds on all.
 
         Args:
-            learned: Prompts of the current rollout on this rank from which earlier steps have learned.
+            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
             mismatch: Set if the sequences are not samples of the scored policy.
         """
-        index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), self.responses_per_prompt
-        prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
+        index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
+        group_size = self.responses_per_prompt
+        prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
         origin, fixes = join_origins([rollout.origin for rollout in self.rollouts]), loop.fixes
-        is_reused = origin.learned or not learned.isdisjoint(prompts.tolist())
+        is_reused = origin.learned or not seen_prompts.isdisjoint(prompts.tolist())
         is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
-        is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
-        is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
+        has_other_sizes = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
+        is_incomplete, is_mixed = bool((counts != group_size).any()), self._mixes_prompts(prompt_of_row, len(prompts))
         # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
-        is_one_set = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
-        is_mixed = is_mixed or (is_one_set and len(prompts) > 1)
-        local_facts = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
-        facts = index.new_tensor(local_facts, dtype=torch.float64)
-        incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
+        has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
+        is_mixed = is_mixed or (has_one_fold and len(prompts) > 1)
+        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), has_other_sizes]
+        flags = index.new_tensor(local_flags, dtype=torch.float64)
+        incomplete, mixed, reused, hooked, other_terms, mismatched, other_sizes = loop.ranks.reduce(flags).tolist()
         mismatch = mismatch or (MISMATCHED if mismatched else None)
         mixed = mixed or incomplete
         split = origin.groups_limit or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
@@ -141,18 +142,18 @@ class StepRecorder:
             no_fresh_responses=mismatch or loop.limits.no_fresh_responses,
             reused=REUSED.with_fix(fixes.once) if reused else None,
             split_prompts=split,
-            no_baseline=ONE_RESPONSE if group == 1 else split,
-            mixed_prompts=OTHER_SIZES if misfit else mixed_prompts,
+            no_baseline=ONE_RESPONSE if group_size == 1 else split,
+            mixed_prompts=OTHER_SIZES if other_sizes else mixed_prompts,
             other_terms=OTHER_TERMS if other_terms else None,
             hooked=HOOKED if hooked else None,
             dr_grpo_fix=fixes.dr_grpo,
         )
 
-    def _mixes(self, place: Tensor, num_prompts: int) -> bool:
+    def _mixes_prompts(self, prompt_of_row: Tensor, num_prompts: int) -> bool:
         """Return whether some prompt lies in several of the planned folds.
 
         Args:
-            place: (B,), the index of each sequence's prompt.
+            prompt_of_row: (B,), the index of each sequence's prompt.
         """
         # The passes of all groups are consecutive rows.
         groups = [
@@ -160,8 +161,10 @@ class StepRecorder:
             for number, fold_group in enumerate(self.folds)
             for rows in fold_group.passes
         ]
-        group = torch.cat(groups).to(place.device)
-        return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
+        group = torch.cat(groups).to(prompt_of_row.device)
+        return (
+            len(group) == len(prompt_of_row) and len((prompt_of_row * len(self.folds) + group).unique()) > num_prompts
+        )
 
     def join(self, ranks: Ranks) -> JoinedMicrobatches:
         """Return all microbatches as one. Collective."""
@@ -175,21 +178,21 @@ class StepRecorder:
         for a ratio of 1. An off-policy microbatch without them makes those of the whole step unknown. One microbatch
         without rewards makes all rewards unknown.
         """
-        parts = self.rollouts
+        rollouts = self.rollouts
         flags = [
-            any(part.sampling_logps is not None for part in parts),
-            any(part.old_logps is not None for part in parts),
-            not all(part.on_policy for part in parts),
-            any(part.sampling_logps is None and not part.on_policy for part in parts),
-            any(part.rewards is None for part in parts),
+            any(rollout.sampling_logps is not None for rollout in rollouts),
+            any(rollout.old_logps is not None for rollout in rollouts),
+            not all(rollout.on_policy for rollout in rollouts),
+            any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
+            any(rollout.rewards is None for rollout in rollouts),
         ]
-        facts = torch.tensor(flags, dtype=torch.float64, device=parts[0].prompt_index.device)
+        facts = torch.tensor(flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
         sampled, old, off_policy, unknown, unrewarded = ranks.reduce(facts).tolist()
         names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
         filled = []
-        for part, scores in zip(parts, self.scores, strict=True):
-            missing: dict[str, Any] = {name: scores.logps for name in names if getattr(part, name) is None}
-            filled.append(dataclasses.replace(part, **missing))
+        for rollout, scores in zip(rollouts, self.scores, strict=True):
+            missing: dict[str, Any] = {name: scores.logps for name in names if getattr(rollout, name) is None}
+            filled.append(dataclasses.replace(rollout, **missing))
         joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
         if unknown:
             joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)

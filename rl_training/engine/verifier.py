@@ -36,7 +36,7 @@ from rl_training.step.limits import (
 
 SAMPLED = 2**18  # at most this many entries of a step are compared on each rank
 # Allowed error relative to the norm of the calculated step: a sixteenth of the rounded weights that move may differ.
-LIMIT_OF_ROUNDED_WEIGHTS = 0.25
+ROUNDED_WEIGHTS_TOLERANCE = 0.25
 HALF_PRECISION = 2.0**-5  # relative difference allowed in a step if the optimizer computes in half precision
 KEPT = 0.9  # a remark is made if less than this share of a step survives rounding
 NOT_TO_NEAREST = "; if all of that holds, the optimizer does not round to nearest, and its steps cannot be predicted"
@@ -73,34 +73,34 @@ class UpdateVerifier:
         self._layer_of = torch.tensor(
             [self._layers.index(layer_name) for layer_name in layers], device=self._layout.device
         )
-        is_short = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
-        self._is_short = sampled(self._layout, is_short).bool()
+        is_below_fp32 = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
+        self._is_below_fp32 = sampled(self._layout, is_below_fp32).bool()
         # entries sampled from each parameter
-        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)
+        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_below_fp32)
         dtypes = {weight.dtype for weight in weights.values()}
-        self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._smallest_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
         self._is_predicted = False  # whether the current step is predicted
         self._limit: Limit | None = None  # set if the optimizer has no formula, or there is no prediction
-        self._rounded = ""
+        self._rounding_reason = ""
         self._error_limit = OptimizerState.error_limit
-        self._begun: Tensor | None = None  # sampled weights at the start of the step
-        self._before = torch.empty(0)  # sampled weights when the probes see the step
-        self._formula: Tensor | None = None  # what the formula adds to them
-        self._at_step: Tensor | None = None  # right before the optimizer's step, if there is no formula
-        self._after: Tensor | None = None  # after the optimizer's step
+        self._weights_at_begin: Tensor | None = None  # sampled weights at the start of the step
+        self._weights_at_measure = torch.empty(0)  # sampled weights when the probes see the step
+        self._formula_update: Tensor | None = None  # what the formula adds to them
+        self._weights_before_step: Tensor | None = None  # right before the optimizer's step, if there is no formula
+        self._weights_after_step: Tensor | None = None  # after the optimizer's step
 
     def detect_external_edits(self) -> None:
         """Forget the previous step if the weights differ from those it ended with. Collective."""
-        self._begun = self._sampled_weights()
-        if self._after is not None and self._differ(self._begun, self._after):
+        self._weights_at_begin = self._sampled_weights()
+        if self._weights_after_step is not None and self._differ(self._weights_at_begin, self._weights_after_step):
             self._previous.forget(EDITED_AFTER_STEP)
-        self._after = None
+        self._weights_after_step = None
 
     def edit_limit(self) -> Limit | None:
         """Return the limit if the weights were changed since the step began, else None. Collective."""
-        self._before = self._sampled_weights()
-        if self._begun is None or not self._differ(self._begun, self._before):
+        self._weights_at_measure = self._sampled_weights()
+        if self._weights_at_begin is None or not self._differ(self._weights_at_begin, self._weights_at_measure):
             return None
         return EDITED_WITHIN_STEP
 
@@ -114,23 +114,23 @@ class UpdateVerifier:
 
     def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
         """Keep what is needed to verify the upcoming step."""
-        self._is_predicted, self._formula = prediction is not None, None
+        self._is_predicted, self._formula_update = prediction is not None, None
         if prediction is not None:
-            self._rounded, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
+            self._rounding_reason, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
             self._error_limit = optimizer.error_limit
             if prediction.intended is not None:
-                self._formula = sampled(self._layout, self._layout.by_name(prediction.intended).values())
+                self._formula_update = sampled(self._layout, self._layout.by_name(prediction.intended).values())
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step. With a formula, `verify` detects earlier edits anyway."""
-        if self._is_predicted and self._formula is None:
-            self._at_step = self._sampled_weights()
+        if self._is_predicted and self._formula_update is None:
+            self._weights_before_step = self._sampled_weights()
 
-    def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
+    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Limit | None]:
         """Return how far the step was from the formula, what rounding left of it, and its limit. Collective.
 
         Args:
-            made: False if the loop skipped the step.
+            was_taken: False if the loop skipped the step.
 
         Returns:
             Estimates by name, empty if nothing was predicted for the step. Then the limit on its predictions, None if
@@ -139,34 +139,35 @@ class UpdateVerifier:
         if not self._is_predicted:
             return {}, None
         names = ["step/formula_error", SHARE, LEAST]
-        self._after = self._sampled_weights()
-        if self._formula is None:
-            at_step, self._at_step = self._at_step, None
-            if not made:
+        self._weights_after_step = self._sampled_weights()
+        if self._formula_update is None:
+            weights_before_step, self._weights_before_step = self._weights_before_step, None
+            if not was_taken:
                 self._previous.forget(LEFT_OUT)
-            elif at_step is not None and self._differ(self._before, at_step):
+            elif weights_before_step is not None and self._differ(self._weights_at_measure, weights_before_step):
                 self._previous.forget(EDITED_BEFORE_STEP)
             assert self._limit is not None
             return dict.fromkeys(names, Estimate.missing(self._limit)), None
-        error, share, *of_layers = self._compare(self._after - self._before, self._formula)
+        change = self._weights_after_step - self._weights_at_measure
+        error, share, *layer_shares = self._compare(change, self._formula_update)
         limit = None
-        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else self._error_limit) or not made:
+        if error > (ROUNDED_WEIGHTS_TOLERANCE if self._rounding_reason else self._error_limit) or not was_taken:
             limit = NOT_THE_FORMULA.formatted(error=error)
-            limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
-            is_made = made and self._differ(self._before, self._after)
-            limit = limit if is_made else LEFT_OUT
-            if not self._rounded or not is_made:  # δθ of rounded weights was measured, so it stays valid
+            limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounding_reason else limit
+            has_moved = was_taken and self._differ(self._weights_at_measure, self._weights_after_step)
+            limit = limit if has_moved else LEFT_OUT
+            if not self._rounding_reason or not has_moved:  # δθ of rounded weights was measured, so it stays valid
                 self._previous.forget(limit)
-        moved = [
-            (share_of_layer, name)
-            for share_of_layer, name in zip(of_layers, self._layers, strict=True)
-            if not math.isnan(share_of_layer)
+        moved_layers = [
+            (layer_share, name)
+            for layer_share, name in zip(layer_shares, self._layers, strict=True)
+            if not math.isnan(layer_share)
         ]
-        least, layer_name = min(moved, default=(math.nan, ""))
+        least, layer_name = min(moved_layers, default=(math.nan, ""))
         estimates = {
             names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
-            SHARE: _remaining(share),
-            LEAST: dataclasses.replace(_remaining(least), detail={"layer": layer_name}),
+            SHARE: _share_estimate(share),
+            LEAST: dataclasses.replace(_share_estimate(least), detail={"layer": layer_name}),
         }
         return estimates, limit
 
@@ -176,28 +177,32 @@ class UpdateVerifier:
         The error is inf if weights move that should not, or become non-finite, and nan if the formula itself is not
         finite. A share is nan if the formula moves nothing.
         """
-        kept, off = formula, ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
-        if self._short.itemsize < 4:
-            kept, *ends = (self._kept(part * formula) for part in (1.0, 1.0 - HALF_PRECISION, 1.0 + HALF_PRECISION))
-            between = moved.clamp(torch.minimum(*ends), torch.maximum(*ends))
-            off = torch.where(self._is_short, moved - between, off)
-        products = (off.square(), kept.square(), moved * formula, formula.square())
+        rounded, rounding = formula, self._precision * self._weights_at_measure.abs()
+        deviation = ((moved - formula).abs() - rounding).clamp_(min=0.0)
+        if self._smallest_dtype.itemsize < 4:
+            factors = (1.0, 1.0 - HALF_PRECISION, 1.0 + HALF_PRECISION)
+            rounded, *bounds = (self._round_change(factor * formula) for factor in factors)
+            nearest = moved.clamp(torch.minimum(*bounds), torch.maximum(*bounds))
+            deviation = torch.where(self._is_below_fp32, moved - nearest, deviation)
+        products = (deviation.square(), rounded.square(), moved * formula, formula.square())
         sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
         by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
         by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
-        by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # the total comes first
-        off_square, square = by_part[0, :2].tolist()
-        error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
+        table = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # the total comes first
+        sq_deviation, square = table[0, :2].tolist()
+        error = math.sqrt(sq_deviation / square) if square else math.inf if sq_deviation else 0.0
         if math.isnan(error) and math.isfinite(square):
             error = math.inf
-        return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
+        return [error, *(table[:, 2] / table[:, 3]).tolist()]
 
-    def _kept(self, change: Tensor) -> Tensor:
+    def _round_change(self, change: Tensor) -> Tensor:
         """Return what is left of a change of the sampled weights after rounding."""
-        return torch.where(self._is_short, rounded_update(self._before.to(self._short), change), change)
+        return torch.where(
+            self._is_below_fp32, rounded_update(self._weights_at_measure.to(self._smallest_dtype), change), change
+        )
 
 
-def _remaining(share: float) -> Estimate:
+def _share_estimate(share: float) -> Estimate:
     if math.isnan(share):
         return Estimate.missing(NO_STEP)
     return Estimate(share, reason=LOST.format(lost=1.0 - share) if share < KEPT else NO_BAR)

@@ -18,7 +18,7 @@ from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop_spec import LoopSpec, StepShape
-from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
@@ -241,7 +241,7 @@ class MeasuredLoop:
                 with self._driver.measuring():
                     entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         scores = Scores(logps, entropies, rollout.completion_mask)
-        self._driver.microbatch(rollout, scores, MadeLoss(other_terms=other_terms))
+        self._driver.microbatch(rollout, scores, LossInfo(other_terms=other_terms))
 
     def gradients_ready(self) -> None:
         """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
@@ -258,7 +258,7 @@ class MeasuredLoop:
         The step keeps its number and what was measured on its responses. It has no predictions.
         """
         if self._life.place == READY:
-            self._driver.stepped(made=False)
+            self._driver.stepped(was_taken=False)
         else:
             what = "call skip_step() inside `with measured.step(number):`, instead of optimizer.step()"
             self._life.expect(BATCHES, what)

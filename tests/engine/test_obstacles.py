@@ -80,7 +80,7 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
         loop: Any = SimpleNamespace(shape=shape, ranks=ranks, fixes=Fixes(), limits=Limits(), dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = step.limits(loop, learned={1} if rank == 0 else set(), mismatch=None)
+        why = step.limits(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.loss_check import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.compatibility import wrap
@@ -156,7 +156,7 @@ class StepHooks:
         """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
-        rollout, loss_scores, seen = self._rollouts.read(inputs), calls.of(loss), None
+        rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.of(loss), None
         needs_scores = bool(step.probes or self._is_bounded or self._is_recorded())
         if self._loss.on_loss and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
@@ -168,6 +168,6 @@ class StepHooks:
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and needs_scores:
             with self._driver.measuring():
-                seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self._driver.microbatch(rollout, scores, MadeLoss(loss, self._settings()), seen)
+                recorded = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
+        self._driver.microbatch(rollout, scores, LossInfo(loss, self._settings()), recorded)
         return loss

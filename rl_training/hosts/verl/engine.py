@@ -25,7 +25,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop_spec import LoopSpec, StepShape
-from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.loss_check import LossInfo
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
@@ -108,7 +108,7 @@ class Measurement:
         else:
             flat = model_output.get(ENTROPIES)
             entropies = torch.full_like(logps, torch.nan) if flat is None else tokens.padded(flat)
-        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), MadeLoss())
+        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), LossInfo())
         return model_output | watched
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
