@@ -41,18 +41,18 @@ class FoldTable:
 def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
     """Return the rows of all folds. Collective."""
     assert prediction.levels is not None
-    multiplied, lost = products.over_processes(ranks.reduce)
-    table = torch.cat([prediction.levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
+    by_fold, corrections = products.over_processes(ranks.reduce)
+    table = torch.cat([prediction.levels, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
     factor, reward_limit = None, None
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.limits)
         factor, reward_limit = gradient.factor, gradient.factor_limit
-    of_reward = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
-    reward, lost_reward = of_reward.split(1, dim=1)
-    by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
-    rows = torch.cat([by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
-    corrections = torch.cat([lost, torch.zeros_like(reward), lost_reward], dim=1).unflatten(1, (-1, 2))
-    return FoldTable(rows, corrections, reward_limit)
+    reward_table = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
+    reward, reward_corrections = reward_table.split(1, dim=1)
+    rows, corrections = table.split([LEVELS + by_fold[0].numel(), corrections[0].numel()], dim=1)
+    rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)
+    corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
+    return FoldTable(rows, corrections.unflatten(1, (-1, 2)), reward_limit)
 
 
 def with_quantities(
@@ -75,14 +75,14 @@ def with_quantities(
         stderrs = torch.full_like(stderrs, torch.nan)
     names = ("entropy", *PRODUCTS, *prediction.labels, *[LENGTH_AND_REWARD] * per_sequence)
     limits = {"entropy": None, "backward": prediction.backward_limit, "reuse": step.optimizer.limit}
-    entropy, *multiplied = (
+    entropy, *changes = (
         Quantity(name, value, stderr, step.number).masked_if(limits.get(name, prediction.forward_limit))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = previous.errors.average(torch.stack([row.stderr for row in multiplied]).square(), step.number)
+    variances, batches = previous.errors.average(torch.stack([row.stderr for row in changes]).square(), step.number)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
-        for row, stderr, count in zip(multiplied, variances.sqrt(), batches, strict=True)
+        for row, stderr, count in zip(changes, variances.sqrt(), batches, strict=True)
     ]
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
@@ -103,28 +103,28 @@ def statistic(sums: Tensor) -> Tensor:
         the batch's noise, so the error of their sum must be calculated from the sum itself.
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
-    number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # numbers of tokens and of sequences
-    levels = entropy[..., None, None].expand_as(number)
+    counts = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens and of sequences
+    levels = entropy[..., None, None].expand_as(counts)
     products = sums[..., LEVELS:].unflatten(-1, (-1, 2))
-    *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
+    *values, reward = torch.cat([levels, products], dim=-2).div(counts).unbind(-2)
     per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
-    longer = (per_sequence - per_token) * length / entropy / sequences
+    length_change = (per_sequence - per_token) * length / entropy / sequences
     half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
-    return torch.stack([*values, torch.stack([longer, reward[..., 1]], dim=-1), half_step], dim=-2)
+    return torch.stack([*values, torch.stack([length_change, reward[..., 1]], dim=-1), half_step], dim=-2)
 
 
-def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
+def sums_without(total: Tensor, by_fold: Tensor, corrections: Tensor, level: float | None) -> Tensor:
     """Return the sums without each fold, (F, columns).
 
     Args:
         total: Sums over all folds, (columns,).
         by_fold: The terms of each fold, (F, columns).
-        lost: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2).
+        corrections: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2).
         level: The H_tok in X, which row l replaces by the H_tok of the other folds. None: H_tok is a constant.
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-    pairs += lost
+    pairs += corrections
     if level is not None:  # ∂E[T] is the difference between ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)

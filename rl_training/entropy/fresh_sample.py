@@ -43,7 +43,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 TARGETS: tuple[Target, ...] = ("token", "sequence")
-MOST_BLOCKS = 32  # enough blocks for an error bar; to reach it, blocks are made smaller than a microbatch
+MIN_BLOCKS = 32  # for an error bar; to reach it, blocks are made smaller than a microbatch
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EvaluationBuffer:
     """E: this rank's sequences, and the scores at θ of this rank's or of all ranks' sequences."""
 
     rollout: Rollout  # of this rank
-    number: Tensor  # (B,): for each sequence of the rollout, its row in `scores`
+    score_rows: Tensor  # (B,): for each sequence of the rollout, its row in `scores`
     scores: Scores  # equally wide on every rank
     sequences: JackknifeUnits  # each sequence is a unit
     units: JackknifeUnits  # independent units: sequences, or prompts with several responses each
@@ -63,8 +63,8 @@ class EvaluationBuffer:
 
     def blocks(self, microbatch_size: int) -> JackknifeUnits:
         """Join neighbouring units into blocks that hold at most `microbatch_size` sequences."""
-        fitting = microbatch_size * self.units.count // self.num_sequences
-        return self.units.in_blocks(max(1, min(fitting, self.units.count // MOST_BLOCKS)))
+        units_per_microbatch = microbatch_size * self.units.count // self.num_sequences
+        return self.units.in_blocks(max(1, min(units_per_microbatch, self.units.count // MIN_BLOCKS)))
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> li
     weights = []
     for target in targets:
         tables = surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
-        weights.append(LossWeights(*(part[buffer.number] for part in tables)))
+        weights.append(LossWeights(*(part[buffer.score_rows] for part in tables)))
     return weights
 
 
@@ -118,18 +118,18 @@ class MeasuredChange:
         return self.fresh is not None
 
 
-def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callable[[], Tensor]) -> MeasuredChange:
+def measure_change(buffer: EvaluationBuffer, after: Scores, resample: Callable[[], Tensor]) -> MeasuredChange:
     """Measure the change of entropy on E. Collective.
 
     Args:
         buffer: E.
         after: Scores of E's tokens at θ', with the same rows and width as the buffer's.
-        draw_afresh: Returns the totals, (N, 3), of responses drawn at θ' with E's prompts and random numbers. Either
+        resample: Returns the totals, (N, 3), of responses drawn at θ' with E's prompts and random numbers. Either
             all ranks call it or none does.
     """
     weights = importance_weights(*(_totals(scores, buffer.sequences) for scores in (buffer.scores, after)))
-    trusted = not weights.ess < MIN_ESS_SHARE * buffer.num_sequences  # a nan ESS counts as trusted
-    fresh = None if trusted else draw_afresh()
+    is_trusted = not weights.ess < MIN_ESS_SHARE * buffer.num_sequences  # a nan ESS counts as trusted
+    fresh = None if is_trusted else resample()
     return change_between(buffer.scores, after, buffer.sequences, buffer.units, fresh)
 
 
@@ -137,13 +137,13 @@ def change_between(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> MeasuredChange:
     """Measure the change of entropy between two scorings of the same sequences. Collective."""
-    then, now = (_totals(scores, sequences) for scores in (before, after))
+    totals_before, totals_after = (_totals(scores, sequences) for scores in (before, after))
     return MeasuredChange(
         before, after, sequences, units, fresh,
         true=true_change(before, after, sequences, units, fresh),
-        snis=reweighted_replicates(then, now, _global_units(units, sequences)),
-        weights=importance_weights(then, now),
-        log_ratios=(now - then)[:, LOGP],
+        snis=reweighted_replicates(totals_before, totals_after, _global_units(units, sequences)),
+        weights=importance_weights(totals_before, totals_after),
+        log_ratios=(totals_after - totals_before)[:, LOGP],
     )  # fmt: skip
 
 

@@ -48,14 +48,14 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
     """
     units = units or JackknifeUnits.of_rows(before.mask)
-    now = _exact(before, units)
-    then = _exact(after, units)
-    log_ratios = sums_before(then.logps - now.logps)
+    exact_before = _exact(before, units)
+    exact_after = _exact(after, units)
+    log_ratios = sums_before(exact_after.logps - exact_before.logps)
     # Ratios are relative to the largest at each position, which cancels: none overflows, and not all underflow.
     ratios = (log_ratios - units.max(log_ratios)).exp()
-    terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
+    terms = torch.stack([ratios * exact_after.entropies, ratios * exact_before.mask, ratios], dim=1)  # (B, 3, T)
     total = units.reduce(terms.sum(dim=0))
-    (local_units, unit_sums) = units.local(terms)
+    local_units, unit_sums = units.local(terms)
 
     def sum_of_positions(sums: Tensor) -> Tensor:
         return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)

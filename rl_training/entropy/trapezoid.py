@@ -38,10 +38,12 @@ from torch import Tensor
 from rl_training.step.quantities import Quantity
 
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
-HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
+MISSING_TERM = (
+    "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
+)
 NO_BAR = "no error bar: one of the batches that it sums over had too few folds"
 # How the change over the step before a batch is estimated, entry by entry.
-NOTHING, TRAPEZOID, BACKWARD, MEASURED = range(4)
+NO_ESTIMATE, TRAPEZOID, BACKWARD, MEASURED = range(4)
 BRIDGES = {BACKWARD: "by backward alone", MEASURED: "by the measured change"}
 
 
@@ -71,12 +73,12 @@ class TrapezoidSum:
     half_step_stderr: Tensor  # of ½(forward + backward) from the last batch
     predicted: Tensor  # the sum
     variance: Tensor  # of the sum, without the last batch's part
-    squares: Tensor  # Σ v² over the variances v that add up to `variance`
-    closed: Tensor  # how many steps have a trapezoid
+    squared_variances: Tensor  # Σ v² over the variances v that add up to `variance`
+    num_trapezoids: Tensor  # how many steps have a trapezoid
     second_order: Tensor  # Σ (½ of the second order)² over these steps
-    offset: Tensor  # sum of the possible biases of bridges by backward
-    part: Tensor  # how the change over the step before the last batch is estimated: TRAPEZOID, BACKWARD, …
-    part_stderr: Tensor  # the last batch's contribution to that estimate's standard error
+    bias: Tensor  # sum of the possible biases of bridges by backward
+    source: Tensor  # how the change over the step before the last batch is estimated: TRAPEZOID, BACKWARD, …
+    source_stderr: Tensor  # the last batch's contribution to that estimate's standard error
     bridged: Tensor  # (2, 2): for each entry of BRIDGES, the number of steps bridged, and the last of them
 
     @classmethod
@@ -99,8 +101,8 @@ class TrapezoidSum:
             half_step_stderr: The error of ½(forward + backward), which share this batch's noise.
         """
         zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
-        limit = backward.reason or forward.reason or HALF
-        now: dict[str, Any] = {
+        limit = backward.reason or forward.reason or MISSING_TERM
+        batch_fields: dict[str, Any] = {
             "step": step,
             "level": level.value,
             "level_stderr": level.stderr,
@@ -110,7 +112,7 @@ class TrapezoidSum:
             "half_step_stderr": half_step_stderr,
         }
         if not self.step:
-            first = dataclasses.replace(self, **now, first_level=level.value, first_level_stderr=level.stderr)
+            first = dataclasses.replace(self, **batch_fields, first_level=level.value, first_level_stderr=level.stderr)
             unknown = (nans, nans, ones)
             zero = (zeros, zeros, ones)
             return first, _terms(step - 1, (limit, "", ""), (unknown, zero, zero))
@@ -119,76 +121,80 @@ class TrapezoidSum:
         batches = _batches_of_sum(
             self.forward_stderr.square(), self.forward_batches, backward.stderr.square(), backward.batches
         )
-        longer = dataclasses.replace(self, **now, **_closed(self, step, level, backward, trapezoid))
-        predicted, error, known = _summed(longer)
+        extended = dataclasses.replace(self, **batch_fields, **_fields_after(self, step, level, backward, trapezoid))
+        predicted, error, batches_of_sum = _total(extended)
         reason = "" if predicted.isfinite().any() else limit
-        remark = NO_BAR if error.isnan().all() else _remark(longer.bridged)
+        remark = NO_BAR if error.isnan().all() else _remark(extended.bridged)
         measured_stderr = torch.hypot(level.stderr, self.first_level_stderr)
         terms = _terms(
             step - 1,
             (limit, reason, ""),
             (
                 (trapezoid, stderr, batches),
-                (predicted, error, known),
+                (predicted, error, batches_of_sum),
                 (level.value - self.first_level, measured_stderr, ones),
             ),
             remark,
         )
-        return longer, terms
+        return extended, terms
 
 
-def _closed(last: TrapezoidSum, step: int, level: Quantity, backward: Quantity, trapezoid: Tensor) -> dict[str, Any]:
+def _fields_after(
+    last: TrapezoidSum, step: int, level: Quantity, backward: Quantity, trapezoid: Tensor
+) -> dict[str, Any]:
     """Return the updated fields of the sum after adding the change since the last batch."""
-    follows = last.step == step - 1
-    closes = trapezoid.isfinite()
-    by_backward = ~closes & backward.value.isfinite() & (last.closed > 0) & follows
-    part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last.part)
-    change = _chosen(part, trapezoid, backward.value, level.value - last.level)
+    is_next = last.step == step - 1
+    has_trapezoid = trapezoid.isfinite()
+    by_backward = ~has_trapezoid & backward.value.isfinite() & (last.num_trapezoids > 0) & is_next
+    source = torch.where(has_trapezoid, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last.source)
+    change = _select(source, trapezoid, backward.value, level.value - last.level)
     # The variance of the last batch's term, from its parts in the steps before and after it.
-    ahead = _chosen(part, 0.5 * last.forward_stderr, torch.zeros_like(change), last.level_stderr)
-    of_last = (last.part_stderr + ahead).square()
-    of_last = torch.where((part == TRAPEZOID) & (last.part == TRAPEZOID), last.half_step_stderr.square(), of_last)
-    of_last = torch.where((part == MEASURED) & (last.part == MEASURED), 0.0, of_last)  # the batch's level cancels
-    second_order = last.second_order + torch.where(closes, (trapezoid - last.forward).square(), 0.0)
-    closed = last.closed + closes
-    off = torch.where(by_backward, (second_order / closed).sqrt(), 0.0)
+    stderr_after = _select(source, 0.5 * last.forward_stderr, torch.zeros_like(change), last.level_stderr)
+    term_variance = (last.source_stderr + stderr_after).square()
+    is_between_trapezoids = (source == TRAPEZOID) & (last.source == TRAPEZOID)
+    term_variance = torch.where(is_between_trapezoids, last.half_step_stderr.square(), term_variance)
+    is_level_cancelled = (source == MEASURED) & (last.source == MEASURED)
+    term_variance = torch.where(is_level_cancelled, 0.0, term_variance)
+    second_order = last.second_order + torch.where(has_trapezoid, (trapezoid - last.forward).square(), 0.0)
+    num_trapezoids = last.num_trapezoids + has_trapezoid
+    bias = torch.where(by_backward, (second_order / num_trapezoids).sqrt(), 0.0)
     return {
         "predicted": last.predicted + change,
-        "variance": last.variance + of_last,
-        "squares": last.squares + of_last.square(),
-        "closed": closed,
+        "variance": last.variance + term_variance,
+        "squared_variances": last.squared_variances + term_variance.square(),
+        "num_trapezoids": num_trapezoids,
         "second_order": second_order,
-        "offset": last.offset + off,
-        "part": part,
-        "part_stderr": _chosen(part, 0.5 * backward.stderr, backward.stderr, level.stderr),
+        "bias": last.bias + bias,
+        "source": source,
+        "source_stderr": _select(source, 0.5 * backward.stderr, backward.stderr, level.stderr),
         "bridged": torch.stack(
             [
-                _counted(count, is_bridged, last.step, step - 1)
-                for count, is_bridged in zip(last.bridged, (by_backward, part == MEASURED), strict=True)
+                _count_bridged(count, is_bridged, last.step, step - 1)
+                for count, is_bridged in zip(last.bridged, (by_backward, source == MEASURED), strict=True)
             ]
         ),
     }
 
 
-def _chosen(part: Tensor, trapezoid: Tensor, backward: Tensor, measured: Tensor) -> Tensor:
-    return torch.where(part == TRAPEZOID, trapezoid, torch.where(part == BACKWARD, backward, measured))
+def _select(source: Tensor, trapezoid: Tensor, backward: Tensor, measured: Tensor) -> Tensor:
+    return torch.where(source == TRAPEZOID, trapezoid, torch.where(source == BACKWARD, backward, measured))
 
 
-def _counted(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor:
+def _count_bridged(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor:
     """Add the steps first … last, if bridged, to `count`, which is (number of bridged steps, last of them)."""
     if not bool(is_bridged.flatten()[0]):  # the entry per token decides
         return count
     return count.new_tensor([int(count[0]) + last - first + 1, last])
 
 
-def _summed(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
+def _total(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
     """Return the predicted sum (nan without trapezoids), its error, and the effective number of batches behind it."""
-    end = state.part_stderr.square()
-    offset = state.offset.square()
-    total = state.variance + end + offset
-    squares = state.squares + end.square() + offset.square()
-    batches = torch.where(squares > 0, total.square() / squares, 1.0)
-    return torch.where(state.closed > 0, state.predicted, torch.nan), total.sqrt(), batches
+    last_variance = state.source_stderr.square()
+    squared_bias = state.bias.square()
+    variance = state.variance + last_variance + squared_bias
+    squared_variances = state.squared_variances + last_variance.square() + squared_bias.square()
+    batches = torch.where(squared_variances > 0, variance.square() / squared_variances, 1.0)
+    return torch.where(state.num_trapezoids > 0, state.predicted, torch.nan), variance.sqrt(), batches
 
 
 def _remark(bridged: Tensor) -> str:

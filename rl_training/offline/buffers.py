@@ -152,10 +152,10 @@ def sample_evaluation(
         update: U, whose prompts `settings.overlap` allows, forbids or requires in E. None allows any.
     """
     rows = tuple(row for row in _rows_of_evaluation(restored, settings, update) for _ in range(settings.responses))
-    rollout, number = respond(restored, rows, settings.seed, chunk_size, progress)
-    scores = gather_scores(restored, restored.policy.score_rollout(rollout), number, len(rows))
+    rollout, score_rows = respond(restored, rows, settings.seed, chunk_size, progress)
+    scores = gather_scores(restored, restored.policy.score_rollout(rollout), score_rows, len(rows))
     units = units_of(scores, settings.responses)
-    return SampledBuffer(rollout, number, scores, *units, rows, settings.seed, chunk_size)
+    return SampledBuffer(rollout, score_rows, scores, *units, rows, settings.seed, chunk_size)
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:

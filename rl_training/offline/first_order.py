@@ -89,7 +89,7 @@ def predict(
     direction = update.delta.new_zeros(2, len(update.delta))
     parameters = list(restored.parameters.values())
     weights = weights_of_buffer(evaluation, TARGETS)
-    block = blocks.number[evaluation.number]
+    block = blocks.number[evaluation.score_rows]
     for number in block.unique().tolist():
         for rows in (block == number).nonzero().squeeze(1).split(microbatch_size):
             with restored.policy.measuring():

@@ -190,7 +190,7 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: 
         change = analysis.truth.whole_step.ahead
         after = sequence_totals(change.after)
         columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
-    local_rows = [*zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
+    local_rows = [*zip(e.score_rows.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
     texts = dict(restored.gather(local_rows))
     numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [{"sequence": i, **texts[i], **dict(zip(columns, row, strict=True))} for i, row in enumerate(numbers)]

@@ -106,18 +106,18 @@ def measure(
         with shifted(eta):
             moved = restored.policy.score_rollout(evaluation.rollout)
         progress(evaluation.num_sequences)
-        return gather_scores(restored, moved, evaluation.number, evaluation.num_sequences)
+        return gather_scores(restored, moved, evaluation.score_rows, evaluation.num_sequences)
 
     def change(eta: float) -> MeasuredChange:
-        def draw_afresh() -> Tensor:
+        def resample() -> Tensor:
             with shifted(eta):
                 return sequence_totals(sample_again(restored, evaluation))
 
-        return measure_change(evaluation, scores(eta), draw_afresh)
+        return measure_change(evaluation, scores(eta), resample)
 
     along = slopes(scores(SLOPE_STEP), scores(-SLOPE_STEP), SLOPE_STEP)
     again = score_in_other_batches(restored.policy, evaluation.rollout)
-    again = gather_scores(restored, again, evaluation.number, evaluation.num_sequences)
+    again = gather_scores(restored, again, evaluation.score_rows, evaluation.num_sequences)
     progress(evaluation.num_sequences)
     return Truth(
         at=tuple(AtStep(eta, change(eta), change(-eta) if odd else None) for eta in etas),

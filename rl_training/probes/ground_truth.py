@@ -119,20 +119,20 @@ class GroundTruthProbe(Probe):
         rollout, sequences = self._sample(ctx)
         scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
-        number = torch.arange(rollout.num_sequences, device=sequences.number.device)
-        buffer = EvaluationBuffer(rollout, number, _padded(scores, width), sequences, sequences)
+        score_rows = torch.arange(rollout.num_sequences, device=sequences.number.device)
+        buffer = EvaluationBuffer(rollout, score_rows, _padded(scores, width), sequences, sequences)
         rescored = _padded(score_in_other_batches(ctx.policy, rollout), width)
         return buffer, float(per_decision_change(buffer.scores, rescored, sequences).value[0])
 
     def _measured(self, ctx: StepContext, reading: BufferReading, buffer: EvaluationBuffer) -> Reading:
         """Return the reading after the step: the change of entropy since the buffer was drawn, and its diagnostics."""
 
-        def draw_afresh() -> Tensor:
+        def resample() -> Tensor:
             rollout, sequences = self._sample(ctx)
             return sequences.gather(importance.sequence_totals(ctx.policy.score_rollout(rollout)))
 
         after = _padded(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
-        change = measure_change(buffer, after, draw_afresh)
+        change = measure_change(buffer, after, resample)
         true, snis, weights = change.true, change.snis, change.weights
         values_without_error = reading.floor, change.resampled, weights.ess, weights.largest, weights.smallest
         values = [*true.value, snis.value[0], *values_without_error]
@@ -189,7 +189,7 @@ def predicted_change(
     update, mask = ctx.prediction.update, buffer.scores.mask
     assert update is not None
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
-    block = blocks.number[buffer.number]
+    block = blocks.number[buffer.score_rows]
     local_blocks, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
     parts = [(block == number).nonzero().squeeze(1) for number in local_blocks]
     with ctx.policy.measuring():

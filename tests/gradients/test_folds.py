@@ -213,10 +213,10 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
         return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
 
     by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS) + 1)], dim=1)  # and the reward's
-    lost = torch.zeros(2, len(PRODUCTS) + 1, 2, dtype=torch.float64)
+    corrections = torch.zeros(2, len(PRODUCTS) + 1, 2, dtype=torch.float64)
     # Indexed by the fold that is left out, so each row holds the other fold's loss.
-    lost[:, FORWARD], lost[:, -1, 1] = pairs(lost_sequence, lost_length).flip(0), lost_length.flip(0)
-    without = sums_without(by_fold.sum(dim=0), by_fold, lost, level=0.3)
+    corrections[:, FORWARD], corrections[:, -1, 1] = pairs(lost_sequence, lost_length).flip(0), lost_length.flip(0)
+    without = sums_without(by_fold.sum(dim=0), by_fold, corrections, level=0.3)
     # Without fold 0: fold 1 at its own level, with a step that lost fold 0: 5 − 1 − (1 + 0.4)/6. And vice versa.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
     forward = slice(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)
@@ -224,7 +224,7 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
     reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # its step loses nothing
     torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
     torch.testing.assert_close(without[:, -1], expected.new_tensor([5 + 0.4, 3 + 0.2]))
-    as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, level=None)
+    as_given = sums_without(by_fold.sum(dim=0), by_fold, corrections, level=None)
     torch.testing.assert_close(
         as_given[:, forward], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])
     )

@@ -48,7 +48,7 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(restored, a
         with restored.policy.shifted({name: sign * s for name, s in shift.items()}):
             ends.append(restored.policy.score_rollout(e.rollout))
     width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
-    known = (e.scores.entropies[:, :width], mask, e.number)
+    known = (e.scores.entropies[:, :width], mask, e.score_rows)
     assert analysed.first_order is not None
     for column, target in enumerate(("token", "sequence")):
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
