@@ -104,7 +104,7 @@ def sample_update(
             seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
             batch = _generate_rewarded(restored, rows, seed, filtered)
-            parts.append(batches.read_rollout(batch, first, on_policy=True, ends=ends))
+            parts.append(batches.read_rollout(batch, first, on_policy=True, end_tokens=ends))
             progress(len(rows) * restored.num_ranks)
     return UpdateBuffer(join_rollouts(parts), num_prompts, group)
 

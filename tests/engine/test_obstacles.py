@@ -214,7 +214,7 @@ TYPED = {
         r"SimpleEntropyProbe\(num_folds=(\d+)\)",
     ),
     "train": (
-        batches.fixes(PLAIN_LOSS, is_typed=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
+        batches.fixes(PLAIN_LOSS, is_cli=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
         r"probes\.simple\.num_folds=(\d+)",
     ),
 }  # fmt: skip

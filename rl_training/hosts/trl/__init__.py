@@ -60,9 +60,10 @@ def attach(
             records always hold all of them.
         whole_prompts: Whether to keep all responses to a prompt in consecutive rows, instead of shuffling them. False
             leaves training bitwise identical to the trainer's own. True makes training with probes bitwise identical
-            to `attach(trainer, probes=(), whole_prompts=True)`. None does it only if nothing changes but the order in
-            which a step's microbatches are summed (a rounding difference) and, with dropout, which mask a response
-            gets.
+            to `attach(trainer, probes=(), whole_prompts=True)`. It may change the trainer's own training: which
+            responses a step learns from, if a step is not a whole number of generations, and what the loss averages
+            within a microbatch (`loss_type="bnpo"`, say). None does it only if nothing changes but the order in which
+            a step's microbatches are summed (a rounding difference) and, with dropout, which mask a response gets.
         target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
             rate of each step is set so that its measured KL meets this target, which changes training. None keeps the
             trainer's learning rate.

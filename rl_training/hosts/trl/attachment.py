@@ -69,7 +69,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         compatibility.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
-        keeps_order = options.whole_prompts is None and not batches.only_order_changes(trainer)
+        keeps_order = options.whole_prompts is None and not batches.whole_prompts_only_reorder(trainer)
         whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
         if whole_prompts:
             compatibility.refuse_split_prompts(trainer)
@@ -101,7 +101,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
-        self.is_typed = False  # whether advice is given as command-line settings, trainer.NAME=VALUE
+        self.is_cli = False  # whether advice names settings as on the command line, trainer.NAME=VALUE
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         self._install(trainer)
@@ -246,7 +246,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if self._records is not None:
             self._records.start(state.global_step, settings)
         self._log.begin()
-        self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
+        self._writer.begin(f"raise {'trainer.' if self.is_cli else ''}max_completion_length")
 
     def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
         """Begin the run, if there is one, and start measuring. Both tell the user."""
@@ -266,7 +266,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Start the driver. Only now are parameters and optimizer final: some launches shard them in `train()`."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         self._rollouts.mark_leftover_rollout()
-        loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_typed=self.is_typed)
+        loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_cli=self.is_cli)
         loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
         self.driver.start(loop, None if resumed is None else resumed.states)
         if trainer.is_deepspeed_enabled:

@@ -69,29 +69,29 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
     )
 
 
-def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
+def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
     """Return the advice that makes more of a training with these loss settings measurable.
 
     Args:
         settings: The settings of the loss.
-        is_typed: Whether to write settings as on the command line, trainer.NAME=VALUE, instead of as Python.
+        is_cli: Whether to write settings as on the command line, trainer.NAME=VALUE, instead of as Python.
     """
-    others = {name: value for name, value in DR_GRPO.items() if name in settings.differs}
-    others |= {"mask_truncated_completions": False} if settings.hides_truncated else {}
-    others |= {"vllm_importance_sampling_correction": False} if settings.correction is not None else {}
-    if is_typed:
-        words = [f"trainer.{name}={_as_typed(value)}" for name, value in others.items()]
-        words += ["intervention=null"] * ("intervention" in settings.differs)
+    changes = {name: value for name, value in DR_GRPO.items() if name in settings.differs}
+    changes |= {"mask_truncated_completions": False} if settings.hides_truncated else {}
+    changes |= {"vllm_importance_sampling_correction": False} if settings.correction is not None else {}
+    if is_cli:
+        arguments = [f"trainer.{name}={_as_argument(value)}" for name, value in changes.items()]
+        arguments += ["intervention=null"] * ("intervention" in settings.differs)
         return Fixes(
-            dr_grpo=f"set {' '.join(words)}" if words else "",
+            dr_grpo=f"set {' '.join(arguments)}" if arguments else "",
             batch="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
             steps="batch.sequences_per_step={sequences}",
             num_folds="probes.{name}.num_folds={folds}",
         )
-    words = [f"{name}={value!r}" for name, value in others.items()]
-    words += ["no intervention"] * ("intervention" in settings.differs)
+    settings_to_change = [f"{name}={value!r}" for name, value in changes.items()]
+    settings_to_change += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
-        dr_grpo=f"set {', '.join(words)}" if words else "",
+        dr_grpo=f"set {', '.join(settings_to_change)}" if settings_to_change else "",
         batch="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
         steps="gradient_accumulation_steps={count} in GRPOConfig",
     )
@@ -117,13 +117,13 @@ def whole_prompts_fix(trainer: GRPOTrainer) -> str:
     if settings:
         fix += f" and {', '.join(settings)} in GRPOConfig"
     # Unless it is set, steps_per_generation follows gradient_accumulation_steps.
-    follows = args.steps_per_generation == args.gradient_accumulation_steps
-    if count % args.steps_per_generation and not follows:
+    follows_accumulation = args.steps_per_generation == args.gradient_accumulation_steps
+    if count % args.steps_per_generation and not follows_accumulation:
         fix += ", which changes which responses of a generation each step learns from"
     return fix
 
 
-def _as_typed(value: object) -> str:
+def _as_argument(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -146,7 +146,7 @@ def steps_per_rollout(args: GRPOConfig) -> int:
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
-def only_order_changes(trainer: GRPOTrainer) -> bool:
+def whole_prompts_only_reorder(trainer: GRPOTrainer) -> bool:
     """Return whether keeping prompts whole changes only the order in which a step's microbatches are summed.
 
     With dropout, it also changes which mask each response gets, which is equally valid. If False, it would change
@@ -154,18 +154,18 @@ def only_order_changes(trainer: GRPOTrainer) -> bool:
     """
     args = trainer.args
     methods = ("compute_loss", "_compute_loss")
-    of_trl = all(getattr(type(trainer), name) is getattr(GRPOTrainer, name) for name in methods)
-    by_microbatch = (
+    is_trl_loss = all(getattr(type(trainer), name) is getattr(GRPOTrainer, name) for name in methods)
+    averages_within_microbatch = (
         trainer.loss_type == "bnpo"
         or bool(args.entropy_coef)
         or args.use_adaptive_entropy
         or args.top_entropy_quantile < 1.0
         or trainer.aux_loss_enabled
     )
-    is_whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
+    has_whole_generations = args.gradient_accumulation_steps % args.steps_per_generation == 0
     counts = (args.gradient_accumulation_steps, args.steps_per_generation)
     fits = all(args.per_device_train_batch_size * count % trainer.num_generations == 0 for count in counts)
-    return is_whole and fits and of_trl and not by_microbatch
+    return has_whole_generations and fits and is_trl_loss and not averages_within_microbatch
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
@@ -181,10 +181,10 @@ def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids:
     """Return the rewards, (rows,), of one completion to each of these data set rows, identical on all ranks."""
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     prompts = [row["prompt"] for row in rows]
-    in_turns = bool(prompts) and isinstance(prompts[0], list)
-    said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
+    is_conversational = bool(prompts) and isinstance(prompts[0], list)
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if is_conversational else texts
     calculate = type(trainer)._calculate_rewards  # the class's method, without the instance's wrapper
-    return total_rewards(trainer, calculate(trainer, rows, prompts, said, completion_ids)[: len(rows)])
+    return total_rewards(trainer, calculate(trainer, rows, prompts, completions, completion_ids)[: len(rows)])
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -211,7 +211,7 @@ def read_rollout(
     first_prompt: int,
     on_policy: bool,
     pad_token_id: int | None = None,
-    ends: Sequence[int] = (),
+    end_tokens: Sequence[int] = (),
     sampling_mismatch: Limit | Literal[""] | None = None,
 ) -> Rollout:
     """Return the sequences of one of TRL's batch dictionaries.
@@ -221,8 +221,8 @@ def read_rollout(
         first_prompt: The number of its first prompt.
         on_policy: Whether the current policy sampled the sequences and no optimizer step has learned from them.
         pad_token_id: Give it if the loss may mask truncated responses (mask_truncated_completions), to read them too.
-        ends: End-of-response tokens and the padding token: a response that ends with none of them is truncated. If
-            empty, truncation is unknown.
+        end_tokens: End-of-response tokens and the padding token: a response that ends with none of them is truncated.
+            If empty, truncation is unknown.
         sampling_mismatch: The limit if the responses are not samples of the trainer's policy, "" if they are, None to
             use the loop's.
     """
@@ -247,7 +247,7 @@ def read_rollout(
         old_logps=old_logps,
         environment_mask=None if written_by_policy is None else tokens - policy,
         images=image_inputs(inputs),
-        truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
+        truncated=_are_truncated(inputs["completion_ids"], tokens, end_tokens) if end_tokens else None,
         sampling_mismatch=sampling_mismatch,
     )
     return with_one_advantage_each(rollout)
@@ -255,8 +255,8 @@ def read_rollout(
 
 def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:
     """Return a mask, (B, T), that is 1 on the tokens of all responses, including those that the loss masks."""
-    every = _up_to_last_token(inputs["completion_ids"], pad_token_id)
-    return torch.where(are_hidden(inputs).unsqueeze(1), every, inputs["completion_mask"])
+    all_tokens = _up_to_last_token(inputs["completion_ids"], pad_token_id)
+    return torch.where(are_hidden(inputs).unsqueeze(1), all_tokens, inputs["completion_mask"])
 
 
 def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
@@ -277,13 +277,13 @@ def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
     return inputs["completion_mask"].sum(dim=1) == 0
 
 
-def _are_truncated(ids: Tensor, tokens: Tensor, ends: Sequence[int]) -> Tensor:
+def _are_truncated(ids: Tensor, tokens: Tensor, end_tokens: Sequence[int]) -> Tensor:
     """Return which responses end with none of these tokens, (B,), as TRL defines truncation."""
     last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
-    return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(ends))
+    return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(end_tokens))
 
 
 def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
     """Return a mask, (B, T), that is 1 up to each row's last non-padding token. Right for truncated responses only."""
-    real = (ids != pad_token_id).long()
-    return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
+    is_real = (ids != pad_token_id).long()
+    return (is_real.flip(1).cumsum(dim=1).flip(1) > 0).to(is_real)

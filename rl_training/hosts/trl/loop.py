@@ -16,7 +16,7 @@ from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Limits
 
 
 def loop_of(
-    trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_typed: bool
+    trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_cli: bool
 ) -> LoopSpec:
     """Return what the driver must know about a training that is about to begin.
 
@@ -25,12 +25,12 @@ def loop_of(
         policy: Scores and samples as the trainer does.
         settings: Settings of the loss that training uses.
         whole_prompts: Whether all responses to a prompt are kept in consecutive rows.
-        is_typed: Whether to give advice as command-line settings, trainer.NAME=VALUE.
+        is_cli: Whether to give advice as command-line settings, trainer.NAME=VALUE.
     """
     args = trainer.args
-    fixes = batches.fixes(settings, is_typed=is_typed)
+    fixes = batches.fixes(settings, is_cli=is_cli)
     if args.num_iterations > 1:
-        once = "trainer.num_iterations=1" if is_typed else "num_iterations=1 in GRPOConfig"
+        once = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
         fixes = dataclasses.replace(fixes, once=once)
     if not whole_prompts:
         fixes = dataclasses.replace(fixes, whole_prompts=batches.whole_prompts_fix(trainer))

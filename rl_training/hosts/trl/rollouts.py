@@ -247,7 +247,7 @@ class Rollouts:
             first_prompt=self.number * size,
             on_policy=self._is_fresh and self._sampled_at == trainer.state.global_step,
             pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
-            ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
+            end_tokens=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
             sampling_mismatch=self._mismatch,
         )
         return dataclasses.replace(rollout, origin=self._origin)

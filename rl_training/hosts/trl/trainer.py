@@ -217,7 +217,7 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._diverged("the policy's probabilities are nan")) from error
 
     def _diverged(self, what: str) -> str:
-        typed = "trainer." if self.attachment.is_typed else ""
+        typed = "trainer." if self.attachment.is_cli else ""
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {typed}max_grad_norm=1"
         also = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
         return (
