@@ -90,8 +90,8 @@ WAYS = [
     Way(8, 8, loss="bnpo"),
     Way(64, 1, loss="bnpo"),
     Way(8, 8, settings={"entropy_coef": 0.01}),
-    Way(8, 8, settings={"steps_per_generation": 16}),  # two steps learn from a generation
-    Way(8, 8, settings={"steps_per_generation": 4}),  # two generations to a step
+    Way(8, 8, settings={"steps_per_generation": 16}),  # two steps train on each generation
+    Way(8, 8, settings={"steps_per_generation": 4}),  # two generations per step
     Way(8, 8, settings={"num_iterations": 2}),
     Way(8, 8, options=", whole_prompts=False"),
     Way(8, 4, processes=2),

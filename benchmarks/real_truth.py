@@ -6,8 +6,8 @@ and r the product of the new / old probability ratios of the tokens before it, n
 
     H(new) = Σ r h_new / Σ r        H(old) = Σ h_old / Σ 1        over all tokens of the responses drawn at k
 
-Errors come from a jackknife that leaves out one prompt at a time. All steps of a run share the prompts, so the error of
-a sum over steps leaves the same prompt out of all its terms.
+Errors come from a jackknife that leaves out one prompt at a time. All steps of a run share the prompts, so the
+jackknife of a sum over steps leaves the same prompt out of all its terms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a bounded step make the learning rate matter less? All runs were registered before they were made.
+"""Does a bounded step make the learning rate matter less? The runs were registered before they were made.
 
     OMP_NUM_THREADS=1 python benchmarks/step_size.py --plan    # the registered plan: settings, rules, measures, bar
     OMP_NUM_THREADS=1 python benchmarks/step_size.py           # do the runs, one line in OUTPUT/runs.jsonl each
