@@ -1,8 +1,8 @@
-"""Writes the parts of the reference that would drift by hand: settings from conf/, help texts from the commands.
+"""Generates the parts of the reference that would drift if written by hand: settings, help texts, interventions.
 
-The pages in docs/reference include what is written here. `python docs/generate.py` writes what is kept in the
-repository: a tutorial as a notebook for Colab, notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in
-the pages that have it.
+Sphinx calls `write_reference`; the pages in docs/reference include the results. `python docs/generate.py` writes the
+generated texts that are kept in the repository: a tutorial as a notebook for Colab,
+notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in the pages that contain it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from rl_training.__main__ import COMMANDS
@@ -23,14 +24,14 @@ from rl_training.probes import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-JOBS = ("train", "offline", "evaluate")  # by their files in conf/
+JOBS = ("train", "offline", "evaluate")  # named as their files in conf/
 BLOB = "https://github.com/rl-training/rl-training/blob/main/docs"
 INSTALL = '!pip install -q "rl-training[report] @ git+https://github.com/rl-training/rl-training"'
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?: *# *(?P<comment>.*))?$")
 
 
 def write_reference(folder: Path) -> None:
-    """Write the generated parts, each where its text has changed: Sphinx then reads only these again."""
+    """Write the generated parts whose text has changed, so that Sphinx reads only these again."""
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "experiment"))
     parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
@@ -45,19 +46,19 @@ def write_reference(folder: Path) -> None:
 
 
 def help_text(name: str) -> str:
-    """Return what a command of this checkout says of itself."""
+    """Return the --help text of a command of this checkout."""
     command = [sys.executable, "-m", "rl_training", name, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
 
 
 def group_section(folder: Path) -> str:
-    """Return a section for a group of conf/, its options with their settings."""
+    """Return the section for a group of conf/: its options with their settings."""
     options = sorted(folder.glob("*.yaml"))
     return "\n\n".join([f"### {folder.name}", *(option_text(folder.name, path) for path in options)])
 
 
 def option_text(group: str, path: Path) -> str:
-    """Return what an option of a group is for, and the table of its settings."""
+    """Return the description of a group's option, and the table of its settings."""
     text = path.read_text(encoding="utf-8")
     package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
     prefix = {"_global_": ""}.get(package.group(1), f"{package.group(1)}.") if package else f"{group}."
@@ -78,9 +79,10 @@ def opening(text: str) -> str:
 
 
 def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Return (name, default, what it is) of each setting of a file of conf/: from its comments and docstrings.
+    """Return (name, default, description) of each setting in a file of conf/.
 
-    A comment above a key counts for that key. What `_target_` names says of its parameters what the file does not.
+    The description is the comment next to the key or above it. Without a comment, it is that of the parameter in the
+    docstring of the `_target_`.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     parents: list[tuple[int, str]] = []
@@ -109,23 +111,15 @@ def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
 
 
 def parameters(target: str) -> dict[str, str]:
-    """Return what the docstring of `module.name` says of each parameter, in either style: `name   …`, or in "Args:"."""
+    """Return the descriptions of parameters under "Args:" in the docstring of `module.name`, by parameter."""
     module, name = target.rsplit(".", 1)
     try:
         doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
-    except ImportError:  # of an extra that is not installed
+    except ImportError:  # the module belongs to an extra that is not installed
         return {}
-    found: dict[str, str] = {}
-    current, in_args = "", False
-    for line in doc.splitlines():
-        in_args = line == "Args:" or (in_args and line.startswith(" "))
-        if start := re.match(r"^ {4}(\w+): (\S.*)$" if in_args else r"^(\w+) {2,}(\S.*)$", line):
-            current, found[start[1]] = start[1], start[2]
-        elif current and line.startswith("   "):
-            found[current] += " " + line.strip()
-        else:
-            current = ""
-    return {name: what.removesuffix(".") for name, what in found.items()}
+    section = re.search(r"^Args:\n((?: .*\n?|\n)*)", doc, re.MULTILINE)
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", textwrap.dedent(section[1]), re.MULTILINE) if section else []
+    return {name: " ".join(what.split()).removesuffix(".") for name, what in entries}
 
 
 def probes() -> str:
@@ -133,11 +127,11 @@ def probes() -> str:
     return "\n".join(["```{eval-rst}", *(f".. autoclass:: rl_training.{p.__name__}" for p in BUILT_IN.values()), "```"])
 
 
-SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, arXiv 1211.5063"}  # of no function
+SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, arXiv 1211.5063"}  # without a function
 
 
 def interventions() -> str:
-    """Return the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
+    """Return the table of all interventions, from named.py and docstrings, and the reasons why one is unavailable."""
     lines = ["| name | what it does | strength | no effect | needs | setting of TRL | source |", "|---" * 7 + "|"]
     for name, known in INTERVENTIONS.items():
         doc = (inspect.getdoc(known.function) if known.function else None) or f"The optimizer's own `{known.trl}`."
@@ -167,18 +161,23 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
     lines = [
-        f"| `{name}` | {f'`{value}`' if value else ''} | {cell(what)} |".replace("||", "| |")
+        f"| `{name}` | {f'`{value}`' if value else ''} | {cell(capitalized(what))} |".replace("||", "| |")
         for name, value, what in rows
     ]
     return "\n".join(["| setting | default | what it is |", "|---|---|---|", *lines])
 
 
+def capitalized(description: str) -> str:
+    """Capitalize a description, unless it begins with a value: `null: …`, `core | all`, `nf4 for …`."""
+    return re.sub(r"^[a-z](?=[a-z]* (?!\|))", lambda first: first[0].upper(), description)
+
+
 def as_notebook(page: Path) -> str:
-    """Return a tutorial as a notebook that installs the package first: its cells, with links that hold anywhere."""
-    text = page.read_text(encoding="utf-8").split("---\n", 2)[2]  # behind the front matter
+    """Return a tutorial as a notebook that first installs the package. Relative links become absolute."""
+    text = page.read_text(encoding="utf-8").split("---\n", 2)[2]  # after the front matter
     parts = re.split(
         r"^```\{code-cell\} python\n(.*?)^```\n", text, flags=re.MULTILINE | re.DOTALL
-    )  # in turn text and code
+    )  # alternates text and code
     cells = [("code", INSTALL)]
     for i, part in enumerate(parts):
         source = re.sub(r"^:tags:.*\n+", "", part) if i % 2 else re.sub(r"\]\(\.\./", f"]({BLOB}/", part)
@@ -196,13 +195,13 @@ def as_notebook(page: Path) -> str:
 
 
 def with_optimizers(page: str) -> str:
-    """Return a page that names the optimizers whose step is a formula between <!-- optimizers --> and <!-- end -->."""
+    """Return a page with the optimizers that have a formula listed between <!-- optimizers --> and <!-- end -->."""
     names = list_names([formula.optimizer for formula in FORMULAS])
     return re.sub("(<!-- optimizers -->).*?(<!-- end -->)", rf"\g<1>{names}\g<2>", page, flags=re.DOTALL)
 
 
 def kept() -> dict[Path, str]:
-    """Return the generated texts that are kept in the repository, by file."""
+    """Return the generated text of each file that is kept in the repository."""
     tutorial = "attach_to_your_trainer"
     pages = (ROOT / "README.md", ROOT / "docs" / "reference" / "limits.md")
     texts = {page: with_optimizers(page.read_text(encoding="utf-8")) for page in pages}

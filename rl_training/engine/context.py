@@ -47,7 +47,7 @@ class StepContext:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train together: `ranks.reduce(x)` sums over them."""
+        """The ranks that train together. `ranks.reduce(x)` sums over them."""
         return self.runtime.ranks
 
     @property

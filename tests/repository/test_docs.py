@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
+import pydoc
 import re
 import shlex
 import sys
@@ -19,6 +21,7 @@ from trainers import FEW, SGD, SHAPE, every_probe, trained_weights, trainer_make
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
+from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClassesProbe
 
@@ -206,6 +209,38 @@ def test_every_setting_says_what_it_is(generate: Any) -> None:
     files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
     assert len(files) > 25
     assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
+
+
+def test_parameters_are_described_in_whole_and_table_cells_begin_with_a_capital_unless_with_a_value(
+    generate: Any,
+) -> None:
+    described = generate.parameters("rl_training.hosts.trl.buffer.FilteredBuffer")
+    assert [*described] == ["max_attempts", "floor", "half_life", "seed"]
+    assert described.keys() <= set(inspect.signature(FilteredBuffer).parameters)
+    assert not any(what.endswith(".") or "\n" in what for what in described.values())
+    rows = [("a", "1", "number of steps"), ("b", "", "null: the run's"), ("c", "core", "core | all"), ("d", "2", "")]
+    cells = [line.split(" | ")[2].removesuffix(" |") for line in generate.table(rows).splitlines()[2:5]]
+    assert cells == ["Number of steps", "null: the run's", "core \\| all"]
+
+
+def test_no_sentence_of_the_api_is_taken_for_a_type() -> None:
+    """Sphinx takes what stands before a colon for a type, in the first line of Returns and of a property."""
+    listed = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    entries = re.findall(r"auto(?:class|function):: ([\w.]+)(?:.*\n +:members:(.*))?", listed)
+    objects: list[Any] = [pydoc.locate(name) for name, _ in entries]
+    members = [
+        getattr(pydoc.locate(name), member) for name, shown in entries for member in shown.replace(",", "").split()
+    ]
+    members += [member for name, member in vars(StepContext).items() if not name.startswith("_")]
+    assert len(objects) > 30
+    assert len(members) > 20
+    first_lines = []
+    for shown in [*objects, *members]:
+        doc = inspect.getdoc(shown) or ""
+        first_lines += re.findall(r"^(?:Returns|Yields):\n +(.*)", doc, re.MULTILINE)
+        first_lines += doc.splitlines()[:1] if isinstance(shown, property) else []
+    assert len(first_lines) > 10
+    assert [line for line in first_lines if ":" in re.sub("`[^`]*`", "", line)] == []
 
 
 def test_links_to_files_of_the_repository_lead_somewhere() -> None:

@@ -113,7 +113,7 @@ class OfflineEntropyProbe:
                 `model/` with optimizer.pt in the parent folder.
 
         Returns:
-            A dictionary with these keys:
+            A dictionary with these keys.
 
             - `deltaH1`, `bars_dot`, `learning_rate`: Predicted. Absent with probe_rework.compute_delta_h1=false.
             - `deltaH_true`, `H_orig`, `H_upd`: Measured. Absent with importance.enabled=false.
