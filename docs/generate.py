@@ -164,7 +164,7 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         f"| `{name}` | {f'`{value}`' if value else ''} | {cell(capitalized(what))} |".replace("||", "| |")
         for name, value, what in rows
     ]
-    return "\n".join(["| setting | default | what it is |", "|---|---|---|", *lines])
+    return "\n".join(["| setting | default | description |", "|---|---|---|", *lines])
 
 
 def capitalized(description: str) -> str:
