@@ -130,12 +130,14 @@ def _generate_rewarded(
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     """Return a filter with its own random numbers, and the statistics of the trainer's buffer if there is one."""
     trainer = restored.trainer
-    known = getattr(trainer, "buffer", None)  # TRL's own trainer has none
-    settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
+    training_buffer = getattr(trainer, "buffer", None)  # TRL's own trainer has none
+    settings: dict[str, Any] = {}
+    if training_buffer is not None:
+        settings = {key: getattr(training_buffer, key) for key in ("max_attempts", "floor", "half_life")}
     buffer = FilteredBuffer(**settings, seed=seed)
     start_buffer(trainer, buffer)
-    if known is not None:
-        buffer.load_state_dict({**known.state_dict(), "generator": buffer.state_dict()["generator"]})
+    if training_buffer is not None:
+        buffer.load_state_dict({**training_buffer.state_dict(), "generator": buffer.state_dict()["generator"]})
     return buffer
 
 
@@ -160,24 +162,24 @@ def sample_evaluation(
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
     """Sample and score new responses to E's prompts at the current parameters, with E's random numbers. Collective."""
-    rollout, number = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
-    return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
+    rollout, score_rows = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
+    return gather_scores(restored, restored.policy.score_rollout(rollout), score_rows, buffer.num_sequences)
 
 
-def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, total: int) -> Scores:
+def gather_scores(restored: RestoredTrainer, scores: Scores, score_rows: Tensor, total: int) -> Scores:
     """Return the scores of all processes' sequences, (N, L), on every process. Collective.
 
     Args:
-        number: Row of the result for each of this process's sequences, (B,).
+        score_rows: Row of the result for each of this process's sequences, (B,).
         total: N.
     """
     width = restored.trainer.max_completion_length
 
     def gather(values: Tensor) -> Tensor:
-        known = values.double().masked_fill(scores.mask == 0, 0.0)
-        everything = known.new_zeros(total, width)
-        everything[number, : known.shape[1]] = known
-        return restored.reduce(everything)  # a sum, because each row is zero on all processes but one
+        real_values = values.double().masked_fill(scores.mask == 0, 0.0)
+        all_values = real_values.new_zeros(total, width)
+        all_values[score_rows, : real_values.shape[1]] = real_values
+        return restored.reduce(all_values)  # a sum, because each row is zero on all processes but one
 
     return Scores(gather(scores.logps), gather(scores.entropies), gather(scores.mask).bool())
 
@@ -209,7 +211,7 @@ def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, 
 
 def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
     """Return the rewards of E's responses to these rows of the data set, (N_E,). Collective."""
-    completions = [tokens_of(rollout, number)[1] for number in range(rollout.num_sequences)]
+    completions = [tokens_of(rollout, row)[1] for row in range(rollout.num_sequences)]
     return batches.rewards_of(restored.trainer, list(rows), completions).cpu().float()
 
 
@@ -230,21 +232,21 @@ def _rows_of_evaluation(
     draw = np.random.default_rng([settings.seed, PROMPTS])
     if overlap == "allowed" or update is None:
         return [data[int(row)] for row in draw.integers(len(data), size=settings.prompts)]
-    learned = _learned(restored, update, data["prompt"][:])
-    rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
+    in_update = _in_update(restored, update, data["prompt"][:])
+    rows = [row for row, is_in_update in enumerate(in_update) if is_in_update == (overlap == "wanted")]
     if not rows:
         raise UserError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
     return [data[rows[int(i)]] for i in draw.integers(len(rows), size=settings.prompts)]
 
 
-def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
+def _in_update(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
     """Return for each of these prompts whether U has it. Compares tokens, because a data set may repeat a text."""
     rollout = update.rollout
-    learned_prompts = {
+    update_prompts = {
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
     }
     tokens = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
-    here = torch.tensor([ids in learned_prompts for ids in tokens], device=restored.device, dtype=torch.float64)
+    here = torch.tensor([ids in update_prompts for ids in tokens], device=restored.device, dtype=torch.float64)
     return (restored.reduce(here) > 0).tolist()
 
 
@@ -264,19 +266,19 @@ def respond(
         chunk = max(1, -(-total // restored.num_ranks))
     prompt_ids = list[Tensor]()
     completion_ids = list[Tensor]()
-    number = list[int]()
+    row_indices = list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
         chosen = [asked[i]["prompt"] for i in rows]
         responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
         prompt_ids = prompt_ids + responses[0]
         completion_ids = completion_ids + responses[1]
-        number = [*number, *rows]
+        row_indices = [*row_indices, *rows]
         progress(min(len(rows) * restored.num_ranks, total))
-    if not number:
+    if not row_indices:
         raise UserError(
             f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
             f"at least {2 * restored.num_ranks}"
         )
-    rollout = as_rollout(prompt_ids, completion_ids, number, restored.trainer._tokenizer.pad_token_id)
-    return rollout, torch.tensor(number, device=restored.device)
+    rollout = as_rollout(prompt_ids, completion_ids, row_indices, restored.trainer._tokenizer.pad_token_id)
+    return rollout, torch.tensor(row_indices, device=restored.device)

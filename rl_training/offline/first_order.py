@@ -123,8 +123,8 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
     count = len(layout.names)
     value = _by_label(splits, split_products(update.in_pieces(), directions, count))
     without = value.new_zeros(update.num_folds, *value.shape)
-    for k, number in enumerate(update.fold_number):
-        without[number] = _by_label(splits, split_products(update.without.parts(k), directions, count))
+    for k, fold in enumerate(update.local_folds):
+        without[fold] = _by_label(splits, split_products(update.without.parts(k), directions, count))
     return Replicates(value, restored.reduce(without))
 
 
@@ -159,8 +159,8 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
     gradient = update.clip * update.gradient
-    root = _of_pieces(update, gradient, _root)
-    momentum = _of_pieces(
+    sqrt_v = _map_pieces(update, gradient, _sqrt_second_moment)
+    momentum = _map_pieces(
         update, gradient, lambda state, piece_gradient: torch.lerp(piece_gradient, state.exp_avg, state.betas[0])
     )
     sizes = [param.numel() for param in restored.parameters.values()]
@@ -169,7 +169,7 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
         "adam": lambda: update.delta,
         "momentum-free adam": lambda: update.parts.gradient,
         "rms-only": lambda: torch.cat(
-            [-m / rms.square().mean().sqrt() for m, rms in zip(momentum.split(sizes), root.split(sizes), strict=True)]
+            [-m / v.square().mean().sqrt() for m, v in zip(momentum.split(sizes), sqrt_v.split(sizes), strict=True)]
         ),
         "identity": lambda: -momentum,
         "sgd": lambda: -gradient,
@@ -193,12 +193,12 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction:
     }
 
 
-def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
-    """Apply `form` to each piece's state and gradient, and concatenate the results, (P,)."""
-    return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
+def _map_pieces(update: Update, gradient: Tensor, function: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
+    """Apply `function` to each piece's state and gradient, and concatenate the results, (P,)."""
+    return torch.cat([function(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
 
 
-def _root(state: AdamWState, gradient: Tensor) -> Tensor:
+def _sqrt_second_moment(state: AdamWState, gradient: Tensor) -> Tensor:
     """Return √v̂ of this step, (n,)."""
     beta2 = state.betas[1]
     second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)

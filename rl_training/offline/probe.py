@@ -79,7 +79,8 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     tables = {}
     if truth is not None:
         tables["eta"] = [
-            {"eta": at.eta, "ESS": at.ahead.weights.ess, "resampled": at.ahead.resampled} | in_both_units(at.changes())
+            {"eta": at.eta, "ESS": at.forward.weights.ess, "resampled": at.forward.resampled}
+            | in_both_units(at.changes())
             for at in truth.at
         ]
     if settings.conditioning and first_order is not None:
@@ -150,16 +151,16 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
     if truth is None:
         return [(in_both_units(dict.fromkeys(MEASURED)), NOT_MEASURED)]
     at = truth.whole_step
-    true = at.ahead.true
+    true = at.forward.true
     odd = at.odd
     numbers = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
     numbers["second_order"] = None if odd is None else true - odd
     further = {
         "floor": float(truth.floor.value[TOKEN]),
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
-        "resampled": float(at.ahead.resampled),
-        "ESS": at.ahead.weights.ess,
-        "w_min": at.ahead.weights.smallest,
+        "resampled": float(at.forward.resampled),
+        "ESS": at.forward.weights.ess,
+        "w_min": at.forward.weights.smallest,
     }
     if first_order is not None:
         predicted = replace(truth.first_order, value=first_order.value[0])  # from the backward; errors of E only
@@ -171,7 +172,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
         (in_both_units(known), NOT_FINITE),
         (in_both_units({key: None for key in numbers if key not in known}), NOT_ODD),
         (further, NOT_FINITE),
-        ({"w_max": at.ahead.weights.largest}, OVERFLOW),
+        ({"w_max": at.forward.weights.largest}, OVERFLOW),
     ]
 
 

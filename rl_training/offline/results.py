@@ -105,9 +105,9 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     console = Console(soft_wrap=True, markup=False, emoji=False)  # prints paths unchanged
     console.print(table)
     sizes = f"E {results['B_E']:.0f} sequences, U {results['B_U']:.0f} × {results['G']:.0f}"
-    teaching = f"{100 * results['zero_advantage']:.0f} % of U has zero advantage"
+    zero_advantage = f"{100 * results['zero_advantage']:.0f} % of U has zero advantage"
     rate = f"learning rate {results['learning_rate']:.3g}"
-    console.print(f" {sizes}; reward {results['avg_reward']:.3f}, {teaching}; {rate}")
+    console.print(f" {sizes}; reward {results['avg_reward']:.3f}, {zero_advantage}; {rate}")
     if analysis.truth is not None:
         how = "fresh samples at the moved weights: effective sample size" if results["resampled"] else "ESS"
         console.print(f" {how} {results['ESS']:.1f} of {results['B_E']:.0f}; H {results['H_orig']:.4f} nats per token")
@@ -187,7 +187,7 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: 
     logps, entropies, lengths = sequence_totals(e.scores).unbind(dim=1)
     columns = {"length": lengths.long(), "logp": logps, "entropy": entropies}
     if analysis.truth is not None:
-        change = analysis.truth.whole_step.ahead
+        change = analysis.truth.whole_step.forward
         after = sequence_totals(change.after)
         columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
     local_rows = [*zip(e.score_rows.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
@@ -236,7 +236,7 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
     scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if analysis.truth is not None:
-        change = analysis.truth.whole_step.ahead
+        change = analysis.truth.whole_step.forward
         tables |= {"logp_after": change.after.logps, "entropy_after": change.after.entropies}
         tables |= dict(zip(("logp_slope", "entropy_slope"), analysis.truth.slopes, strict=True))
     return [

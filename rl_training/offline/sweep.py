@@ -46,7 +46,7 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     for size in sizes:
         at = truth.whole_step.first(size)
         logp_slopes, entropy_slopes = (slopes[:size] for slopes in truth.slopes)
-        predicted = first_order_change(at.ahead.before, logp_slopes, entropy_slopes, at.ahead.units)
+        predicted = first_order_change(at.forward.before, logp_slopes, entropy_slopes, at.forward.units)
         rows.append({"evaluation_size": size, **_columns(predicted, at)})
     return rows
 
@@ -76,7 +76,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": variant.prompts, "update_filtered": bool(variant.filtered), "update_seed": variant.seed,
-            "ESS": at.ahead.weights.ess, "resampled": at.ahead.resampled, **columns,
+            "ESS": at.forward.weights.ess, "resampled": at.forward.resampled, **columns,
         })  # fmt: skip
     return rows
 

@@ -37,25 +37,27 @@ class AtStep:
     """The measurements at θ + η δθ. Replicates are (2,), per token and per sequence, in nats, over E's prompts."""
 
     eta: float
-    ahead: MeasuredChange
-    behind: MeasuredChange | None  # at θ − η δθ; None unless `odd` is set
+    forward: MeasuredChange
+    backward: MeasuredChange | None  # at θ − η δθ; None unless `odd` is set
 
     @property
     def odd(self) -> Replicates | None:
-        return None if self.behind is None else (self.ahead.true - self.behind.true) * 0.5
+        return None if self.backward is None else (self.forward.true - self.backward.true) * 0.5
 
     def changes(self) -> dict[str, Replicates | None]:
         """Return the measured changes by their names in the results."""
-        return {"deltaH_true": self.ahead.true, "deltaH_snis": self.ahead.snis, "deltaH_odd": self.odd}
+        return {"deltaH_true": self.forward.true, "deltaH_snis": self.forward.snis, "deltaH_odd": self.odd}
 
     def errors_of(self, predicted: Replicates) -> dict[str, Replicates | None]:
         """Return prediction minus measurement, for a prediction from the same prompts."""
         odd = None if self.odd is None else predicted - self.odd
-        return {"paired_error": predicted - self.ahead.true, "paired_error_odd": odd}
+        return {"paired_error": predicted - self.forward.true, "paired_error_odd": odd}
 
     def first(self, size: int) -> AtStep:
         """Return the measurements on the first `size` sequences of E, which must be whole prompts."""
-        return AtStep(self.eta, _first(self.ahead, size), None if self.behind is None else _first(self.behind, size))
+        return AtStep(
+            self.eta, _first(self.forward, size), None if self.backward is None else _first(self.backward, size)
+        )
 
 
 def _first(change: MeasuredChange, size: int) -> MeasuredChange:

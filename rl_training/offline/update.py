@@ -53,7 +53,7 @@ class Update:
     delta: Tensor  # (P,), their sum δθ
     pieces: OptimizerPieces
     without: LeaveOneOutUpdates  # the steps without each fold that this process keeps
-    fold_number: tuple[int, ...]  # the numbers of these folds
+    local_folds: tuple[int, ...]  # the numbers of these folds
     fold_prompts: Tensor  # (num_folds,), number of prompts in every fold, of all processes
     scores: Scores  # of this process's part of U, at the checkpoint
 
@@ -74,19 +74,19 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     group = update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
-    learned = rows_with_weight([weights])
+    has_weight = rows_with_weight([weights])
     folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MOST_FOLDS)
     fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
     fold = fold_of_prompt[rollout.prompt_index]
     fold_prompts = torch.bincount(fold_of_prompt)
-    kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
+    local_folds = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
     parameters = list(restored.parameters.values())
     layout = Layout(restored.parameters)
     mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
-    folds = mean.new_zeros(len(kept), len(mean), device="cpu" if memory.offload else None)
+    folds = mean.new_zeros(len(local_folds), len(mean), device="cpu" if memory.offload else None)
     for number, size in enumerate(fold_prompts.tolist()):
         gradient_of_fold = torch.zeros_like(mean)
-        rows = (learned & (fold == number)).nonzero().squeeze(1)
+        rows = (has_weight & (fold == number)).nonzero().squeeze(1)
         for batch in rows.split(memory.microbatch_size) if len(rows) else ():
             fresh = restored.policy.score(rollout, batch)
             row_weights = weights.of_rows(batch, fresh.logps.shape[1])
@@ -95,20 +95,20 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         gradient_of_fold = restored.reduce(gradient_of_fold)
         gradient_of_fold /= size * group
         mean += (size / update.num_prompts) * gradient_of_fold
-        if number in kept:
-            folds[kept.index(number)] = gradient_of_fold
+        if number in local_folds:
+            folds[local_folds.index(number)] = gradient_of_fold
         progress(size * group)
     pieces = OptimizerPieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
     by_piece = [piece.delta(clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
-    sizes = fold_prompts[list(kept)]
+    sizes = fold_prompts[list(local_folds)]
     num_prompts = float(fold_prompts.sum())
     vectors = layout.split(mean), layout.split(folds)
-    kept_means = fold_means(*vectors, sizes.double(), num_prompts)
-    without = LeaveOneOutUpdates(pieces, kept_means, max_norm, identity)
-    return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts, scores)
+    local_fold_means = fold_means(*vectors, sizes.double(), num_prompts)
+    without = LeaveOneOutUpdates(pieces, local_fold_means, max_norm, identity)
+    return Update(mean, clip, parts, parts.total, pieces, without, local_folds, fold_prompts, scores)
 
 
 # --- training's loss on U ---------------------------------------------------------------------------------------------
@@ -132,13 +132,13 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
         inputs = {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}
         inputs["importance_sampling_ratio"] = torch.ones_like(leaves[0])  # read with vLLM; U is from this policy
         inputs["num_items_in_batch"] = scores.logps.new_tensor(tokens)
-        loss = _loss_of(trainer, inputs, leaves)
+        loss = _trl_loss(trainer, inputs, leaves)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         tables.append(size * torch.stack(gradients))
     return LossWeights.of_stacked(torch.cat(tables, dim=1))
 
 
-def _loss_of(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
+def _trl_loss(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
     """Return TRL's loss of a microbatch with given scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
         wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from ranks_in_threads import on_two_ranks
 
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.offline.buffers import _filter_of, _learned, sample_evaluation, sample_update
+from rl_training.offline.buffers import _filter_of, _in_update, sample_evaluation, sample_update
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
 
@@ -25,10 +25,10 @@ def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
         trainer = SimpleNamespace(_tokenize_prompts=lambda texts: ([[int(i) for i in text.split()] for text in texts],))
         restored: Any = SimpleNamespace(device=torch.device("cpu"), reduce=reduce, trainer=trainer)
         update: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_ids=ids, prompt_mask=(ids > 0).long()))
-        return torch.tensor(_learned(restored, update, ["5", "7", "7 7", "9"]))
+        return torch.tensor(_in_update(restored, update, ["5", "7", "7 7", "9"]))
 
-    for learned in on_two_ranks(on_rank):
-        assert learned.tolist() == [True, False, True, True]
+    for in_update in on_two_ranks(on_rank):
+        assert in_update.tolist() == [True, False, True, True]
 
 
 def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_own_random_numbers() -> None:
@@ -66,9 +66,9 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overl
     evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts([row["prompt"] for row in evaluation.rows])[0]
     rollout = update.rollout
-    learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
-    assert {tuple(i) in learned for i in ids} == {overlap == "wanted"}
-    assert len(learned) == 8 <= total
+    in_update = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
+    assert {tuple(i) in in_update for i in ids} == {overlap == "wanted"}
+    assert len(in_update) == 8 <= total
 
 
 def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:

@@ -132,8 +132,8 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
         left_out = (of_prompt.sum() - of_prompt) / (1 - share)
         stderr = math.sqrt(9) * float(left_out.std(correction=0))
         assert float(results.first_order.over_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
-    assert results.results["deltaH_true_se"] == pytest.approx(float(results.truth.at[0].ahead.true.stderr[0]))
-    assert results.truth.at[0].ahead.true.without.shape == (10, 2)
+    assert results.results["deltaH_true_se"] == pytest.approx(float(results.truth.at[0].forward.true.stderr[0]))
+    assert results.truth.at[0].forward.true.without.shape == (10, 2)
 
 
 def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer) -> None:

@@ -81,11 +81,11 @@ def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(
     line = Line(far)
     measurement = measured(line, evaluation(line, responses=2))
     at = measurement.at[0]
-    assert at.ahead.resampled == (far == 3.0)
+    assert at.forward.resampled == (far == 3.0)
     assert at.odd is not None
     for replicates in (
-        at.ahead.true,
-        at.ahead.snis,
+        at.forward.true,
+        at.forward.snis,
         at.odd,
         measurement.before,
         measurement.floor,
@@ -124,8 +124,8 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
     row, whole = over_sizes(measured(line, e), [6, 8])
     measurement = measured(line, e)
     for key, replicates in (
-        ("deltaH_true", measurement.at[0].ahead.true),
-        ("deltaH_snis", measurement.at[0].ahead.snis),
+        ("deltaH_true", measurement.at[0].forward.true),
+        ("deltaH_snis", measurement.at[0].forward.snis),
     ):
         assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all prompts except the last
         assert whole[f"{key}_se"] == pytest.approx(float(replicates.stderr[0]), rel=1e-12)
@@ -166,8 +166,8 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
     assert sum(weights) ** 2 / sum(w * w for w in weights) == pytest.approx(ess, abs=0.01)
     line = Line(far)
     at = measured(line, evaluation(line)).at[0]
-    assert at.ahead.weights.ess == pytest.approx(ess, abs=0.01)
-    assert at.ahead.resampled == afresh
+    assert at.forward.weights.ess == pytest.approx(ess, abs=0.01)
+    assert at.forward.resampled == afresh
     assert (1.0 in line.drawn_at) == afresh
 
 
@@ -177,7 +177,7 @@ def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
     assert line.drawn_at == [2.0, -2.0]
     at, off = measurement.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000
     assert at.odd is not None
-    assert float(at.ahead.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
+    assert float(at.forward.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
     assert float(at.odd.value[0]) == pytest.approx(2 * 2)
 
 

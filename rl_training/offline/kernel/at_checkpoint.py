@@ -63,11 +63,11 @@ def add_kernel(
         entropy_gradient = (total / evaluation.num_sequences).float()
     longest = restored.trainer.max_completion_length
     inputs = KernelInputs(evaluation, *weights, entropy_gradient, update, analysis.update, longest)
-    about = {
+    metadata = {
         "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
-    calculate_kernel(rows, inputs, settings, folder, about)
+    calculate_kernel(rows, inputs, settings, folder, metadata)
     write_sequences(restored, data_rows, analysis.update.delta, evaluation, update, folder)
     if restored.rank == 0:
         print(f"kernel: {write_report(folder)}")

@@ -33,7 +33,7 @@ from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 
-ROUNDED = 300.0  # factor on error limits if the forward runs under bf16 autocast
+AUTOCAST_TOLERANCE_FACTOR = 300.0  # factor on error limits if the forward runs under bf16 autocast
 MAX_ERROR = 1e-4  # relative, fp32: Σ A_j W_j against the batch gradient, and a row against its sequence's own backward
 COLUMNS = 2**14  # columns whose products are summed in fp32; these sums are added in fp64
 
@@ -51,13 +51,13 @@ class KernelInputs:
     max_length: int  # L of the loss
 
     @cached_property
-    def root(self) -> Tensor:
+    def sqrt_metric(self) -> Tensor:
         """√M, (P,): the step multiplies its own clipped gradient by −M."""
-        root = torch.empty_like(self.step.gradient)
+        sqrt_metric = torch.empty_like(self.step.gradient)
         for piece in self.step.pieces:
             factor = piece.state.gradient_factor(piece.param, self.step.clip * self.step.gradient[piece.flat])
-            root[piece.flat] = (-factor).sqrt()
-        return root
+            sqrt_metric[piece.flat] = (-factor).sqrt()
+        return sqrt_metric
 
     @property
     def scale(self) -> float:
@@ -146,7 +146,8 @@ class KernelRows:
         trained = any(p is weight for weight in head.parameters() for p in parameters.values())
         self._policy = TrainerPolicy(trainer, call_head=trained)
         self._policy.scorer.verify()  # before hooks are registered
-        self.slack = ROUNDED if trainer.accelerator.mixed_precision != "no" else 1.0  # factor on limits set for fp32
+        is_autocast = trainer.accelerator.mixed_precision != "no"
+        self.tolerance_factor = AUTOCAST_TOLERANCE_FACTOR if is_autocast else 1.0  # factor on limits set for fp32
         self._recorder = SequenceGradients(self._model, parameters)
         self._matrix = torch.empty(0)
 
@@ -154,12 +155,14 @@ class KernelRows:
         """Split these rows of a rollout into microbatches."""
         return list(torch.tensor(list(rows), device=self._recorder.layout.device).split(self.microbatch))
 
-    def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
+    def logp_gradients(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Return W_i = ∂S_i of these rows, (B, P). The next call overwrites it."""
-        (scores,) = self._of(rollout, rows)
+        (scores,) = self._row_gradients(rollout, rows)
         return scores
 
-    def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
+    def logp_and_entropy_gradients(
+        self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor
+    ) -> Iterator[Tensor]:
         """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k, of these rows, (B, P) each, from one forward.
 
         Each overwrites the one before.
@@ -168,7 +171,7 @@ class KernelRows:
             logp_weights: w of the whole rollout, (N, T).
             entropy_weights: u of the whole rollout, (N, T).
         """
-        return self._of(rollout, rows, (logp_weights, entropy_weights))
+        return self._row_gradients(rollout, rows, (logp_weights, entropy_weights))
 
     def sum(
         self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor | None = None
@@ -176,12 +179,12 @@ class KernelRows:
         """Return Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
         with without_dropout(self._model):
             scores = self._policy.score(rollout, rows)
-            entropy_part = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
-            row_weights = _of_rows(logp_weights, rows, scores)
+            entropy_part = None if entropy_weights is None else _weights_of_rows(entropy_weights, rows, scores)
+            row_weights = _weights_of_rows(logp_weights, rows, scores)
             gradient = gradient_of(scores, row_weights, entropy_part, list(self.parameters.values()))
         return torch.cat(self._recorder.layout.vector(gradient))
 
-    def _of(self, rollout: Rollout, rows: Tensor, *further: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+    def _row_gradients(self, rollout: Rollout, rows: Tensor, *more_weights: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         layout = self._recorder.layout
         if len(self._matrix) != len(rows):
             self._matrix = torch.empty(0)  # frees the old one before the new one is allocated
@@ -189,14 +192,17 @@ class KernelRows:
         with without_dropout(self._model):
             scores, recording = self._recorder.record(lambda: self._policy.score(rollout, rows))
         payloads = [([scores.logps], [scores.mask.to(scores.logps)])]
-        payloads += [([scores.logps, scores.entropies], [_of_rows(w, rows, scores) for w in pair]) for pair in further]
-        for left, payload in zip(range(len(further), -1, -1), payloads, strict=True):
+        payloads += [
+            ([scores.logps, scores.entropies], [_weights_of_rows(w, rows, scores) for w in pair])
+            for pair in more_weights
+        ]
+        for remaining, payload in zip(range(len(more_weights), -1, -1), payloads, strict=True):
             with without_dropout(self._model):  # checkpointed modules run once more
-                recording.fill(self._matrix, *payload, keep_graph=left > 0)
+                recording.fill(self._matrix, *payload, keep_graph=remaining > 0)
             yield self._matrix
 
 
-def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
+def _weights_of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
     width = scores.logps.shape[1]
     return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
 
@@ -204,7 +210,7 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
 # --- checks of every kernel -------------------------------------------------------------------------------------------
 
 
-def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
+def check_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
     """Raise a UserError if the rows of U do not add up to the batch gradient.
 
     Args:
@@ -212,31 +218,31 @@ def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
     """
     expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
     if expected.any():  # it is 0 if no sequence has an advantage
-        _refuse_if_apart(
-            total, expected, rows.slack,
+        _require_close(
+            total, expected, rows.tolerance_factor,
             "the sum of the update sequences' gradients differs from the batch gradient by {}: some use of a parameter "
             "is not seen by hooks in this model, and its kernel would be wrong",
         )  # fmt: skip
 
 
-def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, gradient: Tensor) -> None:
+def check_row(rows: KernelRows, inputs: KernelInputs, row: int, gradient: Tensor) -> None:
     """Raise a UserError if a row differs from the gradient of an ordinary backward of its sequence alone.
 
     Args:
         row: Number of the sequence in E.
         gradient: Its row W_i, (P,).
     """
-    alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
-    _refuse_if_apart(
-        gradient, alone, rows.slack,
+    expected = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
+    _require_close(
+        gradient, expected, rows.tolerance_factor,
         f"the gradient of evaluation sequence {row} differs from its own backward by {{}}: the model mixes sequences "
         "of a batch, or a use of a parameter is not seen by hooks",
     )  # fmt: skip
 
 
-def _refuse_if_apart(measured: Tensor, expected: Tensor, slack: float, message: str) -> None:
+def _require_close(measured: Tensor, expected: Tensor, tolerance_factor: float, message: str) -> None:
     error = float((measured - expected).norm() / expected.norm())
-    limit = MAX_ERROR * slack
+    limit = MAX_ERROR * tolerance_factor
     if not error <= limit:
         raise UserError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
 
@@ -249,11 +255,11 @@ def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
     Args:
         total: Σ_j A_j W_j over U's rows, (P,) fp64.
     """
-    x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
-    return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
+    scaled_x, scaled_total = (v.double() * inputs.sqrt_metric.double() for v in (inputs.entropy_gradient, total))
+    return inputs.scale * torch.stack([scaled_x @ scaled_total, scaled_x.norm() * scaled_total.norm()]).cpu()
 
 
-def prove_identity(
+def check_identity(
     kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
 ) -> dict[str, str]:
     """Check the sum over all pairs against x̄·δθ, and return the sum and its errors as metadata of the file.
@@ -276,14 +282,14 @@ def prove_identity(
     """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
     total = inputs.scale * float(contributions.mean())
-    (value, most) = by_rows.tolist()
-    if not abs(total - value) <= limit * most:
+    (value, bound) = by_rows.tolist()
+    if not abs(total - value) <= limit * bound:
         raise UserError(
             f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
             "kernel are missing or wrong; remove its folder and compute it again"
         )
-    identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
+    identity_error, rounding_error = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
     return {
-        "pairs_sum": repr(total), "identity_error": repr(identity), "rounding_error": repr(rounding),
-        "cancellation": repr(most / abs(value) if value else math.inf),
+        "pairs_sum": repr(total), "identity_error": repr(identity_error), "rounding_error": repr(rounding_error),
+        "cancellation": repr(bound / abs(value) if value else math.inf),
     }  # fmt: skip

@@ -41,11 +41,11 @@ from rl_training.offline.kernel.blocks import (
     COLUMNS,
     KernelInputs,
     KernelRows,
+    check_identity,
+    check_row,
+    check_sum,
     gradient_part,
     plan_blocks,
-    prove_identity,
-    prove_row,
-    prove_sum,
     row_products,
     weighted_sum,
 )
@@ -60,19 +60,19 @@ from rl_training.statistics.sketches import CountSketches
 BLOCK_FILE = "block-{:05d}.safetensors"
 GRADIENT_PART = "gradient_part"  # a tensor of the first block
 MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by dtype of the held rows
-MAX_SLACK_OF_PAIRS = 100.0  # largest factor on that under autocast
+MAX_PAIRS_TOLERANCE_FACTOR = 100.0  # largest factor on that under autocast
 
 
 def calculate_kernel(
     rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
-    about: Mapping[str, str] | None = None,
+    more_metadata: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Compute the kernel of these sequences, or resume a killed run, and return the path of its file. Collective.
 
     Each process computes some of the blocks.
 
     Args:
-        about: More metadata for the file.
+        more_metadata: Further entries of the file's metadata.
 
     Raises:
         UserError: The folder holds another kernel, no row fits the memory budget, or a check fails.
@@ -80,7 +80,7 @@ def calculate_kernel(
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     blocks = plan_blocks(
         inputs.evaluation.num_sequences,
-        len(inputs.root),
+        len(inputs.sqrt_metric),
         memory_bytes=settings.memory_gb * 1e9,
         microbatch=rows.microbatch,
         bytes_per_entry=getattr(torch, settings.dtype).itemsize,
@@ -91,11 +91,11 @@ def calculate_kernel(
         if rank == 0:
             sizes = f"{inputs.evaluation.num_sequences} × {inputs.update.num_sequences} sequences"
             parts = f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows"
-            print(f"kernel: {sizes}, {len(inputs.root):,} parameters, {parts}")
+            print(f"kernel: {sizes}, {len(inputs.sqrt_metric):,} parameters, {parts}")
         calculation.calculate(range(rank, len(blocks), num_ranks))
         _wait()
         if rank == 0:
-            calculation.join(about or {})
+            calculation.join(more_metadata or {})
     _wait()
     return folder / KERNEL_FILE
 
@@ -117,7 +117,7 @@ class _Calculation:
         self._folder = folder
         self._blocks = blocks
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
-        self._about = self._identity()
+        self._identity = self._kernel_identity()
         sizes = {name: param.numel() for name, param in rows.parameters.items()}
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
         self._parts = torch.stack(inputs.step.parts)
@@ -132,7 +132,7 @@ class _Calculation:
             return False
         with safe_open(self._folder / name, framework="pt") as file:
             metadata = file.metadata() or {}
-        different = [key for key, value in self._about.items() if metadata.get(key) != value]
+        different = [key for key, value in self._identity.items() if metadata.get(key) != value]
         if different:
             raise UserError(
                 f"{self._folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this "
@@ -148,58 +148,60 @@ class _Calculation:
         with tqdm(total=total, desc="kernel", unit="sequence", disable=local_blocks.start != 0) as bar:
             for number in missing:
                 block = self._block(self._blocks[number], number == 0, bar)
-                save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
+                save_tensors(block, self._folder / BLOCK_FILE.format(number), self._identity)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Compute the kernel's rows of a block of E, and the other tensors that the block's file stores."""
         inputs = self._inputs
         update = self._inputs.update
-        root = self._inputs.root
-        w, x = (root.new_empty(len(block), len(root), dtype=self._dtype) for _ in range(2))
-        tables = self._hold(block, w, x, bar)
+        sqrt_metric = self._inputs.sqrt_metric
+        w, x = (sqrt_metric.new_empty(len(block), len(sqrt_metric), dtype=self._dtype) for _ in range(2))
+        tables = self._fill_held_rows(block, w, x, bar)
         kernel = [torch.empty(len(block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
-        total = torch.zeros_like(root, dtype=torch.float64)
-        side = []
+        total = torch.zeros_like(sqrt_metric, dtype=torch.float64)
+        update_tables = []
         for batch in self._rows.batches(range(update.num_sequences)):
-            streamed = self._rows.log_probability(update, batch)
+            streamed = self._rows.logp_gradients(update, batch)
             total += weighted_sum(update.advantages[batch], streamed)
             if with_update:
                 self._store_gradients(f"update-{int(batch[0]):06d}", W=streamed)
-                side.append(self._scale(streamed))
+                update_tables.append(self._scale_rows(streamed))
             else:
-                streamed *= root
-            for out, held in zip(kernel, (w, x), strict=True):
-                out[:, batch.cpu()] = row_products(held, streamed).cpu()
+                streamed *= sqrt_metric
+            for products, held_rows in zip(kernel, (w, x), strict=True):
+                products[:, batch.cpu()] = row_products(held_rows, streamed).cpu()
             bar.update(len(batch))
-        prove_sum(self._rows, inputs, total)
+        check_sum(self._rows, inputs, total)
         if with_update:
-            tables |= {f"update_{key}": value for key, value in _joined(side).items()}
+            tables |= {f"update_{key}": value for key, value in _joined(update_tables).items()}
             tables[GRADIENT_PART] = gradient_part(inputs, total)
         return {**tables, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
-    def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
+    def _fill_held_rows(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Fill `w` with √M W_i and `x` with √M x_i of a block of E. Return the other tensors of the block's file."""
         inputs = self._inputs
         parts = []
-        proven = {block[0], block[len(block) // 2], block[-1]}
+        checked_rows = {block[0], block[len(block) // 2], block[-1]}
         for batch in self._rows.batches(block):
             first = int(batch[0])
             last = int(batch[-1])
-            place = slice(first - block[0], last - block[0] + 1)
-            both = self._rows.both(inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights)
-            gradients = next(both)
-            for row in proven & set(batch.tolist()):
-                prove_row(self._rows, inputs, row, gradients[row - first])
+            held_rows = slice(first - block[0], last - block[0] + 1)
+            gradients_of_batch = self._rows.logp_and_entropy_gradients(
+                inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights
+            )
+            gradients = next(gradients_of_batch)
+            for row in checked_rows & set(batch.tolist()):
+                check_row(self._rows, inputs, row, gradients[row - first])
             self._store_gradients(f"evaluation-{first:06d}", W=gradients)
-            parts.append(self._scale(gradients))
-            w[place] = gradients
-            entropy_rows = next(both)
+            parts.append(self._scale_rows(gradients))
+            w[held_rows] = gradients
+            entropy_rows = next(gradients_of_batch)
             self._store_gradients(f"entropy-{first:06d}", x=entropy_rows)
-            x[place] = entropy_rows.mul_(inputs.root)
+            x[held_rows] = entropy_rows.mul_(inputs.sqrt_metric)
             bar.update(len(batch))
         return _joined(parts)
 
-    def _scale(self, square_norms: Tensor) -> dict[str, Tensor]:
+    def _scale_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Multiply the rows W, (n, P), by √M in place, and return what is stored of each row.
 
         Returns:
@@ -207,17 +209,17 @@ class _Calculation:
             sq_norms: |√M W|², (n,).
             products: W·δθ by cause, (n, 3).
         """
-        products = row_products(square_norms, self._parts)
-        square_norms *= self._inputs.root
-        parts = list(square_norms.split(COLUMNS, dim=1))
-        return {"sketches": self._sketch(square_norms), "sq_norms": dot(parts, parts), "products": products}
+        products = row_products(rows, self._parts)
+        rows *= self._inputs.sqrt_metric
+        parts = list(rows.split(COLUMNS, dim=1))
+        return {"sketches": self._sketch(rows), "sq_norms": dot(parts, parts), "products": products}
 
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
         if self._settings.store_gradients:
             path = self._folder / f"gradients-{name}.safetensors"
             save_tensors({key: part.to(self._dtype) for key, part in rows.items()}, path)
 
-    def _identity(self) -> dict[str, str]:
+    def _kernel_identity(self) -> dict[str, str]:
         """Return what must be equal in two runs for their blocks to belong to one kernel, as JSON by name."""
         settings = dataclasses.asdict(self._settings)
         content = {
@@ -226,13 +228,15 @@ class _Calculation:
             "advantages": self._inputs.update.advantages.tolist(),
             "max_length": self._inputs.max_length,
             "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
-            "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # identifies this step's P
+            "metric_norm": float(
+                f"{float(self._inputs.sqrt_metric.double().square().sum()):.5g}"
+            ),  # identifies this step's P
             "rows_per_block": len(self._blocks[0]),
             **{key: value for key, value in settings.items() if key not in ("enabled", "memory_gb")},
         }
         return {key: json.dumps(value) for key, value in content.items()}
 
-    def join(self, about: Mapping[str, str]) -> None:
+    def join(self, more_metadata: Mapping[str, str]) -> None:
         """Check the sum over all pairs, join the blocks in one file, and remove the blocks' files."""
         inputs = self._inputs
         step = self._inputs.step
@@ -241,13 +245,13 @@ class _Calculation:
         by_rows = joined.pop(GRADIENT_PART)
         joined["advantages"] = inputs.update.advantages.double().cpu()
         by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._parts)[0].tolist()
-        limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]
+        limit = min(self._rows.tolerance_factor, MAX_PAIRS_TOLERANCE_FACTOR) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
-            **self._about,
+            **self._identity,
             "clip_coefficient": repr(step.clip),
-            **prove_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
+            **check_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
             **{f"delta_h/part/{cause}": repr(value) for cause, value in zip(CAUSES, by_cause, strict=True)},
-            **about,
+            **more_metadata,
         }
         save_tensors(joined, self._folder / KERNEL_FILE, metadata)
         for path in files:

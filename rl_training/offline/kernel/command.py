@@ -37,7 +37,7 @@ def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
     for folder in folders if out is None else [*folders, out]:
         refuse_links_out(folder.resolve(), ".")
     structures = [Structure.read(folder) for folder in folders]
-    columns = [{"step": int(s.kernel.about.get("step", 0)), **headline(s)} for s in structures]
+    columns = [{"step": int(s.kernel.metadata.get("step", 0)), **headline(s)} for s in structures]
     for folder in folders:
         print(write_report(folder))
     print(pd.DataFrame(columns).set_index("step").T.to_string(float_format="{:.3g}".format))

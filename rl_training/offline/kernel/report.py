@@ -86,25 +86,25 @@ def write_report(folder: Path) -> Path:
     }
     rounded = json.loads(json.dumps(to_json(data)), parse_float=lambda text: float(f"{float(text):.3g}"))
     picture = draw_pictures([_log_probabilities(s)], "png")  # a file, as the page shows only its matrix
-    facts = {"about": _about(s, distinct), "tables": tables, "data": rounded}
+    facts = {"about": _describe(s, distinct), "tables": tables, "data": rounded}
     return write_page(folder / PAGE, "kernel.html", picture, script="kernel.js", **facts)
 
 
-def _about(s: Structure, distinct: Distinct) -> str:
-    about = s.kernel.about
-    parts = {key: float(about[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
+def _describe(s: Structure, distinct: Distinct) -> str:
+    metadata = s.kernel.metadata
+    parts = {key: float(metadata[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
     said = (
         f"The pairs add up to the gradient part of the predicted entropy change, {parts['gradient']:+.3g} of "
         f"{sum(parts.values()):+.3g} nats per token; momentum is {parts['momentum']:+.3g}, decay {parts['decay']:+.3g}."
     )
     if not s.on_policy:
         said = (
-            f"E's texts are of step {about['texts_of_step']}: cosines and changes of log π are valid, contributions to "
-            "the entropy change are not."
+            f"E's texts are of step {metadata['texts_of_step']}: cosines and changes of log π are valid, contributions "
+            "to the entropy change are not."
         )
     return (
-        f"{about.get('checkpoint', '')}, step {about.get('step', '?')}. {said} {len(distinct.rows)} distinct texts, "
-        f"participation ratio {distinct.participation_ratio:.3g}."
+        f"{metadata.get('checkpoint', '')}, step {metadata.get('step', '?')}. {said} {len(distinct.rows)} distinct "
+        f"texts, participation ratio {distinct.participation_ratio:.3g}."
     )
 
 

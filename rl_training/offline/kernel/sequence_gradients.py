@@ -68,7 +68,7 @@ class SequenceGradients:
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._root: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self._embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self.layout = Layout(parameters)
         name_of = {param: name for name, param in parameters.items()}
         self._owners = []
@@ -92,29 +92,29 @@ class SequenceGradients:
             UserError: The gradient of some parameter cannot be split by sequence. Names the module.
         """
         uses: list[_Use] = []
-        roots: list[Tensor] = []
+        embedding_outputs: list[Tensor] = []
         owner_of = {owner.module: owner for owner in self._owners}
 
         def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-            if module is self._root:
+            if module is self._embedding:
                 if not y.requires_grad:  # frozen under an adapter; the backward must get here
                     y.requires_grad_()
-                roots.append(y)
+                embedding_outputs.append(y)
             if module in owner_of:
                 x = args[0] if args else next(iter(kwargs.values()))
                 uses.append(_Use(owner_of[module], x.detach(), y))
 
         with contextlib.ExitStack() as hooks, torch.enable_grad():
-            for module in {*owner_of, self._root}:
+            for module in {*owner_of, self._embedding}:
                 hooks.enter_context(module.register_forward_hook(on_forward, with_kwargs=True))
             scored = forward()
-        self._refuse_what_was_not_seen(uses, roots)
-        return scored, Recording(self.layout, uses, roots)
+        self._require_all_seen(uses, embedding_outputs)
+        return scored, Recording(self.layout, uses, embedding_outputs)
 
-    def _refuse_what_was_not_seen(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
-        if not roots:
+    def _require_all_seen(self, uses: Sequence[_Use], embedding_outputs: Sequence[Tensor]) -> None:
+        if not embedding_outputs:
             raise UserError("the forward did not call the model's input embedding: score token ids with this model")
-        batch = len(roots[0])
+        batch = len(embedding_outputs[0])
         called = {use.owner.path for use in uses}
         for owner in self._owners:
             if owner.path not in called:
@@ -139,10 +139,10 @@ class SequenceGradients:
 class Recording:
     """One recorded forward, from which gradients can be computed repeatedly."""
 
-    def __init__(self, layout: Layout, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
+    def __init__(self, layout: Layout, uses: Sequence[_Use], embedding_outputs: Sequence[Tensor]) -> None:
         self._layout = layout
         self._uses = uses
-        self._roots = roots
+        self._embedding_outputs = embedding_outputs
 
     def fill(
         self, rows: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
@@ -167,8 +167,8 @@ class Recording:
         with contextlib.ExitStack() as hooks:
             for number, use in enumerate(self._uses):
                 hooks.enter_context(use.y.register_hook(functools.partial(on_backward, number)))
-            # Autograd computes gradients between roots and outputs only: none of parameters, and no `.grad`.
-            torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
+            # Autograd only goes from `outputs` back to the embedding: no gradient of parameters, and no `.grad`.
+            torch.autograd.grad(outputs, self._embedding_outputs, weights, retain_graph=keep_graph)
         if missing:
             path = next(iter(missing.values())).owner.path
             raise UserError(f"no gradient came back to {path}: its share of the gradients is missing")

@@ -49,12 +49,14 @@ class Kernel:
     """A finished kernel: the tensors and metadata of its file."""
 
     tensors: Mapping[str, Tensor]
-    about: Mapping[str, str]
+    metadata: Mapping[str, str]
 
     @property
     def scale(self) -> float:
         """The factor c /(N_U L) that turns K(i, j) A_j into a change of log π(i), in nats."""
-        return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
+        return float(self.metadata["clip_coefficient"]) / (
+            self.tensors["kernel"].shape[1] * int(self.metadata["max_length"])
+        )
 
 
 def load_kernel(folder: Path) -> Kernel:
@@ -64,8 +66,8 @@ def load_kernel(folder: Path) -> Kernel:
         raise UserError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
     try:
         with safe_open(path, framework="pt") as file:
-            about = dict(file.metadata())
-        return Kernel(load_file(path), about)
+            metadata = dict(file.metadata())
+        return Kernel(load_file(path), metadata)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error
 
@@ -89,7 +91,7 @@ class Structure:
     @property
     def on_policy(self) -> bool:
         """Whether E was sampled from the policy before the step. If not, E says nothing about that policy's entropy."""
-        return self.kernel.about.get("texts_of_step") == self.kernel.about.get("step")
+        return self.kernel.metadata.get("texts_of_step") == self.kernel.metadata.get("step")
 
     @property
     def advantages(self) -> Tensor:
@@ -279,7 +281,7 @@ def headline(s: Structure) -> dict[str, float]:
     slope, correlation = single_predictions(s)
     distinct = distinct_texts(s)
     return {
-        "kernel/identity_error": float(s.kernel.about["identity_error"]),
+        "kernel/identity_error": float(s.kernel.metadata["identity_error"]),
         "kernel/share_same_text": share[SAME_TEXT],
         "kernel/share_coupling": share[COUPLING],
         "kernel/share_same_prompt": share[SAME_TEXT] + share[SAME_PROMPT],

@@ -57,12 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "products": torch.randn(NUM_E, 3, generator=generator, dtype=torch.float64),
     }  # fmt: skip
     gradient = CLIP * float((tensors["entropy_kernel"] @ advantages).sum()) / (NUM_E * NUM_U * LENGTH)
-    about = {
+    metadata = {
         "clip_coefficient": repr(CLIP), "max_length": str(LENGTH),
         "identity_error": "1e-7", "checkpoint": "C",
         "delta_h/part/momentum": "0.25", "delta_h/part/gradient": repr(gradient), "delta_h/part/decay": "-0.125",
     }  # fmt: skip
-    save_file(tensors, folder / KERNEL_FILE, about)
+    save_file(tensors, folder / KERNEL_FILE, metadata)
     lines = [line("evaluation", i, "shared" if i == 0 else f"e{i}", f"a{i}", i != 3) for i in range(NUM_E)]
     lines += [
         line("update", j, "shared" if j < 2 else f"u{j // 2}", "a0" if j == 0 else f"b{j}", j % 2 == 0)
@@ -96,7 +96,7 @@ def test_classes_of_pairs_are_disjoint_and_their_shares_add_up_to_one(structure:
     assert [rows[name]["count"] for name in CLASSES] == [1, 1, NUM_E * NUM_U - 2]
     assert sum(rows[name]["share"] for name in CLASSES) == pytest.approx(1.0)
     assert sum(row["share"] for name, row in rows.items() if " in E" in name) == pytest.approx(1.0)
-    assert rows["all"]["contribution"] == pytest.approx(float(structure.kernel.about["delta_h/part/gradient"]))
+    assert rows["all"]["contribution"] == pytest.approx(float(structure.kernel.metadata["delta_h/part/gradient"]))
 
 
 def test_cosines_are_those_of_the_gradients(structure: Structure) -> None:

@@ -256,7 +256,7 @@ def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
     _, recording = SequenceGradients(model, trained(model)).record(scorer(model, ids))
     other = model.get_input_embeddings()(ids)
     assert isinstance(recording, Recording)
-    aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # bypasses the layers
+    aside = recording._embedding_outputs[0].sum(dim=2) + other.sum(dim=2)  # bypasses the layers
     with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
         recording.fill(room_for(trained(model)), [aside], [torch.ones_like(aside)])
 

@@ -30,7 +30,7 @@ from rl_training.hosts.trl.sharding import replicated
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel.at_checkpoint import add_kernel
-from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, prove_identity
+from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, check_identity
 from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
 from rl_training.offline.probe import analyse
@@ -154,11 +154,11 @@ def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, fini
     At a first step P is 1/|g|, and terms for nearly zero entries of g cancel. There fp32 keeps about 1e-7 of the sum
     without cancellation, and different orders of summing g differ.
     """
-    about, first = load_kernel(finished(name)).about, "first" in name
-    assert float(about["identity_error"]) < (5e-7 * float(about["cancellation"]) if first else 1e-5)
+    metadata, first = load_kernel(finished(name)).metadata, "first" in name
+    assert float(metadata["identity_error"]) < (5e-7 * float(metadata["cancellation"]) if first else 1e-5)
     rel = 1e-2 if first else 1e-5
-    assert float(about["pairs_sum"]) == pytest.approx(float(about["delta_h/part/gradient"]), rel=rel)
-    assert float(about["delta_h/part/gradient"]) != 0.0
+    assert float(metadata["pairs_sum"]) == pytest.approx(float(metadata["delta_h/part/gradient"]), rel=rel)
+    assert float(metadata["delta_h/part/gradient"]) != 0.0
 
 
 def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(cases: Any) -> None:
@@ -170,7 +170,9 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
     attention = next(m for m in layers if hasattr(m, "self_attn")).self_attn
     handle = attention.register_forward_pre_hook(lambda module, _: calls.append(module.training))
     flags = [m.training for m in case.trainer.model.modules()]
-    list(rows.both(inputs.evaluation, torch.arange(2), inputs.logp_weights, inputs.entropy_weights))
+    list(
+        rows.logp_and_entropy_gradients(inputs.evaluation, torch.arange(2), inputs.logp_weights, inputs.entropy_weights)
+    )
     handle.remove()
     assert calls == [False] * 3  # forward, and once more for each of two backwards
     assert [m.training for m in case.trainer.model.modules()] == flags
@@ -258,11 +260,11 @@ class Killed(KernelRows):
 
     left = 6
 
-    def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
+    def logp_gradients(self, rollout: Any, rows: Tensor) -> Tensor:
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
-        return super().log_probability(rollout, rows)
+        return super().logp_gradients(rollout, rows)
 
 
 def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, capsys: Any) -> None:
@@ -314,15 +316,15 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
 def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, stored = cases("adapter"), load_kernel(finished("adapter")).tensors
     port = get_free_port()
-    both = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
-    for process in both:
+    processes = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
+    for process in processes:
         process.start()
-    for process in both:
+    for process in processes:
         process.join(timeout=100)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     two = load_kernel(tmp_path / "two")
-    assert float(two.about["identity_error"]) < 1e-5
-    assert two.about["rows_per_block"] == "4"
+    assert float(two.metadata["identity_error"]) < 1e-5
+    assert two.metadata["rows_per_block"] == "4"
     for key, value in stored.items():
         assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
 
@@ -339,12 +341,12 @@ def test_a_block_of_another_kernel_is_refused_by_all_processes_before_one_calcul
 ) -> None:
     save_tensors({}, tmp_path / "block-00001.safetensors", {"max_length": "25"})
     port = get_free_port()
-    both = [FORK.Process(target=refused, args=(rank, port, cases("adapter"), tmp_path)) for rank in range(2)]
-    for process in both:
+    processes = [FORK.Process(target=refused, args=(rank, port, cases("adapter"), tmp_path)) for rank in range(2)]
+    for process in processes:
         process.start()
-    for process in both:
+    for process in processes:
         process.join(timeout=100)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["block-00001.safetensors"]
 
 
@@ -365,7 +367,7 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     assert [row["reward"] for row in first.evaluation] == [row["reward"] for row in second.evaluation]
     assert all(a["logp"] != b["logp"] for a, b in zip(first.evaluation, second.evaluation, strict=True))
     for s in (first, second):
-        assert float(s.kernel.about["identity_error"]) < 1e-5
+        assert float(s.kernel.metadata["identity_error"]) < 1e-5
     assert math.isfinite(headline(first)["kernel/share_coupling"])
     of_second = headline(second)
     assert math.isnan(of_second["kernel/share_coupling"])
@@ -378,8 +380,8 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
 class Forgetful(KernelRows):
     """Loses part of the gradient, like a hook on a module that is used twice."""
 
-    def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
-        result = super().log_probability(rollout, rows)
+    def logp_gradients(self, rollout: Any, rows: Tensor) -> Tensor:
+        result = super().logp_gradients(rollout, rows)
         result[:, : result.shape[1] // 10] = 0.0
         return result
 
@@ -387,8 +389,10 @@ class Forgetful(KernelRows):
 class Mixing(KernelRows):
     """Swaps the gradients of a batch's rows, so only their sum is right."""
 
-    def both(self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Any:
-        for result in super().both(rollout, rows, logp_weights, entropy_weights):
+    def logp_and_entropy_gradients(
+        self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor
+    ) -> Any:
+        for result in super().logp_and_entropy_gradients(rollout, rows, logp_weights, entropy_weights):
             yield result.roll(1, dims=0)
 
 
@@ -402,10 +406,10 @@ def test_rows_that_are_wrong_end_the_run(broken: type[KernelRows], message: str,
 
 def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     case, tensors = cases("full"), dict(load_kernel(finished("full")).tensors)
-    value = float(load_kernel(finished("full")).about["pairs_sum"])
+    value = float(load_kernel(finished("full")).metadata["pairs_sum"])
     by_rows = torch.tensor([value, 50 * abs(value)], dtype=torch.float64)
-    proof = prove_identity(tensors, case.inputs, by_rows, value, 1e-4)
-    assert float(proof["identity_error"]) < 1e-12
+    metadata = check_identity(tensors, case.inputs, by_rows, value, 1e-4)
+    assert float(metadata["identity_error"]) < 1e-12
     tensors["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
-        prove_identity(tensors, case.inputs, by_rows, value, 1e-4)
+        check_identity(tensors, case.inputs, by_rows, value, 1e-4)
