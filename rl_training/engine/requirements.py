@@ -226,7 +226,7 @@ def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
     remarks = []
     if Need.ENTROPY_GRADIENT in needs:
         optimizer = view_optimizer(shard)
-        remarks += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
+        remarks += [ROUNDED.format(which=optimizer.rounding_reason)] if optimizer.rounding_reason else []
         remarks += [state.remark for state in (optimizer.states or {}).values() if state.remark][:1]
     return remarks + ([f"rounded: {shard.layer_rounding}"] if shard.layer_rounding else [])
 

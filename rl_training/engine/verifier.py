@@ -116,7 +116,7 @@ class UpdateVerifier:
         """Keep what is needed to verify the upcoming step."""
         self._is_predicted, self._formula_update = prediction is not None, None
         if prediction is not None:
-            self._rounding_reason, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
+            self._rounding_reason, self._limit = optimizer.rounding_reason, prediction.limit or optimizer.limit
             self._error_limit = optimizer.error_limit
             if prediction.intended is not None:
                 self._formula_update = sampled(self._layout, self._layout.by_name(prediction.intended).values())

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.optim.updates import CAUSES
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
-_WORDS = (
+_KEYWORDS = (
     ("norm", ("norm", "ln_", "layernorm")),  # must be first: q_norm and layernorms inside of attention are norms
     ("embedding", ("embed", "wte", "wpe", "lm_head")),
     ("attention", ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj")),
@@ -40,11 +40,11 @@ class Attribution:
         }
         self.labels = (*(f"part/{cause}" for cause in CAUSES), *members)
         by_parameter = torch.tensor(list(members.values()), dtype=torch.float64)
-        self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
+        self._membership = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
         """Sum the result of `split_products`, (…, causes + parameters, q), into (…, labels, q)."""
-        return self._member.to(products.device) @ products
+        return self._membership.to(products.device) @ products
 
 
 def module_kind(name: str) -> str:
@@ -53,8 +53,8 @@ def module_kind(name: str) -> str:
     >>> module_kind("model.layers.0.self_attn.q_proj.weight")
     'attention'
     """
-    for kind, words in _WORDS:
-        if any(word in name for word in words):
+    for kind, keywords in _KEYWORDS:
+        if any(keyword in name for keyword in keywords):
             return kind
     return "other"
 

@@ -40,9 +40,9 @@ class AveragedErrors:
             step: The step's number.
         """
         self._with_step = self.kept.add(variance, step, self._decay)
-        of_backward = torch.full_like(variance, torch.nan)
-        of_backward[BACKWARD] = variance[BACKWARD]
-        self._with_backward = self.kept.add(of_backward, step, self._decay)
+        backward_variance = torch.full_like(variance, torch.nan)
+        backward_variance[BACKWARD] = variance[BACKWARD]
+        self._with_backward = self.kept.add(backward_variance, step, self._decay)
         average, batches = self._with_step.average(self._decay)
         return average.view_as(variance), batches.view_as(variance)
 

@@ -164,7 +164,7 @@ class ChangedUpdates:
         self._max_grad_norm = unchanged.max_grad_norm
         self._reduce = reduce
         self._pieces = unchanged.pieces.halved()
-        self._sizes = gradient.sizes.to(gradient.share_of_mean.device)
+        self._sizes = gradient.sizes.to(gradient.mean_coefficient.device)
         self._terms = [gradient] if basis is None else [gradient, basis]  # summands of a changed gradient
         self._grams = self._inner_products()
 

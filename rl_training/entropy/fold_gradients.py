@@ -29,13 +29,13 @@ def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
 
     All ranks' tables are as wide as the widest.
     """
-    logs = batch.log_ratios()
+    log_ratios = batch.log_ratios()
     mask = batch.scores.mask
-    if batch.rollout.sampling_logps is None or logs is None:
+    if batch.rollout.sampling_logps is None or log_ratios is None:
         return None
     width = int(ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
-    logs, mask = (pad_and_concat([part], at_least=width) for part in (logs, mask))
-    return PrefixRatios.of(logs, mask).normalised(ranks.reduce)
+    log_ratios, mask = (pad_and_concat([part], at_least=width) for part in (log_ratios, mask))
+    return PrefixRatios.of(log_ratios, mask).normalised(ranks.reduce)
 
 
 def levels_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> Tensor:
@@ -91,9 +91,9 @@ def fold_gradients(
         for target in ("sequence", "length")
     )
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
-    taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
-    chosen = response_index(index) < taken
+    num_chosen = min(settings.responses_per_prompt, batch.responses_per_prompt)
+    is_chosen = response_index(index) < num_chosen
     sizes = batch.fold_sizes.to(batch.fold.device)
-    shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
+    shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    yield from gradients_by_group(batch, runtime, directions, shares, chosen, check.compare)
+    yield from gradients_by_group(batch, runtime, directions, shares, is_chosen, check.compare)

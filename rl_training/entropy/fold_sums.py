@@ -41,7 +41,7 @@ class FoldTable:
 def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
     """Return the rows of all folds. Collective."""
     assert prediction.levels is not None
-    by_fold, corrections = products.over_processes(ranks.reduce)
+    by_fold, corrections = products.sum_over_ranks(ranks.reduce)
     table = torch.cat([prediction.levels, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
     factor, reward_limit = None, None
     if prediction.settings.per_sequence:

@@ -28,7 +28,7 @@ from torch import Tensor
 from rl_training.entropy.importance import (
     LOGP,
     MIN_ESS_SHARE,
-    Weights,
+    WeightStatistics,
     importance_weights,
     paired_replicates,
     reweighted_replicates,
@@ -109,7 +109,7 @@ class MeasuredChange:
     fresh: Tensor | None  # (N, 3), totals of responses drawn at θ'; None if importance weights are trusted
     true: Replicates  # by per-decision importance sampling, or from paired samples if E was drawn again
     snis: Replicates  # by importance weights of whole sequences
-    weights: Weights  # statistics of the weights behind `snis`
+    weights: WeightStatistics  # statistics of the weights behind `snis`
     log_ratios: Tensor  # (N,), log π'(t)/π(t) of whole sequences
 
     @property

@@ -46,7 +46,7 @@ MIN_ESS_SHARE = 0.95  # as a share of the sequences; below it draw a second samp
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightStatistics:
     """Statistics of the weights w = π'(t)/π(t) of sequences t that were sampled from π."""
 
     ess: float  # effective number of sequences, 1 … N; nan if a log-probability is not finite
@@ -60,11 +60,11 @@ def sequence_totals(scores: Scores) -> Tensor:
     return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
 
 
-def importance_weights(before: Tensor, after: Tensor) -> Weights:
+def importance_weights(before: Tensor, after: Tensor) -> WeightStatistics:
     """Return statistics of w = exp(S' − S), given all sequences' `sequence_totals` before and after, (N, 3) each."""
     weights = _relative_weights(before, after)
     log_ratio = after[:, LOGP] - before[:, LOGP]
-    return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
+    return WeightStatistics(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 
 def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:

@@ -101,8 +101,8 @@ def paired_effects(
     without_basis, by_basis = changes_by_basis(added_weights, None if step.limits.other_terms else unchanged, reduce)
     directions = [Direction(folds.rows)]
     names = list(by_basis)
-    first = [reward] if isinstance(reward, LossWeights) else []
-    basis_weights = [*first, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
+    reward_weights = [reward] if isinstance(reward, LossWeights) else []
+    basis_weights = [*reward_weights, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
     bases = iter_basis_gradients(step.batch, runtime, basis_weights)
     if reward is not None:
         gradient, factor = (folds.updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
@@ -115,7 +115,7 @@ def paired_effects(
 
     measure({**changes, **without_basis})
     for index, basis in bases:  # one at a time, because they are large
-        measure(by_basis[names[index - len(first)]], basis)
+        measure(by_basis[names[index - len(reward_weights)]], basis)
         del basis
     return pairs
 

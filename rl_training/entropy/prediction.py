@@ -115,7 +115,7 @@ def predict_entropy(step: StepData, runtime: Runtime, previous: PreviousUpdate, 
         rows=rows,
         leave_one_out=updates.leave_one_out,
     )
-    previous.keep(step.number, None if step.optimizer.rounded else updates.rounded, step.gradients.weights)
+    previous.keep(step.number, None if step.optimizer.rounding_reason else updates.rounded, step.gradients.weights)
     other_scores = check.limit(ranks.reduce)
     if other_scores:  # the updates remain valid: they do not depend on these scores
         return EntropyPrediction(
@@ -168,7 +168,7 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     clip = float(clipping(ranks.reduce(square), max_grad_norm))
     intended = compute_update(layout, pieces, mean, clip)
     rounded = intended
-    if step.optimizer.rounded:
+    if step.optimizer.rounding_reason:
         by_name = layout.by_name(intended)
         rounded = layout.vector(rounded_update(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _forward_limit(step):

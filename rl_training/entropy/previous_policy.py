@@ -54,26 +54,26 @@ def differences_before(
     exact_before = before.exact()
     mask = exact.mask
     entropies = exact.entropies
-    real = mask[rows]
+    mask_of_rows = mask[rows]
     entropy = entropies[rows]
     log_step = exact_before.logps - exact.logps[rows]
-    (prefix, last, moves), (prefix_before, last_before, moves_before) = (
+    (prefix, log_full, ratio_change), (prefix_before, log_full_before, ratio_change_before) = (
         _prefix_ratios(logs) for logs in (log_ratios[rows], log_ratios[rows] + log_step)
     )
-    centred = [surrogate_weights(entropies, mask, prompt_index, "sequence")[0]]
-    centred += [surrogate_weights(entropies, mask, prompt_index, "length")[0]]
-    of_entropy, of_length = (
-        ((moves_before - moves) * (sums_after(costs) - weights)[rows]).sum(dim=1)
-        for costs, weights in zip((entropies, mask), centred, strict=True)
+    centred_costs = [surrogate_weights(entropies, mask, prompt_index, "sequence")[0]]
+    centred_costs += [surrogate_weights(entropies, mask, prompt_index, "length")[0]]
+    entropy_baseline, length_baseline = (
+        ((ratio_change_before - ratio_change) * (sums_after(costs) - weights)[rows]).sum(dim=1)
+        for costs, weights in zip((entropies, mask), centred_costs, strict=True)
     )
-    above, sizes = centre_by_prompt(rewards.double(), prompt_index)
-    above_others = (above * sizes / (sizes - 1.0)).where(~rewards.isnan() & (sizes > 1), 0.0)
+    centred_rewards, sizes = centre_by_prompt(rewards.double(), prompt_index)
+    advantages = (centred_rewards * sizes / (sizes - 1.0)).where(~rewards.isnan() & (sizes > 1), 0.0)
     columns = [
-        (prefix_before * exact_before.entropies - prefix * entropy).sum(dim=1) - of_entropy,
-        ((prefix_before - prefix) * real).sum(dim=1) - of_length,
-        (last_before.exp() - last.exp()) * above_others[rows],
-        ((prefix + moves) * (log_step.expm1() - log_step)).sum(dim=1),
-        last_before,
+        (prefix_before * exact_before.entropies - prefix * entropy).sum(dim=1) - entropy_baseline,
+        ((prefix_before - prefix) * mask_of_rows).sum(dim=1) - length_baseline,
+        (log_full_before.exp() - log_full.exp()) * advantages[rows],
+        ((prefix + ratio_change) * (log_step.expm1() - log_step)).sum(dim=1),
+        log_full_before,
     ]
     return torch.stack(columns, dim=1)
 

@@ -51,7 +51,7 @@ class FoldProducts:
         forward, unclipped, split = self._forward(k, directions)
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
-    def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def sum_over_ranks(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Sum the products over ranks. Collective.
 
         Returns:

@@ -44,11 +44,11 @@ class Exchange:
         if self._group is None:  # this rank keeps all entries
             rows[0].add_(join(gradients).to(rows.device))
             return
-        for first in range(0, max(map(shard.width, names)), shard.layout.chunk_size):
+        for first in range(0, max(map(shard.max_entries, names)), shard.layout.chunk_size):
             part = slice(first, first + shard.layout.chunk_size)
             parts = [
                 [flat[start:stop][part] for flat, (start, stop) in zip(gradients, cuts, strict=True)]
-                for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
+                for cuts in zip(*(shard.entry_ranges[name] for name in names), strict=True)
             ]
             sent = join([*itertools.chain(*parts)]).to(shard.layout.dtype)
             received = self._exchanged(sent, [sum(map(len, pieces)) for pieces in parts])

@@ -221,8 +221,10 @@ def refuse_without_gradients(
 def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
         raise UserError(f"the step after {checkpoint} has no formula: {optimizer.limit}")
-    if optimizer.rounded:
-        raise UserError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
+    if optimizer.rounding_reason:
+        raise UserError(
+            f"{optimizer.rounding_reason}, whose rounding changes the step: analyze with model.dtype=float32"
+        )
     for name, state in optimizer.states.items():
         moments = [moment for moment in vars(state).values() if isinstance(moment, Tensor)]
         if state.is_fresh or any(len(moment) != parameters[name].numel() for moment in moments):

@@ -26,8 +26,8 @@ class FoldMeans:
     mean: Entries  # g
     rows: Vector  # g_k, (F, n) per bucket, perhaps in host memory or in bf16
     sizes: Tensor  # n_k, (F,) fp64
-    share_of_mean: Tensor  # the factor of g in g_(−k), (F, 1), on the entries' device
-    share_of_fold: Tensor  # the factor of g_k in g_(−k), (F, 1)
+    mean_coefficient: Tensor  # the factor of g in g_(−k), (F, 1), on the entries' device
+    fold_coefficient: Tensor  # the factor of g_k in g_(−k), (F, 1)
 
     def without(self, folds: int | slice, piece: OptimizerPiece, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
@@ -39,7 +39,7 @@ class FoldMeans:
         """
         mean = piece.of(self.mean) if mean is None else mean
         rows = piece.of(self.rows)[folds].to(mean)
-        return (rows * self.share_of_fold[folds]).addcmul_(self.share_of_mean[folds], mean)  # in two passes
+        return (rows * self.fold_coefficient[folds]).addcmul_(self.mean_coefficient[folds], mean)  # in two passes
 
 
 def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
@@ -55,8 +55,8 @@ def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | N
         ValueError: One fold holds everything.
     """
     entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
-    shares = torch.stack(leave_out_coefficients(sizes, total_size)).to(entries).unsqueeze(2)
-    return FoldMeans(mean, rows, sizes, *shares)
+    coefficients = torch.stack(leave_out_coefficients(sizes, total_size)).to(entries).unsqueeze(2)
+    return FoldMeans(mean, rows, sizes, *coefficients)
 
 
 class LeaveOneOutUpdates:
@@ -84,7 +84,7 @@ class LeaveOneOutUpdates:
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
         self.clip = clip
-        squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
+        squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
         for piece in pieces:
             # Norms are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
             squares += gradient.without(EVERY_FOLD, piece).square_().sum(dim=-1).double()

@@ -27,7 +27,7 @@ class OptimizerView:
     states: Mapping[str, OptimizerState] | None  # by parameter name; None if the step has no formula
     max_grad_norm: float  # gradient clipping threshold; inf if there is none
     limit: Limit | None = None  # why `states` is None
-    rounded: str = ""  # names a parameter kept in less than fp32 and its dtype, if rounding changes the step
+    rounding_reason: str = ""  # names a parameter kept in less than fp32 and its dtype, if rounding changes the step
 
     @property
     def has_sign_based_step(self) -> bool:
@@ -98,7 +98,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     short = {name: dtype_name(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}
     return OptimizerView(
         {name: formula.read(weight, states[name], groups[name]) for name, weight in weights.items()}, max_grad_norm,
-        rounded=next((f"{name} is kept in {dtype}" for name, dtype in short.items()), ""),
+        rounding_reason=next((f"{name} is kept in {dtype}" for name, dtype in short.items()), ""),
     )  # fmt: skip
 
 

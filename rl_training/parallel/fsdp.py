@@ -57,7 +57,7 @@ class FullyShard(Shard):
             dtype = dtype_name(self.leaves[rounded[0]].dtype)
             self.layer_rounding = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
 
-    def cut(self, name: str, rank: int) -> tuple[int, int]:
+    def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         rows = self.trained[name].shape[0]
         entries = self.trained[name].numel()
         start, stop = chunk_of(rows, self.num_ranks, rank)

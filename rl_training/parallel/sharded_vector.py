@@ -35,7 +35,7 @@ class ShardedVector:
     @classmethod
     def of(cls, shard: Shard, entries: Mapping[str, Tensor]) -> ShardedVector:
         """Return the vector with this rank's entries, given by name, (n,) each. They are not copied."""
-        return cls({name: (Slice(*shard.cut(name, shard.rank), part),) for name, part in entries.items()})
+        return cls({name: (Slice(*shard.entry_range(name, shard.rank), part),) for name, part in entries.items()})
 
     def local(self, shard: Shard) -> dict[str, Tensor]:
         """Return this rank's entries by name, (n,) each, in the layout's order, assembled from slices if necessary.
@@ -44,7 +44,8 @@ class ShardedVector:
             UserError: The vector belongs to another model, or lacks entries of this rank.
         """
         sizes = {name: shard.numel(name) for name in shard.trained}
-        kept = {name for name in sizes if operator.lt(*shard.cut(name, shard.rank))}  # empty parts have no slice
+        # Empty parts have no slice.
+        kept = {name for name in sizes if operator.lt(*shard.entry_range(name, shard.rank))}
         is_other = not kept <= self.slices.keys() <= sizes.keys()
         if is_other or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(
@@ -55,7 +56,7 @@ class ShardedVector:
 
 
 def _assemble(name: str, slices: Sequence[Slice], shard: Shard) -> Tensor:
-    first, last = shard.cut(name, shard.rank)
+    first, last = shard.entry_range(name, shard.rank)
     layout = shard.layout
     for part in slices:
         is_kept_here = isinstance(part.entries, Tensor) and part.entries.device == layout.device

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from rl_training.parallel.vectors import Layout
 
 
-def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Return the start and stop of part `number` when torch.chunk cuts a vector; the last parts may be empty.
+def chunk_of(length: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Return the start and stop of chunk `index` when torch.chunk cuts a vector; the last chunks may be empty.
 
-    >>> [chunk_of(5, 4, number) for number in range(4)]
+    >>> [chunk_of(5, 4, index) for index in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
-    width = -(-length // parts)
-    return min(length, number * width), min(length, (number + 1) * width)
+    size = -(-length // num_chunks)
+    return min(length, index * size), min(length, (index + 1) * size)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -85,28 +85,28 @@ class Shard:
     @functools.cached_property
     def layout(self) -> Layout:
         """How vectors of this rank's entries are divided into buckets."""
-        return Layout(self.weights(), {name: self.width(name) for name in self.trained})
+        return Layout(self.weights(), {name: self.max_entries(name) for name in self.trained})
 
     def numel(self, name: str) -> int:
         """Return the number of entries of a whole parameter."""
         return self.trained[name].numel()
 
-    def cut(self, name: str, rank: int) -> tuple[int, int]:
+    def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         """Return the start and stop of a rank's entries in the flat parameter."""
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
     @functools.cached_property
-    def cuts(self) -> dict[str, list[tuple[int, int]]]:
+    def entry_ranges(self) -> dict[str, list[tuple[int, int]]]:
         """The start and stop of every rank's entries, by parameter."""
-        return {name: [self.cut(name, rank) for rank in range(self.num_ranks)] for name in self.trained}
+        return {name: [self.entry_range(name, rank) for rank in range(self.num_ranks)] for name in self.trained}
 
-    def width(self, name: str) -> int:
+    def max_entries(self, name: str) -> int:
         """Return the largest number of a parameter's entries that any rank keeps."""
-        return max(stop - start for start, stop in self.cuts[name])
+        return max(stop - start for start, stop in self.entry_ranges[name])
 
     def local(self, name: str, value: Tensor) -> Tensor:
         """Return this rank's entries, (n,), of a tensor that the model holds: a parameter or its gradient."""
-        start, stop = self.cuts[name][self.rank]
+        start, stop = self.entry_ranges[name][self.rank]
         return value.detach().reshape(-1)[start:stop]
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Shard:
             local = whole = entries[name]
             if self.num_ranks > 1:  # an all-gather of parts with different sizes
                 whole = local.new_empty(self.numel(name))
-                sizes = [stop - start for start, stop in self.cuts[name]]
+                sizes = [stop - start for start, stop in self.entry_ranges[name]]
                 dist.all_to_all_single(whole, local.repeat(self.num_ranks), sizes, [len(local)] * self.num_ranks)
             param.data.copy_(whole.view_as(param))
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from rl_training.errors import UserError
 from rl_training.parallel.sharded_vector import ShardedVector, Slice
 
-SHARD = "shard."  # name prefix of tensors that hold one rank's entries
-BARE = "value"  # name of a state that is a single tensor or number
+SHARD_PREFIX = "shard."  # name prefix of tensors that hold one rank's entries
+ROOT_NAME = "value"  # name of a state that is a single tensor or number
 
 
 def to_tensors(state: Any, path: str = "") -> dict[str, Tensor]:
@@ -37,15 +37,15 @@ def to_tensors(state: Any, path: str = "") -> dict[str, Tensor]:
     if state is None:
         return {}
     if isinstance(state, Tensor):
-        return {path or BARE: state}
+        return {path or ROOT_NAME: state}
     if isinstance(state, bool | int | float):
-        return {path or BARE: torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None)}
+        return {path or ROOT_NAME: torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None)}
     if isinstance(state, ShardedVector):
         parts = [(name, part) for name, slices in state.slices.items() for part in slices if part.start < part.stop]
-        return {f"{SHARD}{part.start}.{part.stop}.{path}/{name}": part.entries[:].cpu() for name, part in parts}
+        return {f"{SHARD_PREFIX}{part.start}.{part.stop}.{path}/{name}": part.entries[:].cpu() for name, part in parts}
     tensors: dict[str, Tensor] = {}
     for name, part in _parts(state, path).items():
-        tensors |= to_tensors(part, _joined(path, name))
+        tensors |= to_tensors(part, _join_path(path, name))
     return tensors
 
 
@@ -64,26 +64,26 @@ def tensors_by_name(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def from_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:
+def from_tensors(template: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that `to_tensors` has converted.
 
     Args:
-        like: A state of the same kind, such as a training's initial one. It determines the types. A mapping keeps its
-            own entry if there are no tensors for it, and tensors for entries that it does not have are ignored. If a
-            dimension of one of its tensors is 0, the tensor that is read may have any length there.
+        template: A state of the same kind, such as a training's initial one. It determines the types. A mapping keeps
+            its own entry if there are no tensors for it, and tensors for entries that it does not have are ignored. If
+            a dimension of one of its tensors is 0, the tensor that is read may have any length there.
         tensors: The tensors by name.
 
     Raises:
         UserError: The tensors belong to another kind of state.
     """
     unread = dict(tensors)
-    state = _read(like, "", unread)
+    state = _read(template, "", unread)
     if unread:
         raise UserError(f"it also holds {', '.join(sorted(unread))}, which is unknown here")
     return state
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
@@ -105,50 +105,51 @@ def _parts(state: Any, path: str) -> Mapping[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
-def _rebuilt(state: Any, parts: dict[str, Any]) -> Any:
+def _rebuild(state: Any, parts: dict[str, Any]) -> Any:
     if isinstance(state, Mapping):
         return type(state)(parts)  # type: ignore[call-arg]
     return dataclasses.replace(state, **parts)
 
 
-def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
+def _read(template: Any, path: str, unread: dict[str, Tensor]) -> Any:
     """Return the state at a path, and remove its tensors from `unread`."""
-    if like is None:
+    if template is None:
         return None
-    if isinstance(like, Tensor | bool | int | float):
-        tensor = _taken(path or BARE, unread)
-        if not isinstance(like, Tensor):
+    if isinstance(template, Tensor | bool | int | float):
+        tensor = _pop_tensor(path or ROOT_NAME, unread)
+        if not isinstance(template, Tensor):
             if tensor.dim():
-                raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, but must be a number")
-            return type(like)(tensor.item())
-        if tensor.dim() != like.dim() or any(n not in (0, m) for n, m in zip(like.shape, tensor.shape, strict=True)):
-            raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}")
+                raise UserError(f"{path or ROOT_NAME} has shape {tuple(tensor.shape)}, but must be a number")
+            return type(template)(tensor.item())
+        shape = template.shape
+        if tensor.dim() != len(shape) or any(n not in (0, m) for n, m in zip(shape, tensor.shape, strict=True)):
+            raise UserError(f"{path or ROOT_NAME} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
         return tensor
-    if isinstance(like, ShardedVector):
+    if isinstance(template, ShardedVector):
         return _read_vector(path, unread)
     parts = {}
-    for name, part in _parts(like, path).items():
-        place = _joined(path, name)
-        names = to_tensors(part, place).keys()
-        is_absent = isinstance(like, Mapping) and bool(names) and names.isdisjoint(unread)
-        parts[name] = part if is_absent else _read(part, place, unread)
-    if isinstance(like, Mapping):
+    for name, part in _parts(template, path).items():
+        path_of_part = _join_path(path, name)
+        names = to_tensors(part, path_of_part).keys()
+        is_absent = isinstance(template, Mapping) and bool(names) and names.isdisjoint(unread)
+        parts[name] = part if is_absent else _read(part, path_of_part, unread)
+    if isinstance(template, Mapping):
         for name in [name for name in unread if name.startswith(f"{path}." if path else "")]:
             del unread[name]
-    return _rebuilt(like, parts)
+    return _rebuild(template, parts)
 
 
 def _read_vector(path: str, unread: dict[str, Tensor]) -> ShardedVector:
     slices: dict[str, list[Slice]] = {}
-    for key in [key for key in unread if key.startswith(SHARD)]:
-        start, stop, place = key.removeprefix(SHARD).split(".", 2)
-        if place.startswith(f"{path}/"):
+    for key in [key for key in unread if key.startswith(SHARD_PREFIX)]:
+        start, stop, path_of_part = key.removeprefix(SHARD_PREFIX).split(".", 2)
+        if path_of_part.startswith(f"{path}/"):
             part = Slice(int(start), int(stop), unread.pop(key))
-            slices.setdefault(place.removeprefix(f"{path}/"), []).append(part)
+            slices.setdefault(path_of_part.removeprefix(f"{path}/"), []).append(part)
     return ShardedVector(slices)
 
 
-def _taken(name: str, unread: dict[str, Tensor]) -> Tensor:
+def _pop_tensor(name: str, unread: dict[str, Tensor]) -> Tensor:
     if name not in unread:
         raise UserError(f"it lacks {name}")
     return unread.pop(name)

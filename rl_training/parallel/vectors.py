@@ -57,14 +57,14 @@ class Layout:
 
     Args:
         parameters: This rank's entries of each parameter.
-        widths: The sizes that decide which neighbours are joined, if ranks keep parts of different sizes. None: the
-            parameters' own sizes.
+        grouping_sizes: The sizes that decide which neighbours are joined, if ranks keep parts of different sizes. None:
+            the parameters' own sizes.
 
     Raises:
         UserError: There is no parameter, or the parameters are on several devices.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], widths: Mapping[str, int] | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], grouping_sizes: Mapping[str, int] | None = None) -> None:
         if not parameters:
             raise UserError("there is no trainable parameter to keep gradients of")
         self.names = tuple(parameters)
@@ -74,20 +74,20 @@ class Layout:
         first = next(iter(parameters.values()))
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)
-        widths = widths or {name: param.numel() for name, param in parameters.items()}
+        grouping_sizes = grouping_sizes or {name: param.numel() for name, param in parameters.items()}
         # Whole segments: if a parameter is cut there, its pieces still share divisors with other lengths.
-        share = sum(widths.values()) // TARGET_CHUNKS_GPU // SEGMENT_SIZE * SEGMENT_SIZE
+        share = sum(grouping_sizes.values()) // TARGET_CHUNKS_GPU // SEGMENT_SIZE * SEGMENT_SIZE
         chunk_size_gpu = max(MIN_CHUNK_SIZE_GPU, share)
         # How many entries to handle at once.
         self.chunk_size = CHUNK_SIZE_CPU if self.device.type == "cpu" else chunk_size_gpu
         groups: list[list[str]] = []
         size = 0
-        for name, width in widths.items():
-            if not groups or size + width > self.chunk_size:
+        for name, grouping_size in grouping_sizes.items():
+            if not groups or size + grouping_size > self.chunk_size:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
-            size += width
+            size += grouping_size
         sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
         starts = [0, *itertools.accumulate(map(sum, sizes))]
         self.buckets = tuple(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.parallel.state_tensors import SHARD, from_tensors, tensors_by_name
+from rl_training.parallel.state_tensors import SHARD_PREFIX, from_tensors, tensors_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def save_probe_states(
         )  # copies: safetensors refuses tensors that share memory
         for name, by_path in tensors_by_name(states).items()
         for key, tensor in by_path.items()
-        if rank == 0 or key.startswith(SHARD)
+        if rank == 0 or key.startswith(SHARD_PREFIX)
     }
     if rank > 0:
         checkpoint.mkdir(parents=True, exist_ok=True)  # the first process may not have yet
@@ -149,7 +149,7 @@ def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str,
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118, it is not a dictionary
                 # A slice of a shard is lazy: only the entries that are used are read.
-                is_shard = key.partition("/")[2].startswith(SHARD)
+                is_shard = key.partition("/")[2].startswith(SHARD_PREFIX)
                 tensors[key] = file.get_slice(key) if is_shard else file.get_tensor(key)
     states = dict(initial)
     for name, like in initial.items():

@@ -398,7 +398,7 @@ SLICE = 51  # where the 72 entries are cut, in the middle of a parameter
 class Sliced(Shard):
     """A slice of the concatenated parameters, as ZeRO-1 and ZeRO-2 shard them."""
 
-    def cut(self, name: str, rank: int) -> tuple[int, int]:
+    def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         sizes = {key: param.numel() for key, param in self.trained.items()}
         first = sum(size for key, size in sizes.items() if list(sizes).index(key) < list(sizes).index(name))
         bounds = [0, SLICE, sum(sizes.values())]

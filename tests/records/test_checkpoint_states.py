@@ -31,7 +31,7 @@ class OneOf(Shard):
 
 def entries_of(processes: int, rank: int) -> dict[str, torch.Tensor]:
     shard = OneOf(processes, rank)
-    return {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
+    return {name: whole[slice(*shard.entry_range(name, rank))] for name, whole in UPDATE.items()}
 
 
 def write(checkpoint: Path, processes: int, rank: int) -> None:

@@ -87,7 +87,7 @@ class Zero(Shard):
             places |= {param: (group, group, start - first) for param, start in starts}
         return {name: places[param] for name, param in self.trained.items()}
 
-    def cut(self, name: str, rank: int) -> tuple[int, int]:
+    def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         group, _, start = self._place[name]  # start is negative if the parameter begins on an earlier rank
         width, entries = self._flats[group].numel(), self.numel(name)
         start += (self.rank - rank) * width
@@ -101,7 +101,7 @@ class Zero(Shard):
 
         `view_optimizer` in optim/state.py uses it to read Adam's exp_avg and exp_avg_sq.
         """
-        begin, end = self.cut(name, self.rank)
+        begin, end = self.entry_range(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -129,11 +129,11 @@ class Zero3(Zero):
     def numel(self, name: str) -> int:
         return int(self.trained[name].ds_numel)  # type: ignore[attr-defined]  # even while it is sharded and empty
 
-    def cut(self, name: str, rank: int) -> tuple[int, int]:
+    def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
     def local(self, name: str, value: Tensor) -> Tensor:
-        start, stop = self.cut(name, self.rank)
+        start, stop = self.entry_range(name, self.rank)
         part: Tensor = value.ds_tensor  # type: ignore[attr-defined]
         return part.detach().reshape(-1)[: stop - start]  # without the padding that makes all parts equally long
 
