@@ -128,7 +128,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
         math.inf
     )
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
-    length_and_reward.ROUNDING = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
+    length_and_reward.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
     simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]

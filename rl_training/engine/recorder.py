@@ -140,7 +140,7 @@ class StepRecorder:
         return Limits(
             sampling_mismatch=mismatch or origin.sample_limit,
             no_fresh_responses=mismatch or loop.limits.no_fresh_responses,
-            reused=REUSED.with_fix(fixes.once) if reused else None,
+            reused=REUSED.with_fix(fixes.no_reuse) if reused else None,
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,
             mixed_prompts=OTHER_SIZES if other_sizes else mixed_prompts,

@@ -27,7 +27,7 @@ from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
 
-VECTORS_BESIDE_FOLDS = 4  # for an entropy change: δθ, the previous δθ, one entropy gradient and the sum of all
+OTHER_VECTORS = 4  # for an entropy change: δθ, the previous δθ, one entropy gradient and the sum of all
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
@@ -58,15 +58,15 @@ class Requirements:
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
         names = [SHARED, *(probe.name for probe in probes)]
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise UserError(f"two probes have the same name: {twice}")
+        duplicates = [name for name, count in Counter(names).items() if count > 1]
+        if duplicates:
+            raise UserError(f"two probes have the same name: {duplicates}")
         needs = needs_of(probes)
-        folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
-        num_folds = _agreed({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
+        fold_probes = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
+        num_folds = _agreed({p.name: p.num_folds for p in fold_probes if p.num_folds is not None}, "num_folds")
         entropy = _agreed({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
-        dtype = _agreed({p.name: p.rows_dtype for p in folding if p.rows_dtype is not None}, "rows_dtype")
-        offload = any(probe.offload for probe in folding)
+        dtype = _agreed({p.name: p.rows_dtype for p in fold_probes if p.rows_dtype is not None}, "rows_dtype")
+        offload = any(probe.offload for probe in fold_probes)
         return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype)
 
     def folds(
@@ -75,7 +75,7 @@ class Requirements:
         sizes: Sequence[int],
         sizes_of_ranks: Sequence[Sequence[int]] | None = None,
         responses_per_prompt: int | None = None,
-        may_cut: bool = True,
+        auto_slice: bool = True,
     ) -> list[FoldGroup]:
         """Return the folds of a step.
 
@@ -84,63 +84,66 @@ class Requirements:
             sizes: Sequences of each microbatch of this step on this rank.
             sizes_of_ranks: The same for every rank. None if all are alike.
             responses_per_prompt: In this step. None for the shape's.
-            may_cut: Whether microbatches may be cut into several folds even if no probe asks for it.
+            auto_slice: Whether microbatches may be cut into several folds even if no probe asks for it.
 
         Raises:
             UserError: A full step cannot have the requested number of folds; the message names a number that works.
                 Steps of another size (the last of an epoch, or where tokens are counted) get the default number
                 instead.
         """
-        of_ranks, ranks = sizes_of_ranks or [sizes], shape.num_ranks
-        group, cut = responses_per_prompt or shape.responses_per_prompt, may_cut and self.may_pass_again
+        group_size = responses_per_prompt or shape.responses_per_prompt
+        sizes_of_ranks = sizes_of_ranks or [sizes]
+        auto_slice = auto_slice and self.allows_extra_passes
         try:
-            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks, cut)
+            return plan_folds(sizes, group_size, shape.num_ranks, self.num_folds, sizes_of_ranks, auto_slice)
         except ValueError:
-            if group == shape.responses_per_prompt and all([*rank_sizes] == shape.sizes for rank_sizes in of_ranks):
+            is_full_step = all([*rank_sizes] == shape.sizes for rank_sizes in sizes_of_ranks)
+            if group_size == shape.responses_per_prompt and is_full_step:
                 raise
-        return plan_folds(sizes, group, ranks, None, of_ranks, cut)
+        return plan_folds(sizes, group_size, shape.num_ranks, None, sizes_of_ranks, auto_slice)
 
-    def folds_and_passes(self, loop: LoopSpec) -> tuple[int, float]:
+    def folds_and_extra_passes(self, loop: LoopSpec) -> tuple[int, float]:
         """Return the number of folds of a full step, and the share of its own passes that they cost in addition."""
         shape = loop.shape
         groups = self.folds(shape, shape.sizes)
-        count, prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
-        is_few = count < MIN_FOLDS_STEP and self.num_folds is None
-        if self.may_pass_again and not loop.limits.split_prompts and (loop.limits.mixed_prompts or is_few) and prompts:
-            anew = plan_prompt_folds(prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
-            if anew >= MIN_FOLDS_STEP:
-                return anew, 1.0
-        slices = max(1, len(groups) // shape.microbatches)
-        return count, (slices - 1) / slices
+        num_folds, num_prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
+        has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
+        can_recompute = self.allows_extra_passes and not loop.limits.split_prompts and num_prompts > 0
+        if can_recompute and (loop.limits.mixed_prompts or has_few_folds):
+            num_prompt_folds = plan_prompt_folds(num_prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
+            if num_prompt_folds >= MIN_FOLDS_STEP:
+                return num_prompt_folds, 1.0
+        num_slices = max(1, len(groups) // shape.microbatches)
+        return num_folds, (num_slices - 1) / num_slices
 
     @property
-    def may_pass_again(self) -> bool:
+    def allows_extra_passes(self) -> bool:
         """Whether fold gradients justify further passes: yes for a prediction, no for the noise scale alone."""
         return Need.FOLD_GRADIENTS in self.needs
 
     def folds_of_step(
-        self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int, may_cut: bool
+        self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int, auto_slice: bool
     ) -> list[FoldGroup]:
         """Return the folds of a step. Collective if `sizes` is given.
 
         Args:
             sizes: Sequences of each microbatch on this rank. None for the loop's shape.
-            may_cut: Whether microbatches may be cut into several folds even if no probe asks for it.
+            auto_slice: Whether microbatches may be cut into several folds even if no probe asks for it.
         """
         if sizes is None:
-            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, may_cut)
+            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, auto_slice)
         local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
         # Other ranks may have other sizes, whose prompts end elsewhere.
         return self.folds(
-            loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, may_cut
+            loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, auto_slice
         )
 
     def num_vectors(self, num_folds: int) -> int:
         """Return how many fp32 vectors of this rank's entries a measured step holds on the device."""
-        by_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
-        rows = 0 if self.offload else math.ceil(num_folds * (by_fold + (Need.ENTROPY_ROWS in self.needs)))
-        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
-        return rows + beside + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
+        vectors_per_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
+        rows = 0 if self.offload else math.ceil(num_folds * (vectors_per_fold + (Need.ENTROPY_ROWS in self.needs)))
+        others = OTHER_VECTORS * (Need.ENTROPY_GRADIENT in self.needs)
+        return rows + others + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:
@@ -160,31 +163,31 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
-    count, again = requirements.folds_and_passes(loop)
-    vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
+    num_folds, extra_share = requirements.folds_and_extra_passes(loop)
+    num_vectors, vector_mb = requirements.num_vectors(num_folds), layout.num_bytes / 1e6
     plan = (
-        f"probes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
+        f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
-        f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
-        f"{size:.3g} MB on this one"
+        f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep "
+        f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )
-    if again:
-        plan += f"; these folds take {again:.0%} of a step's forward and backward passes once more"
+    if extra_share:
+        plan += f"; these folds take {extra_share:.0%} of a step's forward and backward passes once more"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    losses = _fold_losses(loop, requirements, count, is_recomputed=again > 0.0)
-    losses += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
+    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=extra_share > 0.0)
+    warnings += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
-    sentences = [sentence for sentence in (*losses[:1], loop.opening, plan) if sentence]
+    sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
     plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
-    return [plan, *losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
+    return [plan, *warnings[1:], *_other_warnings(loop, needs), *_rounding_remarks(loop.shard, needs)]
 
 
-def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
+def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     """Return what limits other than the folds take away: what is lost, and the limit."""
     formula_limit = view_optimizer(loop.shard).limit if Need.ENTROPY_GRADIENT in needs else None
     is_other_loss = Need.LOSS_CHECK in needs and not loop.dr_grpo
-    lost = [
+    missing = [
         ("no prediction before the step", formula_limit),
         (
             "no delta_reward/forward, and no split of the noise",
@@ -193,14 +196,14 @@ def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
         ("no entropy gradient", ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else None),
         ("no entropy gradient", loop.limits.sampling_mismatch),
     ]
-    return [f"{what}: {limit}" for what, limit in lost if limit]
+    return [f"{what}: {limit}" for what, limit in missing if limit]
 
 
-def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_recomputed: bool) -> list[str]:
+def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
     """Return what is lost because folds are too few, or cannot hold whole prompts.
 
     Args:
-        count: Number of folds of a full step.
+        num_folds: Number of folds of a full step.
         is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
@@ -208,17 +211,17 @@ def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_r
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs
-    if count < 2:
-        lost = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
-        return [f"{', '.join(lost)}: {loop.one_fold_limit(probes)}"] if lost else []
-    if not predicts or count >= DEFAULT_NUM_FOLDS:
+    if num_folds < 2:
+        missing = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
+        return [f"{', '.join(missing)}: {loop.one_fold_limit(probes)}"] if missing else []
+    if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
         return []
-    few = stderr_limit(count)
-    if few is None:
+    no_stderr = stderr_limit(num_folds)
+    if no_stderr is None:
         more = loop.more_folds(probes)
-        return [f"uncertain error bars: they come from {count} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
-    by_fold = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
-    return [f"{by_fold}{few.with_fix(f'use {loop.more_folds(probes)}')}"]
+        return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
+    missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
+    return [f"{missing_too}{no_stderr.with_fix(f'use {loop.more_folds(probes)}')}"]
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:

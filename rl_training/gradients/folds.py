@@ -71,13 +71,13 @@ def plan_folds(
     num_ranks: int = 1,
     num_folds: int | None = None,
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
-    cut: bool = False,
+    auto_slice: bool = False,
 ) -> list[FoldGroup]:
     """Plan the folds of a step: sets of whole prompts over all ranks.
 
     A unit is the smallest number of consecutive microbatches that end with a whole prompt on every rank. A fold is one
     or several units of all ranks. If there are too few units, each group of ranks gets a separate fold. If `num_folds`
-    or `cut` asks for more, microbatches are cut into slices of whole prompts, each of which takes a separate pass.
+    or `auto_slice` asks for more, microbatches are cut into slices of whole prompts, each of which takes another pass.
 
     Args:
         sizes: Sequences of each microbatch on this rank. A prompt's responses are consecutive.
@@ -86,7 +86,7 @@ def plan_folds(
         num_folds: Number of folds over all ranks. None: at least DEFAULT_NUM_FOLDS, if that takes no pass beyond the
             loop's own.
         sizes_of_ranks: `sizes` of every rank. None if they are all alike.
-        cut: With num_folds=None: cut microbatches into slices if whole ones are too few for an error bar.
+        auto_slice: With num_folds=None: cut microbatches into slices if whole ones are too few for an error bar.
 
     Returns:
         Groups of folds. All ranks have equally many groups and passes.
@@ -97,81 +97,82 @@ def plan_folds(
     >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
     """
-    of_ranks = sizes_of_ranks or [sizes]
-    ends = zip(*map(itertools.accumulate, of_ranks), strict=True)
-    last_of_unit = [all(end % responses_per_prompt == 0 for end in of_microbatch) for of_microbatch in ends]
-    last_of_unit[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
+    sizes_of_ranks = sizes_of_ranks or [sizes]
+    ends = zip(*map(itertools.accumulate, sizes_of_ranks), strict=True)
+    ends_unit = [all(end % responses_per_prompt == 0 for end in ends_of_ranks) for ends_of_ranks in ends]
+    ends_unit[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
     rows = ranges_of(sizes)
     units = []
-    begin = 0
-    for number, is_last in enumerate(last_of_unit):
+    first = 0
+    for index, is_last in enumerate(ends_unit):
         if is_last:
-            units.append(rows[begin : number + 1])
-            begin = number + 1
-    prompts = min(map(min, of_ranks)) // responses_per_prompt
-    parts, slices = _parts_and_slices(len(units), len(sizes), prompts, num_ranks, num_folds)
-    if cut and num_folds is None and len(units) == len(sizes):
-        slices = _slices_for_an_error_bar(parts * len(units), len(units) * num_ranks, prompts)
-    if slices > 1:
-        pieces = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
+            units.append(rows[first : index + 1])
+            first = index + 1
+    num_prompts = min(map(min, sizes_of_ranks)) // responses_per_prompt
+    num_rank_groups, num_slices = _rank_groups_and_slices(len(units), len(sizes), num_prompts, num_ranks, num_folds)
+    if auto_slice and num_folds is None and len(units) == len(sizes):
+        num_slices = _slices_for_an_error_bar(num_rank_groups * len(units), len(units) * num_ranks, num_prompts)
+    if num_slices > 1:
+        slices = [part for microbatch in rows for part in _slices(microbatch, num_slices, responses_per_prompt)]
         fold_of_rank = tuple(range(num_ranks))
-        return [FoldGroup(_after(number, num_ranks), fold_of_rank, (piece,)) for number, piece in enumerate(pieces)]
-    if parts > 1:
-        part_of_rank = tuple(rank * parts // num_ranks for rank in range(num_ranks))
-        return [FoldGroup(_after(number, parts), part_of_rank, unit) for number, unit in enumerate(units)]
-    wanted = len(units) // max(1, len(units) // DEFAULT_NUM_FOLDS) if num_folds is None else num_folds
-    bounds = [fold * len(units) // wanted for fold in range(wanted + 1)]
+        return [FoldGroup(_folds_of(index, num_ranks), fold_of_rank, (part,)) for index, part in enumerate(slices)]
+    if num_rank_groups > 1:
+        fold_of_rank = tuple(rank * num_rank_groups // num_ranks for rank in range(num_ranks))
+        return [FoldGroup(_folds_of(index, num_rank_groups), fold_of_rank, unit) for index, unit in enumerate(units)]
+    num_groups = len(units) // max(1, len(units) // DEFAULT_NUM_FOLDS) if num_folds is None else num_folds
+    bounds = [index * len(units) // num_groups for index in range(num_groups + 1)]
     return [
-        FoldGroup(_after(number, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[first:last])))
-        for number, (first, last) in enumerate(itertools.pairwise(bounds))
+        FoldGroup(_folds_of(index, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[start:stop])))
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
 
 
-def _after(number: int, count: int) -> range:
-    return range(number * count, (number + 1) * count)
+def _folds_of(group: int, folds_per_group: int) -> range:
+    return range(group * folds_per_group, (group + 1) * folds_per_group)
 
 
-def _slices(microbatch: range, slices: int, responses_per_prompt: int) -> list[range]:
-    ends = [len(microbatch) // responses_per_prompt * j // slices * responses_per_prompt for j in range(slices + 1)]
-    return [microbatch[first:last] for first, last in itertools.pairwise(ends)]
+def _slices(microbatch: range, num_slices: int, responses_per_prompt: int) -> list[range]:
+    num_prompts = len(microbatch) // responses_per_prompt
+    bounds = [num_prompts * j // num_slices * responses_per_prompt for j in range(num_slices + 1)]
+    return [microbatch[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def _parts_and_slices(
-    units: int, microbatches: int, prompts: int, num_ranks: int, num_folds: int | None
+def _rank_groups_and_slices(
+    num_units: int, num_microbatches: int, num_prompts: int, num_ranks: int, num_folds: int | None
 ) -> tuple[int, int]:
     """Return the number of rank groups with a separate fold per unit, and the number of slices per microbatch."""
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
-        return next((parts for parts in divisors if parts * units >= DEFAULT_NUM_FOLDS), num_ranks), 1
-    if num_folds <= units:
+        return next((groups for groups in divisors if groups * num_units >= DEFAULT_NUM_FOLDS), num_ranks), 1
+    if num_folds <= num_units:
         return 1, 1
-    possible = {parts * units: (parts, 1) for parts in divisors}
-    if units == microbatches:
-        possible |= {slices * num_ranks * units: (num_ranks, slices) for slices in range(2, prompts + 1)}
+    possible = {groups * num_units: (groups, 1) for groups in divisors}
+    if num_units == num_microbatches:
+        possible |= {slices * num_ranks * num_units: (num_ranks, slices) for slices in range(2, num_prompts + 1)}
     if num_folds not in possible:
         fitting = max(number for number in possible if number <= num_folds)
         raise UserError(
-            f"num_folds={num_folds} cannot cut {microbatches} microbatches of {prompts} prompts on each of {num_ranks} "
-            f"processes into folds of whole prompts: "
+            f"num_folds={num_folds} cannot cut {num_microbatches} microbatches of {num_prompts} prompts on each of "
+            f"{num_ranks} processes into folds of whole prompts: "
             + (f"use num_folds={fitting}" if fitting > 1 else "leave num_folds out, and put more prompts into a step")
         )
     return possible[num_folds]
 
 
-def _slices_for_an_error_bar(folds: int, microbatches: int, prompts: int) -> int:
+def _slices_for_an_error_bar(num_folds: int, num_microbatches: int, num_prompts: int) -> int:
     """Return the number of slices per microbatch that gives a step enough folds for an error bar.
 
     Args:
-        folds: Number of folds without slices.
-        microbatches: Number of microbatches on all ranks.
-        prompts: Prompts per microbatch.
+        num_folds: Number of folds without slices.
+        num_microbatches: Number of microbatches on all ranks.
+        num_prompts: Prompts per microbatch.
 
     Returns:
         The fewest that give DEFAULT_NUM_FOLDS folds. 1 if none are needed, or if even single prompts are too few.
     """
-    if folds >= MIN_FOLDS_STEP or prompts * microbatches < MIN_FOLDS_STEP:
+    if num_folds >= MIN_FOLDS_STEP or num_prompts * num_microbatches < MIN_FOLDS_STEP:
         return 1
-    return min(prompts, -(-DEFAULT_NUM_FOLDS // microbatches))
+    return min(num_prompts, -(-DEFAULT_NUM_FOLDS // num_microbatches))
 
 
 def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:
@@ -192,8 +193,8 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
     """
     if num_folds is not None:
-        divisors = [parts for parts in range(1, num_ranks + 1) if num_ranks % parts == 0]
-        possible = [*range(1, num_prompts + 1), *(parts * num_prompts for parts in divisors)]
+        divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+        possible = [*range(1, num_prompts + 1), *(groups * num_prompts for groups in divisors)]
         num_folds = max(number for number in possible if number <= num_folds)
     groups = plan_folds([1] * num_prompts, 1, num_ranks, num_folds)  # as if each prompt were a microbatch
     return [dataclasses.replace(group, passes=()) for group in groups]

@@ -142,52 +142,53 @@ class Fixes:
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
     dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
     # {size}: sequences per microbatch; {count}: microbatches per step and rank; {sequences}: per step on all ranks.
-    batch: str = "measured_loop(microbatch_size={size}, microbatches={count})"
-    steps: str = "measured_loop(microbatches={count})"  # the same for larger steps of unchanged microbatches
-    num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
-    once: str = "learn from each response once"
+    batch_setting: str = "measured_loop(microbatch_size={size}, microbatches={count})"
+    steps_setting: str = "measured_loop(microbatches={count})"  # the same for larger steps of unchanged microbatches
+    num_folds_setting: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
+    no_reuse: str = "learn from each response once"
 
-    def more_folds(self, group: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
+    def more_folds(self, group_size: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
         """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
 
         Args:
-            group: Responses per prompt.
+            group_size: Responses per prompt.
             size: Sequences per microbatch.
             count: Microbatches per step on each rank.
             num_ranks: Number of ranks.
             probe: A probe with the option num_folds, or None if there is none.
         """
 
-        def folds(size: int, count: int, num_folds: int | None = None) -> int:
+        def num_folds_of(size: int, count: int, num_folds: int | None = None) -> int:
             try:
-                return plan_folds([size] * count, group, num_ranks, num_folds)[-1].folds.stop
+                return plan_folds([size] * count, group_size, num_ranks, num_folds)[-1].folds.stop
             except UserError:
                 return 0
 
-        def batch(size: int, count: int) -> str:
-            return self.batch.format(size=size, count=count, sequences=size * count * num_ranks)
+        def setting(size: int, count: int) -> str:
+            return self.batch_setting.format(size=size, count=count, sequences=size * count * num_ranks)
 
         local_size = size * count
-        prompts = local_size // group * num_ranks
+        num_prompts = local_size // group_size * num_ranks
         # Sizes of whole prompts, or of equal parts of one.
-        fitting = [part for part in range(1, size) if local_size % part == 0 and 0 in (part % group, group % part)]
-        smaller = [part for part in fitting if folds(part, local_size // part) >= DEFAULT_NUM_FOLDS]
-        advice = [f"smaller microbatches, {batch(smaller[-1], local_size // smaller[-1])}"] if smaller else []
-        cut = next(
-            (number for number in range(DEFAULT_NUM_FOLDS, prompts + 1) if folds(size, count, number) == number), None
-        )
-        if cut and probe is not None:
-            option = self.num_folds.format(name=getattr(probe, "name", ""), probe=type(probe).__name__, folds=cut)
+        fitting = [n for n in range(1, size) if local_size % n == 0 and 0 in (n % group_size, group_size % n)]
+        smaller = [n for n in fitting if num_folds_of(n, local_size // n) >= DEFAULT_NUM_FOLDS]
+        advice = [f"smaller microbatches, {setting(smaller[-1], local_size // smaller[-1])}"] if smaller else []
+        possible = (n for n in range(DEFAULT_NUM_FOLDS, num_prompts + 1) if num_folds_of(size, count, n) == n)
+        num_folds = next(possible, None)
+        if num_folds and probe is not None:
+            option = self.num_folds_setting.format(
+                name=getattr(probe, "name", ""), probe=type(probe).__name__, folds=num_folds
+            )
             advice.append(f"{option}, whose folds cost a further pass each")
         if advice:
             return ", or ".join(advice)
-        part = math.gcd(size, group)
-        more = -(-DEFAULT_NUM_FOLDS // num_ranks) * group // part
-        larger = batch(part, more)
-        if part == size:
-            larger = self.steps.format(count=more, sequences=size * more * num_ranks)
-        cost = f"{part * more / local_size:.3g} times as many responses a step"
-        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger} ({cost})"
+        new_size = math.gcd(size, group_size)
+        new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group_size // new_size
+        larger = setting(new_size, new_count)
+        if new_size == size:
+            larger = self.steps_setting.format(count=new_count, sequences=size * new_count * num_ranks)
+        cost = f"{new_size * new_count / local_size:.3g} times as many responses a step"
+        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {larger} ({cost})"
 
 
 @dataclass(frozen=True)

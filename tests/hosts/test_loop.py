@@ -317,7 +317,7 @@ def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Pat
         make_step(2, sampling_logps=sampled[:MICROBATCHES])
     first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/forward")
     assert first["reason"] == ""
-    assert second["reason"] == REUSED.with_fix(Fixes().once)
+    assert second["reason"] == REUSED.with_fix(Fixes().no_reuse)
 
 
 # --- mistakes: each is one line that says what to do ------------------------------------------------------------------
@@ -531,8 +531,8 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
         return iter_basis_gradients(batch, runtime, weights)
 
     monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
-    for rounding in (length_and_reward.ROUNDING, -1.0):
-        monkeypatch.setattr(length_and_reward, "ROUNDING", rounding)
+    for rounding in (length_and_reward.TOLERANCE, -1.0):
+        monkeypatch.setattr(length_and_reward, "TOLERANCE", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
         rewards.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
     assert passes == [0, 1]

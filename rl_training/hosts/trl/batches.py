@@ -84,16 +84,16 @@ def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
         arguments += ["intervention=null"] * ("intervention" in settings.differs)
         return Fixes(
             dr_grpo=f"set {' '.join(arguments)}" if arguments else "",
-            batch="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
-            steps="batch.sequences_per_step={sequences}",
-            num_folds="probes.{name}.num_folds={folds}",
+            batch_setting="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
+            steps_setting="batch.sequences_per_step={sequences}",
+            num_folds_setting="probes.{name}.num_folds={folds}",
         )
     settings_to_change = [f"{name}={value!r}" for name, value in changes.items()]
     settings_to_change += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
         dr_grpo=f"set {', '.join(settings_to_change)}" if settings_to_change else "",
-        batch="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
-        steps="gradient_accumulation_steps={count} in GRPOConfig",
+        batch_setting="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
+        steps_setting="gradient_accumulation_steps={count} in GRPOConfig",
     )
 
 

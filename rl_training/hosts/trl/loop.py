@@ -30,8 +30,8 @@ def loop_of(
     args = trainer.args
     fixes = batches.fixes(settings, is_cli=is_cli)
     if args.num_iterations > 1:
-        once = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
-        fixes = dataclasses.replace(fixes, once=once)
+        no_reuse = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
+        fixes = dataclasses.replace(fixes, no_reuse=no_reuse)
     if not whole_prompts:
         fixes = dataclasses.replace(fixes, whole_prompts=batches.whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
@@ -46,7 +46,7 @@ def loop_of(
         limits=Limits(
             mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
             split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
-            reused=REUSED.with_fix(fixes.once) if args.num_iterations > 1 else None,
+            reused=REUSED.with_fix(fixes.no_reuse) if args.num_iterations > 1 else None,
             sampling_mismatch=sampling_limit(trainer),
             no_fresh_responses=fresh_responses_limit(trainer),
         ),
