@@ -29,7 +29,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.limits import UNKNOWN_TRUNCATION, Limits
-from rl_training.step.runtime import Runtime, gradients_of_processes
+from rl_training.step.runtime import Runtime, gradients_by_rank
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,22 @@ class StepContext:
         """
         return iter_basis_gradients(self.step.batch, self.runtime, weights)
 
-    def gradients_by_process(
+    def gradients_by_rank(
         self,
-        parts: Sequence[Tensor],
+        rows_per_pass: Sequence[Tensor],
         weights: Sequence[LossWeights],
         shares: Tensor,
         rollout: Rollout | None = None,
     ) -> Iterator[list[Vector]]:
-        """Yield the gradient of one part of a rollout after another, with one row for each rank's part. Collective.
+        """Yield the gradients of one pass after another, with one row for each rank. Collective.
 
         Args:
-            parts: Row indices on this rank.
+            rows_per_pass: This rank's rows of the rollout in each pass.
             weights: One weighting per vector yielded.
             shares: (B, 1), a factor on the weights of each sequence.
             rollout: The rollout that the rows index. None for the step's.
         """
-        return gradients_of_processes(rollout or self.step.batch.rollout, self.runtime, parts, weights, shares)
+        return gradients_by_rank(rollout or self.step.batch.rollout, self.runtime, rows_per_pass, weights, shares)
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""

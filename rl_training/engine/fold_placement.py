@@ -46,6 +46,6 @@ def choose_folds(
             return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
     fold = torch.empty_like(index)
     for group in planned:
-        for rows in group.passes:
+        for rows in group.rows_per_pass:
             fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[ranks.number]]
     return planned, fold, False

@@ -104,7 +104,9 @@ class FoldRecorder:
         """
         if self.rows is None and self.sq_norms is None:
             return
-        index = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
+        index = next(
+            i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.rows_per_pass)
+        )
         if index != self._current_group:
             self._measure_current_rows()
         self._current_group = index
@@ -174,10 +176,10 @@ class FoldRecorder:
         indices = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
         shares = torch.ones(len(indices), 1, device=indices.device)
         for microbatch in batch.microbatch_rows:
-            slices = [group for group in self._groups if group.passes[0].start in microbatch]
+            slices = [group for group in self._groups if group.rows_per_pass[0].start in microbatch]
             remainder = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
             for group in slices[:-1]:
-                passes = [indices[rows.start : rows.stop] for rows in group.passes]
+                passes = [indices[rows.start : rows.stop] for rows in group.rows_per_pass]
                 (total,) = sum_gradients(batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares)
                 copy(rows_of(self.rows, group.folds), total)
                 add(remainder, total, -1.0)

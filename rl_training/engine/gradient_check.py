@@ -137,7 +137,7 @@ class TermsCheck:
         if is_due and not has_dropout(runtime.policy.model):
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
             microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
-            groups = [group for group in batch.folds if group.passes[-1].stop in microbatch_ends]
+            groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
             comparison = _compare_group(batch, runtime, rows, groups[self._count % len(groups)], squares)
             tolerance = TOLERANCE_ROUNDED if runtime.policy.scorer.training_rounding else TOLERANCE
             allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
@@ -164,10 +164,11 @@ def _compare_group(
         score_distance.add_(difference[is_token].double().abs().sum())
         num_tokens.add_(is_token.sum())
 
-    num_weights = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
+    rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
+    num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
     has_weight = float(runtime.ranks.reduce(num_weights.double()))
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
-    passes = [indices[part.start : part.stop] for part in group.passes] if has_weight else []
+    passes = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
     shares = shares_of_folds(batch, runtime.ranks.count)
     (recomputed,) = sum_gradients(
         batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares, compare_scores

@@ -159,7 +159,7 @@ class StepRecorder:
         groups = [
             torch.full((len(rows),), number)
             for number, fold_group in enumerate(self.folds)
-            for rows in fold_group.passes
+            for rows in fold_group.rows_per_pass
         ]
         group = torch.cat(groups).to(prompt_of_row.device)
         return (

@@ -62,7 +62,7 @@ class FoldGroup:
     folds: range  # numbers of the folds
     fold_of_rank: tuple[int, ...]  # each rank's fold, counted from the first of `folds`
     # This rank's rows in each backward. All ranks have equally many backwards; () if a backward mixes prompts of folds.
-    passes: tuple[range, ...]
+    rows_per_pass: tuple[range, ...]
 
 
 def plan_folds(
@@ -94,7 +94,7 @@ def plan_folds(
     Raises:
         UserError: `num_folds` is impossible; the message names a number that works.
 
-    >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
+    >>> [(group.folds, group.rows_per_pass) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
     """
     sizes_of_ranks = sizes_of_ranks or [sizes]
@@ -197,7 +197,7 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
         possible = [*range(1, num_prompts + 1), *(groups * num_prompts for groups in divisors)]
         num_folds = max(number for number in possible if number <= num_folds)
     groups = plan_folds([1] * num_prompts, 1, num_ranks, num_folds)  # as if each prompt were a microbatch
-    return [dataclasses.replace(group, passes=()) for group in groups]
+    return [dataclasses.replace(group, rows_per_pass=()) for group in groups]
 
 
 def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:

@@ -177,8 +177,8 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     shares = (step.batch.num_sequences / ctx.ranks.count / half).unsqueeze(1)
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
     total = torch.zeros((), dtype=torch.float64, device=index.device)
-    parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
-    for first, other in ctx.gradients_by_process(parts, halves, shares):
+    rows_per_pass = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
+    for first, other in ctx.gradients_by_rank(rows_per_pass, halves, shares):
         total += dot(first, other).sum()
         del first, other  # before the next two are computed
     total, num_products = ctx.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))

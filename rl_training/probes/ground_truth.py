@@ -191,9 +191,9 @@ def predicted_change(
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
     block = blocks.number[buffer.score_rows]
     local_blocks, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
-    parts = [(block == number).nonzero().squeeze(1) for number in local_blocks]
+    rows_per_pass = [(block == number).nonzero().squeeze(1) for number in local_blocks]
     with ctx.policy.measuring():
-        gradients = ctx.gradients_by_process(parts, weights, ones, buffer.rollout)
+        gradients = ctx.gradients_by_rank(rows_per_pass, weights, ones, buffer.rollout)
         products = [torch.stack([dot(x, update) for x in vectors], dim=1) for vectors in gradients]
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
     table[local_blocks] = ctx.ranks.reduce(torch.stack(products))[: len(local_blocks), ctx.ranks.number]

@@ -108,7 +108,7 @@ class Batch:
     @property
     def has_mixed_folds(self) -> bool:
         """Whether a fold's prompts are spread over microbatches, so that no backward of the loop is for one fold."""
-        return not self.folds[0].passes
+        return not self.folds[0].rows_per_pass
 
     def log_ratios(self) -> Tensor | None:
         """Return log π − log μ per token, (B, T) fp64, 0 off the mask. None if unknown.

@@ -40,35 +40,35 @@ class Runtime:
         return self.reduction.shard.layout
 
 
-def passes_in_lockstep(batch: Batch, ranks: Ranks, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
-    """Yield each fold group with its chosen rows, split into equally many parts on every rank. Collective.
+def passes_in_lockstep(batch: Batch, ranks: Ranks, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
+    """Yield each fold group with its chosen rows, split into equally many passes on every rank. Collective.
 
-    Parts may be empty. A row belongs to the group that has its fold, whichever microbatch it is in. Ranks communicate
+    A pass may be empty. A row belongs to the group that has its fold, whichever microbatch it is in. Ranks communicate
     only once, at the start.
 
     Args:
         batch: The step's sequences and folds.
-        chosen: (B,) bool.
+        is_chosen: (B,) bool.
     """
     chunk_size = max(len(rows) for rows in batch.microbatch_rows)
-    rows = chosen.nonzero().squeeze(1)
+    rows = is_chosen.nonzero().squeeze(1)
     group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
     sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
-    of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
-    parts = [torch.split(group_rows, chunk_size) if len(group_rows) else () for group_rows in of_groups]
-    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
-    for group, part, count in zip(batch.folds, parts, ranks.max(counts).tolist(), strict=True):
-        yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
+    rows_of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
+    local_passes = [torch.split(group_rows, chunk_size) if len(group_rows) else () for group_rows in rows_of_groups]
+    counts = torch.tensor([len(passes) for passes in local_passes], dtype=torch.float64, device=is_chosen.device)
+    for group, passes, num_passes in zip(batch.folds, local_passes, ranks.max(counts).tolist(), strict=True):
+        yield group, [*passes, *[rows[:0]] * (int(num_passes) - len(passes))]
 
 
 def sum_gradients(
     rollout: Rollout,
     runtime: Runtime,
     num_folds: int,
-    passes: Iterable[Tensor],
+    rows_per_pass: Iterable[Tensor],
     weights: Sequence[LossWeights],
     shares: Tensor,
-    seen: Callable[[Tensor, Scores], None] | None = None,
+    on_scores: Callable[[Tensor, Scores], None] | None = None,
 ) -> list[Vector]:
     """Return the gradients of some rows, (folds, n) per bucket for each weighting. Collective.
 
@@ -76,14 +76,14 @@ def sum_gradients(
         rollout: The rollout that the rows index.
         runtime: Runs the passes.
         num_folds: Number of folds of these rows, over all ranks.
-        passes: This rank's rows in each pass.
+        rows_per_pass: This rank's rows in each pass.
         weights: c and d of all sequences, one for each vector returned.
         shares: (B, 1), a factor on each sequence.
-        seen: Called with the rows and their scores.
+        on_scores: Called with the rows and their scores.
     """
     sums = [runtime.layout.zeros(num_folds) for _ in weights]
-    for rows in passes:
-        add_gradients(rollout, runtime, sums, rows, weights, shares, seen)
+    for rows in rows_per_pass:
+        add_gradients(rollout, runtime, sums, rows, weights, shares, on_scores)
     return sums
 
 
@@ -126,8 +126,8 @@ def gradients_by_group(
     runtime: Runtime,
     weights: Sequence[LossWeights],
     shares: Tensor,
-    chosen: Tensor,
-    seen: Callable[[Tensor, Scores], None] | None = None,
+    is_chosen: Tensor,
+    on_scores: Callable[[Tensor, Scores], None] | None = None,
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
     """Yield each fold group with the gradients of its chosen rows: (folds, n) per bucket and weighting. Collective.
 
@@ -136,11 +136,11 @@ def gradients_by_group(
         runtime: Runs the passes.
         weights: One for each vector yielded.
         shares: (B, 1), a factor on each sequence.
-        chosen: (B,) bool.
-        seen: Called with the rows and their scores.
+        is_chosen: (B,) bool.
+        on_scores: Called with the rows and their scores.
     """
-    for group, passes in passes_in_lockstep(batch, runtime.ranks, chosen):
-        yield group, sum_gradients(batch.rollout, runtime, len(group.folds), passes, weights, shares, seen)
+    for group, passes in passes_in_lockstep(batch, runtime.ranks, is_chosen):
+        yield group, sum_gradients(batch.rollout, runtime, len(group.folds), passes, weights, shares, on_scores)
 
 
 def shares_of_folds(batch: Batch, num_ranks: int) -> Tensor:
@@ -159,7 +159,7 @@ def add_gradients(
     rows: Tensor,
     weights: Sequence[LossWeights],
     shares: Tensor,
-    seen: Callable[[Tensor, Scores], None] | None = None,
+    on_scores: Callable[[Tensor, Scores], None] | None = None,
 ) -> None:
     """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. Collective.
 
@@ -170,7 +170,7 @@ def add_gradients(
         rows: On this rank. If empty, the rank runs the same passes as the others, with weight 0.
         weights: c and d of all sequences, one for each target.
         shares: (B, 1), a factor on each sequence.
-        seen: Called with the rows and their scores, unless `rows` is empty.
+        on_scores: Called with the rows and their scores, unless `rows` is empty.
     """
     fresh = None
     last = len(weights) - 1
@@ -178,30 +178,30 @@ def add_gradients(
     if is_empty:
         rows = rows.new_zeros(1)
         shares = torch.zeros_like(shares)
-    for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
-        keep_graph = number < last and runtime.reduction.shard.supports_retain_graph
+    for index, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+        keep_graph = index < last and runtime.reduction.shard.supports_retain_graph
         if fresh is None:
             fresh = runtime.policy.score(rollout, rows)
-        if seen is not None and number == 0 and not is_empty:
-            seen(rows, fresh)
+        if on_scores is not None and index == 0 and not is_empty:
+            on_scores(rows, fresh)
         share = shares[rows].to(fresh.logps.dtype)
         row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
         runtime.reduction.add(target, fresh, row_weights, keep_graph)
         fresh = fresh if keep_graph else None
 
 
-def gradients_of_processes(
-    rollout: Rollout, runtime: Runtime, parts: Sequence[Tensor], weights: Sequence[LossWeights], shares: Tensor
+def gradients_by_rank(
+    rollout: Rollout, runtime: Runtime, rows_per_pass: Sequence[Tensor], weights: Sequence[LossWeights], shares: Tensor
 ) -> Iterator[list[Vector]]:
-    """Yield the gradients of one part after another, one row for each rank's part: (ranks, n) per bucket. Collective.
+    """Yield the gradients of one pass after another, with one row for each rank: (ranks, n) per bucket. Collective.
 
     Args:
         rollout: The rollout that the rows index.
         runtime: Runs the passes.
-        parts: Rows on this rank. A rank with fewer parts than others gets rows of zeros.
+        rows_per_pass: This rank's rows in each pass. A rank with fewer passes than others gets rows of zeros.
         weights: One for each vector yielded.
         shares: (B, 1), a factor on each sequence.
     """
-    none = torch.empty(0, dtype=torch.long, device=shares.device)
-    for rows in runtime.ranks.pad_to_equal_count(list(parts), none):
+    no_rows = torch.empty(0, dtype=torch.long, device=shares.device)
+    for rows in runtime.ranks.pad_to_equal_count(list(rows_per_pass), no_rows):
         yield sum_gradients(rollout, runtime, runtime.ranks.count, [rows], weights, shares)

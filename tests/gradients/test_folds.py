@@ -44,13 +44,13 @@ def check_plan(
     groups = plan_folds(sizes, G, num_ranks, num_folds, of_ranks)
     folds = [fold for group in groups for fold in group.folds]
     assert folds == list(range(len(folds)))
-    passes = [rows for group in groups for rows in group.passes]
+    passes = [rows for group in groups for rows in group.rows_per_pass]
     assert [row for rows in passes for row in rows] == list(range(sum(sizes)))
     microbatches = ranges_of(sizes)
     assert all(any(set(rows) <= set(microbatch) for microbatch in microbatches) for rows in passes)
     for group in groups:
-        assert sum(map(len, group.passes)) > 0
-        assert sum(map(len, group.passes)) % G == 0
+        assert sum(map(len, group.rows_per_pass)) > 0
+        assert sum(map(len, group.rows_per_pass)) % G == 0
         assert len(group.fold_of_rank) == num_ranks
         assert set(group.fold_of_rank) == set(range(len(group.folds)))  # each fold has a process
     return groups
@@ -64,7 +64,7 @@ def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
     size, accumulation = layout
     groups = check_plan([size] * accumulation, num_ranks, None)
     assert groups[-1].folds.stop == LAYOUTS[layout][num_ranks - 1]
-    passes = [rows for group in groups for rows in group.passes]
+    passes = [rows for group in groups for rows in group.rows_per_pass]
     assert passes == list(ranges_of([size] * accumulation))  # the loop's own microbatches
 
 
@@ -118,13 +118,15 @@ def test_a_unit_ends_where_a_prompt_ends_on_every_process() -> None:
     of_ranks = [[12, 12, 8, 8], [8, 12, 4, 8], [8, 8, 8, 8]]
     plans = [check_plan(sizes, 3, None, of_ranks) for sizes in of_ranks]
     check_same_groups(plans)
-    assert [group.passes[-1].stop for group in plans[1]] == [24, 32]
+    assert [group.rows_per_pass[-1].stop for group in plans[1]] == [24, 32]
     with pytest.raises(ValueError, match="use num_folds=6"):  # two units on each of three processes
         plan_folds(of_ranks[2], G, 3, 12, of_ranks)
 
 
 def check_same_groups(plans: list[list[FoldGroup]]) -> None:
-    first, *rest = ([(group.folds, group.fold_of_rank, len(group.passes)) for group in groups] for groups in plans)
+    first, *rest = (
+        [(group.folds, group.fold_of_rank, len(group.rows_per_pass)) for group in groups] for groups in plans
+    )
     assert all(plan == first for plan in rest)
 
 
