@@ -39,13 +39,13 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
         to get the input of `minus_covariance`.
     """
     exact = scores.exact()
-    of_tokens = advantages.double().view(len(advantages), -1)
-    logp = exact.logps.sum(dim=1)
+    token_advantages = advantages.double().view(len(advantages), -1)
+    logp_sum = exact.logps.sum(dim=1)
     length = exact.mask.sum(dim=1)
-    over_tokens = (of_tokens * exact.mask).sum(dim=1)
-    advantage = of_tokens[:, 0] if of_tokens.shape[1] == 1 else over_tokens / length.clamp(min=1.0)
-    token_sums = torch.stack([length, logp, over_tokens, (of_tokens * exact.logps).sum(dim=1)], dim=1)
-    sequence_sums = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
+    advantage_sum = (token_advantages * exact.mask).sum(dim=1)
+    advantage = token_advantages[:, 0] if token_advantages.shape[1] == 1 else advantage_sum / length.clamp(min=1.0)
+    token_sums = torch.stack([length, logp_sum, advantage_sum, (token_advantages * exact.logps).sum(dim=1)], dim=1)
+    sequence_sums = torch.stack([torch.ones_like(length), logp_sum, advantage, logp_sum * advantage], dim=1)
     return torch.stack([token_sums, sequence_sums], dim=1)
 
 

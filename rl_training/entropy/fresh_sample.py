@@ -113,7 +113,7 @@ class MeasuredChange:
     log_ratios: Tensor  # (N,), log π'(t)/π(t) of whole sequences
 
     @property
-    def resampled(self) -> bool:
+    def is_resampled(self) -> bool:
         """Whether `true` compares E with responses that were drawn again at θ'."""
         return self.fresh is not None
 

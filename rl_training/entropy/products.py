@@ -71,7 +71,7 @@ class FoldProducts:
         parts = pad_units(reduce(torch.stack([torch.cat([products, split], dim=1), corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
-    def _leave_out_correction(self, of_fold: Tensor) -> tuple[Tensor, Tensor]:
+    def _leave_out_correction(self, own_effect: Tensor) -> tuple[Tensor, Tensor]:
         """Return the leave-one-out corrections of `forward`, (F, targets), and of its parts, (F, causes, targets).
 
         A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
@@ -79,18 +79,18 @@ class FoldProducts:
         folds contributed alike. The gradient's correction is the remainder.
 
         Args:
-            of_fold: n_l X_l · (δθ_(−l) − δθ), (F, targets).
+            own_effect: n_l X_l · (δθ_(−l) − δθ), (F, targets).
         """
-        by_cause = of_fold.new_full((len(of_fold), len(CAUSES), len(self.sums)), torch.nan)
+        by_cause = own_effect.new_full((len(own_effect), len(CAUSES), len(self.sums)), torch.nan)
         if self.leave_one_out is None:
             return by_cause[:, 0], by_cause
         by_cause.zero_()
         for piece in self.leave_one_out.pieces:
             xs = [piece.of(x) for x in self.sums]
             products = [dots(change, x) for change in self.leave_one_out.changes(piece) for x in xs]
-            by_cause += torch.stack(products).view(len(of_fold), len(xs), -1).transpose(1, 2)
-        whole = by_cause.sum(dim=1) - of_fold
-        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(of_fold).view(-1, 1, 1)
+            by_cause += torch.stack(products).view(len(own_effect), len(xs), -1).transpose(1, 2)
+        whole = by_cause.sum(dim=1) - own_effect
+        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own_effect).view(-1, 1, 1)
         gradient = CAUSES.index("gradient")
         by_cause[:, gradient] = 0.0
         by_cause[:, gradient] = whole - by_cause.sum(dim=1)

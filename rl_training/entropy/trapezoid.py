@@ -199,12 +199,12 @@ def _total(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
 
 def _remark(bridged: Tensor) -> str:
     """Return a text that says which steps are bridged, and how; "" for none."""
-    ways = [
-        f"step {last} {how}" if count == 1 else f"{count} steps {how}, the last of them {last}"
-        for (count, last), how in zip(bridged.tolist(), BRIDGES.values(), strict=True)
+    parts = [
+        f"step {last} {method}" if count == 1 else f"{count} steps {method}, the last of them {last}"
+        for (count, last), method in zip(bridged.tolist(), BRIDGES.values(), strict=True)
         if count
     ]
-    return f"bridged: {'; '.join(ways)}" if ways else ""
+    return f"bridged: {'; '.join(parts)}" if parts else ""
 
 
 def _terms(
@@ -219,8 +219,8 @@ def _terms(
         remark: A remark on the predicted sum.
     """
     trapezoid, predicted, measured = (
-        Quantity(name, value, error, step, why, batches)
-        for name, why, (value, error, batches) in zip(SUMS, reasons, numbers, strict=True)
+        Quantity(name, value, error, step, reason, batches)
+        for name, reason, (value, error, batches) in zip(SUMS, reasons, numbers, strict=True)
     )
     return TrapezoidTerms(trapezoid, dataclasses.replace(predicted, remark=remark), measured)
 

@@ -118,9 +118,9 @@ def surrogate_weights(
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
     order = policy_first(mask)
     dtype = entropies.dtype
-    real = mask.bool().gather(1, order)
+    is_token = mask.bool().gather(1, order)
     mask = mask.to(entropies.dtype).gather(1, order)
-    entropies = entropies.detach().gather(1, order).masked_fill(~real, 0.0)  # 0·inf is nan
+    entropies = entropies.detach().gather(1, order).masked_fill(~is_token, 0.0)  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
     ones = torch.ones_like(mask)
     before, through = (ones, ones) if ratios is None else (part[:, : mask.shape[1]] for part in ratios)
@@ -136,8 +136,8 @@ def running_sum(values: Tensor) -> Tensor:
 
     If torch is restricted to deterministic algorithms, the CPU calculates them: torch's cumsum has none on a GPU.
     """
-    place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
-    return values.to(place).cumsum(dim=1).to(values.device)
+    device = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
+    return values.to(device).cumsum(dim=1).to(values.device)
 
 
 def sums_before(values: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     tables = {}
     if truth is not None:
         tables["eta"] = [
-            {"eta": at.eta, "ESS": at.forward.weights.ess, "resampled": at.forward.resampled}
+            {"eta": at.eta, "ESS": at.forward.weights.ess, "resampled": at.forward.is_resampled}
             | in_both_units(at.changes())
             for at in truth.at
         ]
@@ -158,7 +158,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
     further = {
         "floor": float(truth.floor.value[TOKEN]),
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
-        "resampled": float(at.forward.resampled),
+        "resampled": float(at.forward.is_resampled),
         "ESS": at.forward.weights.ess,
         "w_min": at.forward.weights.smallest,
     }

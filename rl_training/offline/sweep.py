@@ -76,7 +76,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": variant.prompts, "update_filtered": bool(variant.filtered), "update_seed": variant.seed,
-            "ESS": at.forward.weights.ess, "resampled": at.forward.resampled, **columns,
+            "ESS": at.forward.weights.ess, "resampled": at.forward.is_resampled, **columns,
         })  # fmt: skip
     return rows
 

@@ -87,18 +87,20 @@ def view_optimizer(shard: Shard) -> OptimizerView:
         return OptimizerView(None, max_grad_norm, formula)
     groups = shard.groups()
     weights = shard.weights()
-    outside = [name for name in shard.trained if name not in groups]
-    if outside:
-        return OptimizerView(None, max_grad_norm, NOT_IN_OPTIMIZER.formatted(name=outside[0]))
-    known = _with_steps_as_numbers({name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()})
+    missing = [name for name in shard.trained if name not in groups]
+    if missing:
+        return OptimizerView(None, max_grad_norm, NOT_IN_OPTIMIZER.formatted(name=missing[0]))
+    raw_states = _with_steps_as_numbers(
+        {name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()}
+    )
     states = {
         name: {key: shard.local_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
-        for name, state in known.items()
+        for name, state in raw_states.items()
     }
-    short = {name: dtype_name(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}
+    low_precision = {name: dtype_name(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}
     return OptimizerView(
         {name: formula.read(weight, states[name], groups[name]) for name, weight in weights.items()}, max_grad_norm,
-        rounding_reason=next((f"{name} is kept in {dtype}" for name, dtype in short.items()), ""),
+        rounding_reason=next((f"{name} is kept in {dtype}" for name, dtype in low_precision.items()), ""),
     )  # fmt: skip
 
 

@@ -45,11 +45,11 @@ class FullyShard(Shard):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         super().__init__(model, optimizer, max_grad_norm)
         for name, param in self.trained.items():
-            how = param.placements if isinstance(param, DTensor) else "a plain tensor"
-            if how != (ShardPlacement(0),):
+            placement = param.placements if isinstance(param, DTensor) else "a plain tensor"
+            if placement != (ShardPlacement(0),):
                 raise UserError(
                     f"probes need FSDP2 to cut every parameter along its first dimension over all processes, but "
-                    f"{name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
+                    f"{name} is {placement}: shard without hybrid or tensor parallelism, or train without probes"
                 )
         self.leaves = self._find_leaves()
         rounded = [name for name, leaf in self.leaves.items() if leaf.itemsize < self.trained[name].itemsize]
@@ -80,10 +80,10 @@ class FullyShard(Shard):
         # Unreduced gradients of earlier microbatches would be reduced together with the next microbatch's.
         unreduced = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
         unreduced += [leaf.grad for leaf in self.leaves.values()]
-        exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
-        reducing = bool(groups) and all(group.reduce_grads for group in groups)
-        waiting = all(state._state_ctx.is_last_backward for state in states)  # each backward waits for its reduction
-        return exact and reducing and waiting and all(gradient is None for gradient in unreduced)
+        is_full_precision = all(param.dtype.itemsize >= 4 for param in self.trained.values())
+        is_reducing = bool(groups) and all(group.reduce_grads for group in groups)
+        is_waiting = all(state._state_ctx.is_last_backward for state in states)  # each backward waits for its reduction
+        return is_full_precision and is_reducing and is_waiting and all(gradient is None for gradient in unreduced)
 
     def _find_leaves(self) -> dict[str, Tensor]:
         """Return the gathered parameters by name, gathering one module at a time. Collective."""

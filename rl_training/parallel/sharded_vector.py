@@ -45,9 +45,9 @@ class ShardedVector:
         """
         sizes = {name: shard.numel(name) for name in shard.trained}
         # Empty parts have no slice.
-        kept = {name for name in sizes if operator.lt(*shard.entry_range(name, shard.rank))}
-        is_other = not kept <= self.slices.keys() <= sizes.keys()
-        if is_other or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
+        names_here = {name for name in sizes if operator.lt(*shard.entry_range(name, shard.rank))}
+        is_other_model = not names_here <= self.slices.keys() <= sizes.keys()
+        if is_other_model or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(
                 f"the vector in the checkpoint does not match the {sum(sizes.values())} numbers that are trained: it "
                 "belongs to another model. Delete the checkpoint's probes*.safetensors to start the probes from scratch"

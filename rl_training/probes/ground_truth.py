@@ -134,7 +134,7 @@ class GroundTruthProbe(Probe):
         after = _padded(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
         change = measure_change(buffer, after, resample)
         true, snis, weights = change.true, change.snis, change.weights
-        values_without_error = reading.floor, change.resampled, weights.ess, weights.largest, weights.smallest
+        values_without_error = reading.floor, change.is_resampled, weights.ess, weights.largest, weights.smallest
         values = [*true.value, snis.value[0], *values_without_error]
         stderrs = [*true.stderr, snis.stderr[0], *(math.nan for _ in values_without_error)]
         measured = {

@@ -81,7 +81,7 @@ def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(
     line = Line(far)
     measurement = measured(line, evaluation(line, responses=2))
     at = measurement.at[0]
-    assert at.forward.resampled == (far == 3.0)
+    assert at.forward.is_resampled == (far == 3.0)
     assert at.odd is not None
     for replicates in (
         at.forward.true,
@@ -167,7 +167,7 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
     line = Line(far)
     at = measured(line, evaluation(line)).at[0]
     assert at.forward.weights.ess == pytest.approx(ess, abs=0.01)
-    assert at.forward.resampled == afresh
+    assert at.forward.is_resampled == afresh
     assert (1.0 in line.drawn_at) == afresh
 
 
