@@ -55,7 +55,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
         (predictions, "predict_entropy"),
     ],
 )
-def test_what_all_probes_share_is_the_engines_cost(make_trainer, monkeypatch, owner: Any, name: str) -> None:
+def test_work_shared_by_probes_is_charged_to_the_engine(make_trainer, monkeypatch, owner: Any, name: str) -> None:
     monkeypatch.setattr(owner, name, slowed(getattr(owner, name), LONG))
     (cost,) = costs_of(make_trainer(probes=[EffectiveSampleSizeProbe(), SimpleEntropyProbe()], max_steps=1, **FEW))
     assert cost["engine_seconds"] > LONG
@@ -64,7 +64,9 @@ def test_what_all_probes_share_is_the_engines_cost(make_trainer, monkeypatch, ow
     assert cost["fraction_of_step"] == pytest.approx(of_all / cost["step_time"])
 
 
-def test_the_order_of_probes_decides_neither_who_pays_nor_whose_the_check_is(make_trainer, tmp_path: Path) -> None:
+def test_the_order_of_probes_changes_neither_costs_nor_the_owner_of_the_formula_check(
+    make_trainer, tmp_path: Path
+) -> None:
     probes: list[Probe] = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
     said = []
     for number, order in enumerate((probes, probes[::-1])):
@@ -89,7 +91,7 @@ class TakesVectors(Probe):
         return Reading(measured={f"{self.name}/nothing": Estimate.missing("it only takes room")})
 
 
-def test_probes_that_take_vectors_one_after_another_hold_those_of_the_largest(make_trainer) -> None:
+def test_probes_that_allocate_vectors_in_turn_need_the_buffers_of_the_largest_alone(make_trainer) -> None:
     trainer = make_trainer(probes=[TakesVectors(3), TakesVectors(5), TakesVectors(2)], max_steps=1, **FEW)
     (cost,) = costs_of(trainer)
     entries = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -104,7 +106,7 @@ def test_a_probe_cannot_have_the_engines_name() -> None:
         Requirements.of([Engine()])
 
 
-def test_costs_are_of_the_time_from_the_end_of_one_step_to_that_of_the_next(make_trainer) -> None:
+def test_step_time_runs_from_the_end_of_one_step_to_the_end_of_the_next(make_trainer) -> None:
     """They do not use TRL's step_time, which leaves out the optimizer and the time between steps."""
 
     class Slow(TrainerCallback):
@@ -122,7 +124,7 @@ def test_costs_are_of_the_time_from_the_end_of_one_step_to_that_of_the_next(make
     assert sum(cost["step_time"] for cost in costs) < time.perf_counter() - begin
 
 
-def test_asking_for_costs_changes_nothing_and_nobody_need_ask(make_trainer, monkeypatch) -> None:
+def test_reading_costs_changes_nothing_and_is_optional(make_trainer, monkeypatch) -> None:
     """Also: what a step keeps is freed when it ends."""
     trainer = make_trainer(probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_steps=1, **FEW)
     driver = trainer.attachment.driver

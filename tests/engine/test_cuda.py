@@ -90,17 +90,17 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
 
 
 @of_kinds(*KINDS, on_cpu=False)  # hosts/trl/test_bitwise.py has these on the CPU
-def test_training_with_probes_is_bitwise_the_training_without(make_trainer, device: str, kind: str) -> None:
+def test_training_with_probes_is_bitwise_training_without_them(make_trainer, device: str, kind: str) -> None:
     assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
 
 
 @pytest.mark.usefixtures("rounded_products")
-def test_training_with_probes_in_tf32_is_bitwise_the_training_without(make_trainer: MakeTrainer, device: str) -> None:
+def test_training_with_probes_in_tf32_is_bitwise_training_without_them(make_trainer: MakeTrainer, device: str) -> None:
     assert_probes_change_nothing(make_trainer, device, bf16=False)
 
 
 @needs_flash_attention
-def test_training_with_probes_in_flash_attention_is_bitwise_the_training_without(make_trainer: MakeTrainer) -> None:
+def test_training_with_probes_and_flash_attention_is_bitwise_training_without_them(make_trainer: MakeTrainer) -> None:
     model, _ = load_causal_lm(TINY_PATH, attn_implementation="flash_attention_2")
     assert_probes_change_nothing(make_trainer, "cuda", bf16=True, model=model)
 
@@ -117,7 +117,9 @@ def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, d
 
 
 @of_kinds("fp32", "LoRA in bf16")
-def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrainer, device: str, kind: str) -> None:
+def test_fold_gradients_in_host_memory_give_the_estimates_of_those_on_the_gpu(
+    make_trainer: MakeTrainer, device: str, kind: str
+) -> None:
     settings = {"use_cpu": device == "cpu", **FEW, **KINDS[kind]}
     trainers, ends = [], []
     for offload in (False, True):
@@ -133,7 +135,7 @@ def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrain
 
 
 @needs_cuda
-def test_values_are_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrainer) -> None:
+def test_gpu_estimates_equal_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrainer) -> None:
     class OnItsDevice(ReplayTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             rollout = super()._generate_and_score_completions(inputs)
@@ -153,7 +155,7 @@ def test_values_are_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrai
 
 
 @of_kinds("fp32", "LoRA in bf16")
-def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
+def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one(
     make_trainer: MakeTrainer, device: str, kind: str, tmp_path: Path
 ) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "use_cpu": device == "cpu"}
@@ -166,7 +168,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
 
 
 @needs_cuda
-def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_without_probes(tmp_path: Path) -> None:
+def test_fsdp2_gives_the_estimates_of_one_plain_gpu_and_trains_as_without_probes(tmp_path: Path) -> None:
     """Uses at most two of the available GPUs. With one, FSDP2 shards nothing, but all of its code runs."""
     world = min(torch.cuda.device_count(), 2)
     plain, sharded, bare = "plain_1_gpu", f"fsdp2_{world}_gpu", f"fsdp2_{world}_gpu_bare"
@@ -182,7 +184,7 @@ def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_withou
             assert b["value"] == pytest.approx(a["value"], rel=1e-3, abs=1e-3 * scale, nan_ok=True), a
 
 
-def test_measuring_puts_the_random_stream_of_the_device_back(make_trainer: MakeTrainer, device: str) -> None:
+def test_measuring_restores_the_random_state_of_the_device(make_trainer: MakeTrainer, device: str) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
     state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
     before = state()

@@ -97,7 +97,7 @@ def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, S
         assert other == pytest.approx(first, rel=1e-5, abs=1e-9)
 
 
-def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
+def test_no_total_depends_on_how_prompts_are_split_into_microbatches() -> None:
     """X includes all responses of a prompt, so it does not matter which come first."""
     cuts = [(4, 8, False, None), (4, 8, True, 5), (32, 1, False, None), (1, 32, True, None)]
     first, *others = (totals(*cut, responses=G) for cut in cuts)
@@ -109,7 +109,7 @@ def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
     ("size", "count", "shuffled"),
     [(4, 8, True), (32, 1, False), (16, 2, True), (1, 32, True)],
 )
-def test_however_prompts_lie_in_microbatches_they_have_the_prediction_and_the_error_of_one_prompt_in_each(
+def test_prediction_and_error_do_not_depend_on_how_prompts_are_split_into_microbatches(
     size: int, count: int, shuffled: bool
 ) -> None:
     """Each fold is one prompt. Hooks catch its gradient if each microbatch is a prompt; otherwise it is recomputed."""
@@ -120,7 +120,7 @@ def test_however_prompts_lie_in_microbatches_they_have_the_prediction_and_the_er
         assert (anew[name].value, anew[name].stderr) == pytest.approx(expected, rel=1e-4, abs=1e-9), name
 
 
-def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_errors_of_the_plain_twin(
+def test_shuffled_prompts_get_whole_prompt_folds_with_the_estimates_of_the_plain_twin(
     make_trainer,
 ) -> None:
     """With TRL's shuffled rollout, the responses to a prompt are in several microbatches."""
@@ -146,7 +146,7 @@ def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_erro
 
 
 @pytest.mark.parametrize("num_folds", [None, 2, 6, 7])
-def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_none_is_empty(
+def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts(
     num_folds: int | None,
 ) -> None:
     """There are as many folds as the process with fewer prompts can fill, or twice as many if each has one process."""

@@ -33,7 +33,7 @@ SHARE = 2e-3
 
 
 @pytest.mark.parametrize("start", [1e-4, 0.1, 1.0, 30.0, 1e6])
-def test_a_quadratic_kl_is_brought_to_its_target_from_any_start(start: float) -> None:
+def test_a_quadratic_kl_reaches_its_target_from_any_starting_rate(start: float) -> None:
     state = BoundState(start, math.nan)
     for _ in range(30):
         state, info = search_factor(lambda factor: 0.7 * factor**2, 0.01, state)
@@ -56,7 +56,7 @@ def test_a_step_that_breaks_the_policy_is_cut_until_it_does_not() -> None:
     assert info.share == pytest.approx(state.factor / 100.0)
 
 
-def test_where_no_weight_moves_the_next_factor_is_the_same() -> None:
+def test_a_step_that_moves_no_weight_leaves_the_next_factor_unchanged() -> None:
     state, info = search_factor(lambda factor: 0.0, 1e-2, BoundState(0.3, 1.0))
     after, _ = search_factor(lambda factor: 0.0, 1e-2, state)
     assert (info.factor, after.factor) == (0.3, 0.3)
@@ -68,7 +68,7 @@ def test_growth_from_step_to_step_is_at_most_a_factor_of_two() -> None:
     assert info.factor == 2.0
 
 
-def test_the_mean_over_a_policys_own_tokens_is_the_kl_divergence() -> None:
+def test_the_mean_over_tokens_sampled_from_the_old_policy_is_the_kl_divergence() -> None:
     before, after = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
     tokens = torch.arange(3)
     mask, nothing = torch.ones(3, 1), torch.zeros(3, 1)
@@ -83,7 +83,7 @@ def test_a_schedules_factor_is_read_from_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "2e-3"])
-def test_a_share_that_is_no_positive_number_is_refused(share: Any) -> None:
+def test_a_kl_share_that_is_not_positive_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match="must be a positive number"):
         KLBound(share)
 
@@ -166,7 +166,7 @@ def kl_by_hand(model: Any, batches: list[dict[str, Tensor]], before: Tensor, aft
     return float((ratio - 1 - ratio.log()).mean())
 
 
-def test_the_step_that_is_made_has_the_kl_that_is_reported(make_trainer: Callable[..., Any]) -> None:
+def test_the_step_taken_has_the_reported_kl(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(Onlooker, target_kl_share=SHARE, **SHAPE | {"max_steps": 1, "learning_rate": 1e-2})
     before = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
     trainer.train()
@@ -181,7 +181,7 @@ def test_the_step_that_is_made_has_the_kl_that_is_reported(make_trainer: Callabl
 
 
 @pytest.mark.parametrize("optimizer", [{}, SGD, {"max_grad_norm": 1e-3, "weight_decay": 0.5}])
-def test_the_step_is_a_multiple_of_the_step_without_the_bound(
+def test_the_bounded_step_is_a_multiple_of_the_unbounded_step(
     make_trainer: Callable[..., Any], optimizer: dict[str, Any]
 ) -> None:
     settings = SHAPE | {"max_steps": 1} | optimizer
@@ -196,7 +196,7 @@ def test_the_step_is_a_multiple_of_the_step_without_the_bound(
     torch.testing.assert_close(moves[1], factor * moves[0], rtol=1e-3, atol=1.2e-7)  # differences of fp32 weights
 
 
-def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., Any]) -> None:
+def test_predictions_are_of_the_bounded_step(make_trainer: Callable[..., Any]) -> None:
     """A step whose learning rate the bound has found gets the same estimates as one that starts with that rate."""
     settings = SHAPE | {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
     bounded = make_trainer(probes=[SimpleEntropyProbe()], target_kl_share=1e-4, **settings | {"learning_rate": 1e-2})
@@ -218,7 +218,7 @@ def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., 
         assert (first.value, first.stderr) == pytest.approx((other.value, other.stderr), nan_ok=True), name
 
 
-def test_the_schedules_factor_is_squared_on_the_target(make_trainer: Callable[..., Any]) -> None:
+def test_the_kl_target_scales_with_the_square_of_the_schedules_factor(make_trainer: Callable[..., Any]) -> None:
     probes = [SimpleEntropyProbe(num_folds=4)]  # measures the entropy over all tokens
     settings = SHAPE | {"max_steps": 4, "lr_scheduler_type": "linear", "target_kl_share": SHARE}
     trainer = make_trainer(probes=probes, **settings)
@@ -249,7 +249,9 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(make_trainer: Calla
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "rmsprop"])
-def test_a_step_without_a_formula_goes_back_along_its_line(make_trainer: Callable[..., Any], optim: str) -> None:
+def test_a_step_without_a_formula_is_shortened_by_interpolating_the_weights(
+    make_trainer: Callable[..., Any], optim: str
+) -> None:
     """It goes back to the length that its KL allows, by interpolating the weights before and after the first try."""
     settings = SHAPE | {"max_steps": 1, "learning_rate": 1e-2, "optim": optim, "weight_decay": 0.0}
     moves = []
@@ -267,7 +269,7 @@ def test_a_step_without_a_formula_goes_back_along_its_line(make_trainer: Callabl
     assert kl == pytest.approx(said["bound/kl"], rel=1e-2)
 
 
-def test_rounding_that_hides_small_steps_is_said_and_refused(make_trainer: Callable[..., Any]) -> None:
+def test_rounding_that_hides_small_steps_is_reported_and_refused(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(
         target_kl_share=1e-7, dtype=torch.bfloat16, **FEW | {"learning_rate": 1e-2, "bf16": True, "max_steps": 3}
     )
@@ -298,7 +300,7 @@ def test_a_plain_loop_is_bounded_by_one_argument() -> None:
     assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
 
 
-def test_a_bounded_step_that_is_left_out_leaves_the_loop_its_own_rate() -> None:
+def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_loop() -> None:
     torch.manual_seed(0)
     model, count = load_tiny()[0].train(), len(microbatches(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -339,7 +341,7 @@ def test_a_second_training_of_a_trainer_begins_with_the_factor_of_a_first_one(ma
 PLAIN_TRL: dict[str, Any] = {"use_cpu": True, "bf16": False, "learning_rate": 1e-2, "loss_type": "dapo"}
 
 
-def test_the_report_says_how_far_steps_went_and_with_which_rates(
+def test_the_report_shows_the_kl_and_the_learning_rate_of_bounded_steps(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     records = Records(tmp_path / "run" / "logs")

@@ -63,7 +63,7 @@ def penalty(model: Any) -> Tensor:
     return 1e-3 * sum(p.square().sum() for p in model.parameters())
 
 
-def test_a_term_that_a_loop_does_not_tell_is_seen_in_the_gradient_of_a_fold() -> None:
+def test_an_undeclared_loss_term_is_detected_in_the_gradient_of_a_fold() -> None:
     (plain,), (other,) = loop_with(nothing), loop_with(penalty)
     for name in ("delta_reward/forward", "gns/trace_between"):
         assert math.isfinite(plain[name].value)
@@ -73,7 +73,7 @@ def test_a_term_that_a_loop_does_not_tell_is_seen_in_the_gradient_of_a_fold() ->
         assert math.isfinite(other[name].value)
 
 
-def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_being_folds() -> None:
+def test_an_undeclared_loss_term_keeps_slices_of_microbatches_from_being_folds() -> None:
     (plain,), (other,) = (loop_with(term, num_folds=PROMPTS) for term in (nothing, penalty))
     for name in ("delta_h/forward", "gns/trace_step"):
         assert math.isfinite(plain[name].value)
@@ -82,7 +82,7 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
         assert other[name].reason.endswith("use 8 or more microbatches of whole prompts")
 
 
-def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
+def test_slices_are_folds_again_after_a_comparison_without_an_undeclared_term() -> None:
     """Step 2 is compared even though step 1 found a reason why slices cannot be folds."""
     calls: list[int] = []
 
@@ -96,7 +96,7 @@ def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
 
 
 @pytest.mark.parametrize(("factor", "is_seen"), [(1.0, True), (0.01, False)])
-def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float, is_seen: bool) -> None:
+def test_a_small_undeclared_term_is_detected_and_a_negligible_one_is_not(factor: float, is_seen: bool) -> None:
     """Also if probes need only the folds' norms and keep no fold gradient."""
 
     def bias(model: Any) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
         assert (answer[name].code == "other_gradient") == is_seen, answer[name]
 
 
-def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
+def test_folds_are_checked_in_turn_and_only_the_last_slice_of_a_microbatch_is(monkeypatch: Any) -> None:
     """Only a microbatch's last slice is compared. The others are computed from loss weights and agree with any loss."""
     compared: list[int] = []
     compare = gradient_check._compare_group
@@ -128,7 +128,7 @@ def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_lef
     assert all(number % 2 == 1 for number in compared)
 
 
-def test_under_dropout_no_comparison_accuses_the_loss() -> None:
+def test_dropout_is_not_mistaken_for_an_undeclared_loss_term() -> None:
     """With dropout two passes differ for any loss, and this noise is not a loss term."""
 
     def forward(model: Any, part: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def test_under_dropout_no_comparison_accuses_the_loss() -> None:
     assert math.isfinite(answer["delta_reward/forward"].value)
 
 
-def test_a_loop_that_says_dr_grpo_and_weighs_otherwise_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_declares_dr_grpo_with_other_loss_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def per_length(logps: Tensor, part: Any, microbatches: int, loss_of: Any = plain_loop.loss_of) -> Tensor:
         return loss_of(logps / part.completion_mask.sum(dim=1, keepdim=True), part, microbatches)
 
@@ -162,7 +162,7 @@ class Terms(Seen):
         return [step.limits.other_terms for step in self.steps]
 
 
-def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: Any) -> None:
+def test_a_term_added_at_one_step_is_detected_at_that_step_alone(make_trainer: Any) -> None:
     """The graph is searched at every step, not only at steps that compare a fold's gradient."""
     probe, trainer = Terms(), make_trainer(WithSupervision, **PLAIN | FEW | {"max_steps": 4})
     trainer.at = (3,)
@@ -171,7 +171,7 @@ def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: A
     assert probe.found == [None, None, OTHER_TERMS, None]
 
 
-def test_a_gradient_that_is_changed_on_its_way_is_seen_where_a_fold_is_compared(make_trainer: Any) -> None:
+def test_a_hook_that_changes_a_gradient_is_detected_where_a_fold_is_compared(make_trainer: Any) -> None:
     """The graph does not show it: a hook on a layer's output doubles its gradient in the trainer's backward only."""
     probe, trainer = Terms(), make_trainer(GRPOTrainer, **PLAIN | FEW | {"max_steps": 1})
 
@@ -186,7 +186,7 @@ def test_a_gradient_that_is_changed_on_its_way_is_seen_where_a_fold_is_compared(
     assert NUMBERS in probe.found[0]
 
 
-def test_a_coefficient_that_is_learned_beside_the_model_is_no_term() -> None:
+def test_a_coefficient_learned_beside_the_model_is_not_an_undeclared_term() -> None:
     weight, coefficient = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
     hidden = 2 * weight
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
@@ -196,7 +196,7 @@ def test_a_coefficient_that_is_learned_beside_the_model_is_no_term() -> None:
     assert not has_other_terms(scores.logps.detach().sum(), scores, [weight])
 
 
-def test_another_output_of_what_made_the_scores_is_another_way_to_the_model() -> None:
+def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -> None:
     weight = torch.ones(2, 3, requires_grad=True)
     logps, entropies, third = (2 * weight).unbind(dim=1)
     scores = Scores(logps.unsqueeze(0), entropies.unsqueeze(0), torch.ones(1, 2))
@@ -206,7 +206,7 @@ def test_another_output_of_what_made_the_scores_is_another_way_to_the_model() ->
     assert has_other_terms(whole.logps.sum() + third.sum(), whole, [weight])
 
 
-def test_folds_are_compared_at_the_first_steps_and_then_now_and_then() -> None:
+def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() -> None:
     check, due = TermsCheck(), []
     for number in range(1, 2 * EVERY + 2):
         due += [number] * check.is_due
@@ -214,7 +214,7 @@ def test_folds_are_compared_at_the_first_steps_and_then_now_and_then() -> None:
     assert due == [1, 2, 4, 8, EVERY, 2 * EVERY]
 
 
-def test_a_multiple_of_the_weights_is_no_multiple_of_a_step_with_other_terms() -> None:
+def test_a_multiple_of_the_loss_weights_needs_its_own_basis_where_the_loss_has_other_terms() -> None:
     plain = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
     for known, without_basis in ((plain, {"half"}), (None, set())):
         changes, by_basis = changes_by_basis({"half": -0.5 * plain}, known, torch.clone)

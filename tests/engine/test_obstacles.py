@@ -50,14 +50,14 @@ def ctx() -> StepContext:
     return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
 
 
-def test_products_by_folds_take_four_folds(ctx: StepContext) -> None:
+def test_paired_effects_need_four_folds(ctx: StepContext) -> None:
     batch, off_policy = ctx.step.batch, Limit("off_policy", "")
     batches = [dataclasses.replace(batch, fold_sizes=batch.fold_sizes[:n]) for n in (3, 4)]
     steps = [dataclasses.replace(ctx.step, batch=fewer) for fewer in batches]
     assert [paired_effects_limit(step, ctx.prediction, off_policy) for step in steps] == [stderr_limit(3), None]
 
 
-def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> None:
+def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
     """This rank's 64 responses have ratio 1. The other rank has 16 of ratio 8 and 48 of 0: (64 + 128)²/(64 + 1024)."""
     batch = ctx.step.batch
     rollout = dataclasses.replace(batch.rollout, on_policy=False, sampling_logps=batch.scores.logps)
@@ -71,7 +71,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> Non
     assert "is 0.26 of the sequences" in predict_entropy(step, runtime, previous, Need.ENTROPY_ROWS).limit
 
 
-def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
+def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
     """Otherwise one process would skip collectives in which the other waits."""
 
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -100,7 +100,7 @@ def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **setti
 
 
 @pytest.mark.filterwarnings("error:.*degrees of freedom")
-def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes_on(monkeypatch) -> None:
+def test_prompts_with_one_response_have_no_entropy_gradient_and_training_goes_on(monkeypatch) -> None:
     def each_a_prompt(number: int, rollout_of: Any = plain_loop.rollout_of) -> Any:
         rollout = rollout_of(number)
         return dataclasses.replace(rollout, prompt_index=torch.arange(rollout.num_sequences))
@@ -111,12 +111,12 @@ def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes
     assert answer["gns/trace"].value > 0
 
 
-def test_norms_of_slices_are_measured_at_steps_whose_other_probes_keep_no_gradients() -> None:
+def test_norms_of_slices_are_measured_also_where_no_probe_keeps_gradients() -> None:
     answer = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answer)
 
 
-def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precision() -> None:
+def test_a_loop_wholly_under_autocast_is_measured_in_full_precision() -> None:
     """In bf16 the mean of the folds' gradients would differ from the step's by .3 %, and every step would fail."""
 
     def autocast() -> Any:
@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
         """Leave the weights unchanged."""
 
 
-def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() -> None:
+def test_an_optimizer_of_another_library_is_distinguished_from_torchs_of_the_same_name() -> None:
     model = load_tiny()[0]
     view = view_optimizer(Shard(model, AdamW(model.parameters()), None))
     assert view.states is None
@@ -147,7 +147,7 @@ def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() 
     assert view.limit.message.endswith(" do")
 
 
-def test_a_parameter_that_is_not_moved_does_not_make_a_step_go_by_sign() -> None:
+def test_a_parameter_that_does_not_move_does_not_make_a_step_look_like_a_sign_step() -> None:
     warm, cold = drawn_adamw((2,), 0.0, 20), drawn_adamw((2,), 0.0, 0)
     assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).has_sign_based_step
     assert OptimizerView({"warm": warm, "cold": cold}, 1.0).has_sign_based_step
@@ -189,7 +189,7 @@ SAID: dict[tuple[int, int], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("batch", SAID, ids=str)
-def test_what_a_batch_will_measure_and_what_would_change_that_is_said_when_training_begins(
+def test_training_begins_with_what_the_batch_will_measure_and_how_to_change_it(
     batch: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     size, count = batch
@@ -222,7 +222,7 @@ TYPED = {
 
 @pytest.mark.parametrize("host", TYPED)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host: str, ranks: int) -> None:
+def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(host: str, ranks: int) -> None:
     fixes, of_batch, of_folds = TYPED[host]
     kinds = set()
     for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
@@ -244,7 +244,7 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
 
 
 @pytest.mark.parametrize(("size", "count"), [(4, 1), (2, 2)])
-def test_a_step_of_one_prompt_says_at_each_estimate_what_to_type(
+def test_estimates_of_a_one_prompt_step_name_the_setting_that_gives_enough_folds(
     size: int, count: int, make_trainer: Callable[..., Any]
 ) -> None:
     """Also if it spans two microbatches, which then do not mix prompts."""
@@ -260,12 +260,12 @@ def test_a_step_of_one_prompt_says_at_each_estimate_what_to_type(
         )
 
 
-def test_no_number_of_folds_is_advised_that_predicts_nothing() -> None:
+def test_the_advice_is_never_a_number_of_folds_too_small_for_a_prediction() -> None:
     with pytest.raises(ValueError, match="leave num_folds out, and put more prompts into a step"):
         plan_folds([8], 8, num_folds=4)
 
 
-def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(caplog) -> None:
+def test_training_with_one_fold_announces_that_there_is_no_noise_scale(caplog) -> None:
     model = load_tiny()[0]
     shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
     with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):

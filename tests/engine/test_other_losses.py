@@ -58,7 +58,7 @@ class FoldsAndTwins(Seen):
         return reading
 
 
-def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None:
+def test_gradients_of_microbatch_slices_include_the_entropy_bonus(make_trainer) -> None:
     probe = FoldsAndTwins(num_folds=8)  # there are 4 microbatches with 2 prompts each
     trainer = make_trainer(
         GRPOTrainer,
@@ -74,7 +74,7 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
         assert float((kept - twin).norm() / twin.norm()) < 1e-3  # the last slice is computed as a difference
 
 
-def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
+def test_loss_weights_of_some_rows_include_their_entropy_bonus() -> None:
     """Each token has ∂log π = 2, ∂h = 5. Two of three one-token sequences: ½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5)."""
     theta = torch.ones((), requires_grad=True)
     ones = torch.ones(2, 1)
@@ -86,14 +86,14 @@ def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER.items())
-def test_every_loss_of_trl_can_be_set_and_is_told_from_dr_grpo(make_trainer: Any, name: str, value: Any) -> None:
+def test_every_loss_setting_of_trl_is_distinguished_from_dr_grpo(make_trainer: Any, name: str, value: Any) -> None:
     needed = {"steps_per_generation": 8} if name == "off_policy_mask_threshold" else {}
     trainer = make_trainer(**{name: value}, **needed)
     assert getattr(trainer.args, name) == value
     assert loss_settings(trainer).differs == {name}
 
 
-def test_what_is_told_is_all_that_makes_a_loss_dr_grpo(make_trainer: Any) -> None:
+def test_the_checked_settings_are_all_that_define_dr_grpo(make_trainer: Any) -> None:
     assert set(OTHER) == set(DR_GRPO)
     assert loss_settings(make_trainer()).differs == frozenset()
 

@@ -84,7 +84,7 @@ def wrong_at(step: int) -> Action:
     return act
 
 
-def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
+def test_the_state_of_a_prediction_is_committed_only_after_the_step_is_verified() -> None:
     answers, predicting, measuring = counted()
     for probe in (predicting, measuring):
         assert [step[f"{probe.name}/steps_before"].value for step in answers] == [0, 1, 2]
@@ -92,7 +92,7 @@ def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
     assert measuring.during == [1, 2, 3]  # measurements stay valid whatever the verification finds
 
 
-def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:
+def test_a_step_that_fails_verification_discards_predictions_and_their_state_alone() -> None:
     answers, *_ = counted(wrong_at(2))
     assert [math.isnan(step["predicting/prediction"].value) for step in answers] == [False, True, False]
     assert answers[1]["predicting/prediction"].code == "not_the_formula"
@@ -100,7 +100,7 @@ def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_n
     assert [step["measuring/steps_before"].value for step in answers] == [0, 1, 2]
 
 
-def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
+def test_a_step_that_fails_verification_leaves_no_error_bar() -> None:
     """The third step's error is averaged with that of the first step only."""
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
     answers = train(model, optimizer, measured, late=wrong_at(2))
@@ -109,7 +109,7 @@ def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
     assert answers[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_training_that_failed_in_its_first_step_leaves_nothing_to_the_next() -> None:
+def test_a_training_that_fails_in_its_first_step_leaves_no_state_for_the_next() -> None:
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
 
     def fail(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +124,7 @@ def test_a_training_that_failed_in_its_first_step_leaves_nothing_to_the_next() -
     assert measured.state_dict()["simple"]
 
 
-def test_a_dictionary_that_grows_is_refused_since_a_resumed_run_would_lose_what_is_new() -> None:
+def test_a_probe_state_that_gains_keys_is_refused_since_a_resumed_run_would_lose_them() -> None:
     class Growing(Counting):
         def measure(self, ctx: Any, state: dict[str, int]) -> Reading:
             reading = super().measure(ctx, {"steps": 0})
@@ -134,7 +134,7 @@ def test_a_dictionary_that_grows_is_refused_since_a_resumed_run_would_lose_what_
         train(*loop_with(Growing("growing")))
 
 
-def test_probes_hold_nothing_of_a_training() -> None:
+def test_probes_keep_no_reference_to_a_finished_training() -> None:
     """Two loops that share the probe objects and step alternately give the same results as each alone."""
     probes = [SimpleEntropyProbe(), MeasuredStepProbe()]
     alone = train(*loop_with(SimpleEntropyProbe(), MeasuredStepProbe()), steps=2)
@@ -147,7 +147,7 @@ def test_probes_hold_nothing_of_a_training() -> None:
     assert repr(train(*loop_with(*probes), steps=2, late=train_inner)) == repr(alone)
 
 
-def test_a_state_that_no_checkpoint_can_keep_is_refused_at_once_by_the_probes_name() -> None:
+def test_a_state_that_no_checkpoint_can_hold_is_refused_with_the_name_of_its_probe() -> None:
     class Listing(Counting):
         def init(self) -> Any:
             return [0]

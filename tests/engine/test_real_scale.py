@@ -31,7 +31,9 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stand_in, tmp_path, dtype: str) -> None:
+def test_the_real_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(
+    stand_in, tmp_path, dtype: str
+) -> None:
     truth = ("probe=[simple,gns,ess,ground_truth]", "probes.ground_truth.every=1", "probes.ground_truth.sequences=16")
     other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
     run = experiment(stand_in, tmp_path / "run", "trainer.max_steps=1", *truth, *other)
@@ -73,13 +75,13 @@ def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an
 # --- bf16 -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_weights_that_are_kept_in_bf16_is_told_what_to_do(stand_in: Path, tmp_path: Path, caplog) -> None:
+def test_a_run_with_bf16_weights_is_warned_with_the_fix(stand_in: Path, tmp_path: Path, caplog) -> None:
     with caplog.at_level("WARNING"):
         experiment(stand_in, tmp_path / "run", "adapter=none", "model.dtype=bfloat16")
     assert "model.dtype=float32" in caplog.text
 
 
-def test_training_weights_that_are_kept_in_bf16_is_said_to_lose_steps(make_trainer, caplog) -> None:
+def test_training_bf16_weights_warns_that_rounding_loses_steps(make_trainer, caplog) -> None:
     """TRL uses the fused optimizer. Its predicted step is what it does, to the last bit of every weight."""
     probes = [SimpleEntropyProbe(), GradientNoiseScaleProbe(), TokenClassesProbe(every=1)]
     trainer = make_trainer(dtype=torch.bfloat16, probes=probes, **FEW)
@@ -141,7 +143,7 @@ def four_bit_run(make_trainer: Any, *probes: Probe) -> tuple[dict[str, Tensor], 
     return weights, dict(trainer.attachment.latest)
 
 
-def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(make_trainer: Any) -> None:
+def test_probes_measure_fp32_adapters_on_a_4_bit_base_without_touching_training(make_trainer: Any) -> None:
     pytest.importorskip("bitsandbytes")
     simple, truth, steps = SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), StepAndFormula()
     with_probes, answers = four_bit_run(make_trainer, simple, truth, steps)

@@ -42,12 +42,12 @@ def mean_gradient(target: str) -> Tensor:
 
 
 @pytest.mark.parametrize("target", ["sequence", "length"])
-def test_mean_over_all_groups_and_answers_is_the_exact_derivative(target: str) -> None:
+def test_the_mean_over_all_groups_and_answers_is_the_exact_entropy_derivative(target: str) -> None:
     expected = torch.tensor(exact(LOGITS, of_length=target == "length")[1], dtype=torch.float64)
     torch.testing.assert_close(mean_gradient(target), expected, rtol=0, atol=1e-9)
 
 
-def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
+def test_forward_is_unbiased_over_several_turns_and_its_error_bars_cover() -> None:
     coverages = coverage(batches=80)
     for truth, mean, error, covered in zip(*coverages, strict=True):
         assert abs(mean - truth) < 4 * error
@@ -159,7 +159,7 @@ def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False), ("rollout_func", False)])
-def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_was(
+def test_over_several_turns_the_probe_equals_the_plain_twin_and_training_is_unchanged(
     make_trainer, monkeypatch: pytest.MonkeyPatch, kind: str, masked: bool
 ) -> None:
     settings = {"mask_truncated_completions": masked, "max_completion_length": 14 if masked else 32}
@@ -195,7 +195,7 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
 
 
-def test_a_second_step_on_truncated_turns_knows_what_was_sampled(make_trainer) -> None:
+def test_a_second_step_on_truncated_turns_still_knows_which_tokens_were_sampled(make_trainer) -> None:
     probe, recorder = Answers(), Recorder()
     trained(make_trainer, "tool", [probe, recorder], num_iterations=2, mask_truncated_completions=True,
           max_completion_length=14)  # fmt: skip

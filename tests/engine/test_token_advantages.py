@@ -66,7 +66,7 @@ def measured(trainer: Any) -> tuple[dict[str, Any], Any]:
     return dict(attachment.latest), seen.steps[-1]
 
 
-def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(make_trainer: Any) -> None:
+def test_every_probe_measures_a_step_with_token_level_advantages(make_trainer: Any) -> None:
     estimates, step = measured(make_trainer(OfTokens, **STEP))
     mask = step.batch.rollout.completion_mask.double()
     sizes = (step.batch.rollout.token_advantages.double().abs() * mask).sum(dim=1)
@@ -84,7 +84,7 @@ def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(m
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_advantages_that_are_the_same_on_all_tokens_are_those_of_responses(make_trainer: Any) -> None:
+def test_equal_advantages_on_all_tokens_are_response_level_advantages(make_trainer: Any) -> None:
     class Repeated(OfTokens):
         def factors(self, width: int) -> Tensor:
             return torch.ones(width)
@@ -96,7 +96,7 @@ def test_advantages_that_are_the_same_on_all_tokens_are_those_of_responses(make_
             assert repr(repeated[name]) == repr(estimate), name
 
 
-def test_training_with_advantages_of_tokens_is_bitwise_the_training_without_probes(make_trainer: Any) -> None:
+def test_training_with_token_advantages_and_probes_is_bitwise_training_without_probes(make_trainer: Any) -> None:
     bare = ending(make_trainer(OfTokens, **STEP))
     with attach(probed := make_trainer(OfTokens, **STEP), probes=probes(), whole_prompts=False):
         assert differing(ending(probed), bare) == []
@@ -159,7 +159,7 @@ def test_a_prompt_is_silent_where_no_token_of_its_responses_has_an_advantage() -
     assert zero_advantage_share(advantages, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
 
 
-def test_a_covariance_takes_each_token_with_its_own_advantage() -> None:
+def test_the_covariance_uses_the_advantage_of_each_token() -> None:
     """Tokens (log π, A): (−1, 2), (−3, −1), (−2, −3), (0, 0), (−4, 6); sequences (−4, ½), (−6, 1)."""
     logps = torch.tensor([[-1.0, -3.0, 5.0], [-2.0, 0.0, -4.0]])
     pairs = [(-1, 2), (-3, -1), (-2, -3), (0, 0), (-4, 6)]

@@ -112,7 +112,7 @@ CODES = {"gradient_mismatch", "gradient_in_parts", "not_the_formula", "edited_we
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wrong: dict[str, Any]) -> None:
+def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reason(wrong: dict[str, Any]) -> None:
     last = estimates(**wrong)[-1]
     for name in ("delta_h/forward", "intervention/lr:0.5/delta_h"):
         assert math.isnan(last[name].value)
@@ -148,7 +148,9 @@ class ExactShares:
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-4])
-def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
+def test_the_sampled_surviving_share_of_a_bf16_update_is_within_a_hundredth_of_the_exact_one(
+    rate: float, monkeypatch
+) -> None:
     monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105,000 weights
     exact = ExactShares()
     steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
@@ -181,7 +183,7 @@ WRONG_IN_BF16: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_IN_BF16.values(), ids=WRONG_IN_BF16)
-def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_back_on(wrong: dict[str, Any]) -> None:
+def test_a_bf16_step_not_rounded_to_nearest_has_a_backward_estimate_alone(wrong: dict[str, Any]) -> None:
     """The step itself is measured from the weights. Garbage weights make the model useless but raise no error."""
     last = estimates(dtype=torch.bfloat16, rate=1e-4, **wrong)[-1]
     assert math.isnan(last["delta_h/forward"].value)
@@ -190,20 +192,20 @@ def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_ba
 
 
 @pytest.mark.parametrize("name", ["zero_grad forgotten", "zero_grad between microbatches"])
-def test_norms_alone_are_held_against_the_gradient_of_the_step_too(name: str) -> None:
+def test_fold_norms_alone_are_also_checked_against_the_gradient_of_the_step(name: str) -> None:
     probe = [GradientNoiseScaleProbe()]
     right, wrong = (estimates(probes=probe, **action)[-1]["gns/trace_step"] for action in ({}, WRONG[name]))
     assert right.value > 0
     assert wrong.code == "gradient_mismatch"
 
 
-def test_weights_that_become_no_numbers_are_no_step_of_the_optimizer() -> None:
+def test_weights_that_become_nan_are_not_the_step_of_the_optimizer() -> None:
     first, _ = estimates(late=each_weight(lambda weight: torch.full_like(weight, math.nan)))
     assert first["step/formula_error"].value == math.inf
     assert first["delta_h/forward"].code == "not_the_formula"
 
 
-def test_a_right_loop_is_the_formula_to_rounding() -> None:
+def test_the_step_of_a_correct_loop_equals_the_formula_up_to_rounding() -> None:
     for step in estimates():
         assert step["step/formula_error"].value < 1e-5
         assert math.isfinite(step["delta_h/forward"].value)
@@ -213,7 +215,7 @@ def test_a_right_loop_is_the_formula_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda w: w * 1.01, torch.randn_like], ids=["edited", "loaded"])
-def test_weights_that_change_between_steps_are_no_step_of_the_optimizer(change: Any) -> None:
+def test_weights_changed_between_steps_are_not_the_step_of_the_optimizer(change: Any) -> None:
     last = estimates(after=each_weight(change))[-1]
     assert last["delta_h/backward"].reason == EDITED_AFTER_STEP.prefixed("step 1")
 
@@ -235,7 +237,7 @@ WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
 
 
 @pytest.mark.parametrize("what", WITHOUT_FORMULA)
-def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved_the_weights(what: str) -> None:
+def test_without_a_formula_backward_needs_that_only_the_optimizer_moved_the_weights(what: str) -> None:
     """X · (θ_after − θ_before) needs the optimizer's step alone; otherwise it covers two changes, or part of one."""
     actions, limit = WITHOUT_FORMULA[what]
     _, last = estimates(kind=torch.optim.Adagrad, probes=[SimpleEntropyProbe()], **actions)
@@ -244,14 +246,14 @@ def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved
     assert math.isnan(backward.value) == (limit is not None)
 
 
-def test_a_learning_rate_that_is_set_within_the_step_is_that_of_the_step() -> None:
+def test_a_learning_rate_set_within_the_step_is_the_one_predicted_with() -> None:
     """A loop may set it anywhere before gradients_ready()."""
     inside, before = estimates(ready=another_rate), estimates(rate=6e-4)
     assert inside[0]["delta_h/forward"] == before[0]["delta_h/forward"]
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_parameters_that_are_frozen_or_trained_later_are_refused_by_name(trained: bool) -> None:
+def test_parameters_frozen_or_unfrozen_after_the_start_are_refused_by_name(trained: bool) -> None:
     """The steps of parameters that are trained only later would silently be missing from every product."""
 
     def change(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -264,7 +266,7 @@ def test_parameters_that_are_frozen_or_trained_later_are_refused_by_name(trained
         estimates(after=change)
 
 
-def test_a_step_after_a_wrong_one_does_not_look_back_on_it_and_means_leave_it_out() -> None:
+def test_a_step_that_fails_verification_has_no_backward_estimate_and_is_in_no_mean() -> None:
     rates = iter([6e-4, 3e-4])
 
     def first_only(model: Any, optimizer: torch.optim.Optimizer) -> None:

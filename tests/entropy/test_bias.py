@@ -104,7 +104,7 @@ def independent_product(name: str, groups: Groups) -> float:
 
 
 @pytest.mark.parametrize("name", ["SGD", *MOMENTS])
-def test_over_all_batches_leave_fold_out_is_the_exact_entropy_gradient_times_the_mean_step(name: str) -> None:
+def test_leaving_the_fold_out_is_unbiased_over_all_batches_of_two_prompts(name: str) -> None:
     groups = all_groups()
     step = sgd if name == "SGD" else adam(name)
     first, other = torch.cartesian_prod(torch.arange(225), torch.arange(225)).unbind(1)  # every batch of two prompts
@@ -136,7 +136,7 @@ class TakeEveryStepBack(TrainerCallback):
         kwargs["optimizer"].state.clear()
 
 
-def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_and_the_naive_product_has_not(
+def test_leaving_the_fold_out_agrees_with_independent_batches_and_the_naive_product_does_not(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(UpdateVerifier, "detect_external_edits", lambda self: None)  # every step is deliberately undone

@@ -118,7 +118,9 @@ def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
 
 @every_estimator
 @pytest.mark.parametrize("size", [0.01, 0.3, 3.0])
-def test_over_the_whole_population_it_is_the_exact_change(estimator: Estimator, plain: Plain, size: float) -> None:
+def test_over_the_whole_population_the_estimate_is_the_exact_change(
+    estimator: Estimator, plain: Plain, size: float
+) -> None:
     new = moved(OLD, size)
     got = estimator(as_scores(OLD, population()), as_scores(new, population()))
     assert got.value.tolist() == pytest.approx(exact_change(new), abs=1e-9)
@@ -140,7 +142,7 @@ def test_value_and_left_out_values_are_those_of_the_plain_definition(
 
 @every_estimator
 @pytest.mark.parametrize("shift", [-2000.0, 2000.0])
-def test_ratios_matter_only_relative_to_one_another_and_never_overflow(
+def test_only_the_relative_size_of_ratios_matters_and_they_never_overflow(
     estimator: Estimator, plain: Plain, shift: float
 ) -> None:
     before, after = as_scores(OLD, draws(30, 1)), as_scores(moved(OLD, 0.5), draws(30, 1))
@@ -225,7 +227,7 @@ def test_totals_count_sampled_tokens_only() -> None:
 # --- decision by decision ---------------------------------------------------------------------------------------------
 
 
-def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> None:
+def test_leaving_out_the_longest_sequence_equals_the_estimate_from_the_others() -> None:
     responses = [(0, 0, 2), (2,), (2,), (1, 2)]
     got = per_decision_change(as_scores(OLD, responses), as_scores(moved(OLD, 0.5), responses))
     assert got.without[0].tolist() == pytest.approx(plain_per_decision(moved(OLD, 0.5), responses[1:]), abs=1e-12)
@@ -248,7 +250,7 @@ def finite_slopes(responses: list[Response], size: float = 1e-4) -> tuple[Tensor
     return slopes(as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses), size)
 
 
-def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> None:
+def test_over_the_whole_population_the_first_order_change_is_the_exact_derivative() -> None:
     """The sample is so large that a leave-one-out baseline hardly matters: with n alive its factor is n / (n − 1)."""
     responses = [response for response in population() for _ in range(8)]
     got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
@@ -257,7 +259,7 @@ def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> 
 
 @pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_the_buffer(seed: int, size: int) -> None:
+def test_the_first_order_change_uses_the_surrogate_weights_with_the_buffer_baseline(seed: int, size: int) -> None:
     responses = draws(12, seed)
 
     def by_weights(rows: list[Response]) -> list[float]:
@@ -275,7 +277,7 @@ def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_t
         assert row == pytest.approx(by_weights(rest), abs=1e-12)
 
 
-def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
+def test_positions_that_only_one_sequence_reaches_have_no_baseline() -> None:
     """In the value this concerns its positions 3 to 5. Without it, the same holds for the next longest sequence."""
     lengths = torch.tensor([6, 3, 2, 2])
     table = torch.rand(4, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -296,7 +298,7 @@ def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
         assert row == pytest.approx(by_weights([j for j in range(4) if j != i]), rel=1e-12)
 
 
-def test_the_change_of_a_small_step_shares_its_noise_with_the_first_order_on_the_same_sequences() -> None:
+def test_the_change_of_a_small_step_has_the_noise_of_the_first_order_on_the_same_sequences() -> None:
     responses, size = draws(300, 5), 1e-5
     before = as_scores(OLD, responses)
     new, old = as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses)
@@ -312,7 +314,7 @@ def test_the_change_of_a_small_step_shares_its_noise_with_the_first_order_on_the
 # --- replicates -------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_of_a_mean_is_the_textbook_one_and_differences_drop_what_is_shared() -> None:
+def test_the_error_of_a_mean_is_the_textbook_one_and_shared_noise_cancels_in_differences() -> None:
     x, y = torch.randn(2, 50, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def mean(values: Tensor) -> Replicates:

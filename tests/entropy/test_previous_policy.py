@@ -34,7 +34,7 @@ def terms(responses: list[Response], prompts: list[int], rows: list[int], sample
     return differences_before(as_scores(OLD, responses), before, *numbers, rewards, logs).tolist()
 
 
-def test_terms_are_those_of_the_definition_with_padding_and_prompts_of_different_sizes() -> None:
+def test_terms_equal_the_definition_with_padding_and_prompts_of_different_sizes() -> None:
     responses, prompts = [*draws(6, seed=1), (reference.EOS,)], [4, 2, 4, 2, 2, 4, 2]
     assert len({len(response) for response in responses}) == 3
     for row, got in zip([5, 0, 1], terms(responses, prompts, [5, 0, 1], SAMPLER), strict=True):
@@ -43,7 +43,7 @@ def test_terms_are_those_of_the_definition_with_padding_and_prompts_of_different
 
 
 @pytest.mark.parametrize("sampler", [OLD, SAMPLER])
-def test_over_all_pairs_of_responses_they_are_exact_for_a_step_of_any_size(sampler: Table) -> None:
+def test_the_mean_over_all_pairs_of_responses_is_exact_for_a_step_of_any_size(sampler: Table) -> None:
     """One response of each pair is scored again. The mean is weighted by the pair's probability."""
     pairs = list(itertools.product(reference.RESPONSES, repeat=2))
     chances = torch.tensor([
@@ -72,7 +72,7 @@ def test_the_documented_example() -> None:
     assert terms_of_rows == pytest.approx([2.0, 0.0, 1.0, 1.0 - math.log(2), math.log(2)])
 
 
-def test_a_response_without_a_reward_is_in_no_mean_of_rewards_and_one_alone_with_it_says_nothing() -> None:
+def test_responses_without_a_reward_or_without_another_to_compare_with_have_no_reward_term() -> None:
     """First prompt: one of three has no reward, and the other two are compared. Second prompt: one of two has none."""
     responses, prompts = draws(5, seed=2), [0, 0, 0, 1, 1]
     rewards = torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan], dtype=torch.float64)

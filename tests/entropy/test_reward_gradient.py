@@ -80,7 +80,7 @@ def found_by(trainer: Any) -> list[BothGradients]:
         ("gmpo", "other_loss"), ("psr", "other_loss"), ("none", "other_loss"), ("sft", "other_terms"),
     ],
 )  # fmt: skip
-def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_of_them(
+def test_the_reward_gradient_does_not_depend_on_how_the_loss_uses_rewards(
     make_trainer: Any, kind: str, code: str
 ) -> None:
     """Dr-GRPO with a changing maximum length; another loss; other advantages; missing rewards; an extra term."""
@@ -98,14 +98,14 @@ def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_o
         assert float((step.gradient - step.by_hand).norm() / step.by_hand.norm()) < 1e-3
 
 
-def test_a_multiple_is_read_from_the_weights_that_the_step_has_had(make_trainer: Any) -> None:
+def test_the_factor_of_the_reward_gradient_uses_the_maximum_length_at_that_step(make_trainer: Any) -> None:
     """The factor is −L G/(G−1), with the maximum length L at that step."""
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP)
     trainer.add_callback(Longer(trainer))
     assert [step.found.factor for step in found_by(trainer)] == pytest.approx([-8 * 4 / 3, -16 * 4 / 3], rel=1e-5)
 
 
-def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(make_trainer: Any) -> None:
+def test_there_is_no_reward_gradient_where_each_prompt_has_one_rewarded_response(make_trainer: Any) -> None:
     def first_alone(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [1.0 if row % G == 0 else None for row in range(len(completions))]
 
@@ -116,7 +116,7 @@ def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(mak
     assert attached.latest["delta_reward/forward"].reason == NO_OTHERS
 
 
-def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(make_trainer: Any) -> None:
+def test_the_measured_reward_change_ignores_responses_without_a_reward(make_trainer: Any) -> None:
     """Missing rewards are nan and must not enter a mean, or the change would be nan, "not a finite number"."""
     probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
@@ -129,7 +129,7 @@ def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(m
     assert math.isfinite(weights.stderr)
 
 
-def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward() -> None:
+def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> None:
     """(r − mean) n/(n−1), over six rewards of which one is alone. Times two, for a mean over two processes."""
     rewards = torch.tensor([[1.0, 0.0, math.nan, 2.0], [3.0, 1.0, 2.0, math.nan]])
     prompts = torch.tensor([[0, 0, 0, 1], [5, 5, 5, 5]])
@@ -150,7 +150,7 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
     assert (6 / 2 * other).tolist() == pytest.approx([1.5, -1.5, 0.0, 0.0])
 
 
-def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_trainer: Any) -> None:
+def test_a_supervised_term_does_not_enter_the_reward_gradient_of_interventions(make_trainer: Any) -> None:
     """Halving the learning rate changes the reward by about the same amount with and without the term.
 
     As a multiple of the step's gradient, the reward gradient would include the term, and the change would be a hundred
@@ -171,7 +171,7 @@ def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_t
     assert math.isfinite(estimates[GRPOTrainer]["delta_reward/forward"].value)
 
 
-def test_the_split_of_the_noise_is_missing_where_the_loss_has_another_term(make_trainer: Any) -> None:
+def test_the_split_of_the_noise_is_missing_where_the_loss_is_not_the_plain_one(make_trainer: Any) -> None:
     for trainer_class, is_there in ((GRPOTrainer, True), (WithSupervision, False), (PositiveSamples, False)):
         probe = GradientNoiseScaleProbe(split_prompts=1)
         trainer = make_trainer(trainer_class, **PLAIN | STEP | {"max_steps": 1})

@@ -41,14 +41,14 @@ def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
     return levels_of_folds(batch, ranks, prefix_ratios(batch, ranks))
 
 
-def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
+def test_levels_on_two_processes_with_unequal_widths_equal_those_on_one() -> None:
     whole = levels(0, lambda tensor: tensor, 1)
     for levels_of_rank in on_two_ranks(lambda rank, reduce: levels(rank, reduce, 2)):
         torch.testing.assert_close(levels_of_rank, whole, rtol=1e-12, atol=1e-12)
     assert whole[:, 0].tolist() == [4.0, 4.0]
 
 
-def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
+def test_the_terms_of_a_fold_include_its_effect_on_the_normalisers() -> None:
     """Central differences give ∂/∂w of Σ w · Σ_k Σ w ρh / Σ w ρ, where w weights the sequences of a fold."""
     batch = part_of(slice(0, 8), 5)
     logs = batch.log_ratios()
@@ -68,7 +68,7 @@ def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
         torch.testing.assert_close(levels_of_rank[fold, 1:], slopes, rtol=1e-7, atol=1e-7)
 
 
-def test_forward_of_what_another_policy_drew_is_unbiased_and_its_bars_hold() -> None:
+def test_forward_is_unbiased_on_samples_of_another_policy_and_its_error_bars_cover() -> None:
     """The truth is enumerated. Over 400 batches: off by 1.0 standard errors with ratios, by 10 without."""
     coverages = coverage(60, seed=1, sampler=SAMPLER)
     for truth, mean, error, covered in zip(*coverages, strict=True):

@@ -112,7 +112,7 @@ def test_at_the_first_batch_no_step_is_closed() -> None:
         assert torch.equal(sums, torch.zeros(SHAPE, dtype=torch.float64))
 
 
-def test_error_of_the_sum_is_exact_when_forward_and_backward_of_a_batch_are_correlated() -> None:
+def test_the_error_of_the_sum_is_exact_where_forward_and_backward_of_a_batch_are_correlated() -> None:
     plain = batches(seed=1)
     for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         close(terms.predicted.stderr.square(), twin_variance(plain, last))
@@ -128,7 +128,7 @@ def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent
             close(terms.measured.stderr.square(), tensor([a + b for a, b in variances]))
 
 
-def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_of_its_two() -> None:
+def test_a_trapezoids_error_has_at_least_the_degrees_of_freedom_of_its_weaker_half() -> None:
     plain = batches(seed=8)
     for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         if last:
@@ -142,7 +142,7 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
             assert (terms.trapezoid.batches >= tensor([min(pair) for pair in pairs])).all()
 
 
-def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
+def test_the_effective_number_of_batches_of_the_sum_is_satterthwaites() -> None:
     """½F has variance 1, the half steps 2 and 3, ½B 1. The effective number of batches is (Σv)²/Σv² so far."""
     unit, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum.empty(), []
     for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # the first and the last one are not used
@@ -153,7 +153,7 @@ def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_a
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
 
 
-def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -> None:
+def test_a_skipped_step_is_bridged_by_the_measured_change_and_reported() -> None:
     plain = batches(seed=3)
     answers = feed(plain, [1, 2, 3, 5, 6, 7])[1]
     level_difference = tensor(plain[3].level) - tensor(plain[2].level)
@@ -201,7 +201,7 @@ def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_i
     close(third.predicted.value, tensor(plain[1].level) - tensor(plain[0].level) + trapezoid)
 
 
-def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
+def test_consecutive_measured_changes_have_the_error_of_their_two_ends() -> None:
     """The level of the batch between them cancels."""
     plain = batches(seed=6)
     _, (*_, two, four) = feed(plain[:4], [1, 2, 4, 6])
@@ -212,7 +212,7 @@ def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
     close(*without_ends)
 
 
-def test_a_batch_without_an_error_bar_takes_the_sums_bar_and_says_so() -> None:
+def test_a_batch_without_an_error_bar_leaves_the_sum_without_one_and_a_remark() -> None:
     plain = batches(seed=7)
     total, _ = feed(plain[:2], [1, 2])
     level, forward, backward, _ = plain[2].terms()
@@ -223,7 +223,7 @@ def test_a_batch_without_an_error_bar_takes_the_sums_bar_and_says_so() -> None:
     assert "too few folds" in predicted.remark
 
 
-def test_bars_of_bridged_sums_cover_the_truth() -> None:
+def test_error_bars_of_bridged_sums_cover_the_truth() -> None:
     """4000 runs at once. Their steps have a second order, and each batch has noise that all of its estimates share."""
     steps, runs, curvature = 24, 4000, 0.2
     generator = torch.Generator().manual_seed(0)
@@ -255,7 +255,7 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
 
 
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 4])
-def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) -> None:
+def test_a_sum_restored_from_a_file_continues_as_if_never_stopped(saved_after: int) -> None:
     plain = batches(seed=5)
     steps = list(range(1, NUM_BATCHES + 1))
     _, uninterrupted = feed(plain, steps)

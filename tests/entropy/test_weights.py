@@ -100,7 +100,7 @@ every_target = pytest.mark.parametrize("target", ["sequence", "token", "length"]
 
 @pytest.mark.parametrize("target", ["sequence", "length"])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_mean_over_all_groups_is_the_exact_derivative_of_entropy_and_length(group_size: int, target: str) -> None:
+def test_the_mean_over_all_groups_is_the_exact_derivative_of_entropy_and_length(group_size: int, target: str) -> None:
     policy, exact = Tabular(TABLE), reference.exact(TABLE)
     responses, prompts, of_sequence = all_groups(TABLE, group_size)
     weights = surrogate_weights(*policy.scores(responses)[1:], prompts, target)
@@ -123,7 +123,7 @@ def test_ratios_to_another_sampler_give_the_exact_derivative_in_its_mean_over_gr
     torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
 
 
-def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_of_entropy_per_token() -> None:
+def test_the_token_target_over_the_whole_population_is_the_exact_derivative_per_token() -> None:
     """With probabilities in quarters, each response occurs 64·p times in a batch, which has no sampling error."""
     table = [[math.log(x) for x in row] for row in ([1, 1, 2], [1, 2, 1], [2, 1, 1], [1, 1, 2], [2, 1, 1]) * 2][:7]
     copies = [round(64 * math.exp(reference.sequence_logp(table, r))) for r in reference.RESPONSES]
@@ -176,7 +176,7 @@ def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(target: str,
 
 
 @every_target
-def test_weights_with_normalised_ratios_equal_the_plain_twin_where_others_wrote_in_between(target: str) -> None:
+def test_weights_with_normalised_ratios_equal_the_plain_twin_between_environment_tokens(target: str) -> None:
     entropies, mask, prompts = random_batch(seed=7)
     wide = [torch.stack([part, torch.full_like(part, fill)], dim=2).flatten(1) for part, fill in
             ((entropies, GARBAGE), (mask, 0))]  # an environment token follows each policy token  # fmt: skip
@@ -191,7 +191,7 @@ def test_weights_with_normalised_ratios_equal_the_plain_twin_where_others_wrote_
 
 
 @every_target
-def test_weights_in_fp32_are_the_weights_to_rounding(target: str) -> None:
+def test_weights_of_fp32_entropies_equal_those_of_float64_up_to_rounding(target: str) -> None:
     batch = random_batch(seed=11, dtype=torch.float32)
     for got, expected in zip(surrogate_weights(*batch, target), twin_weights(*batch, target), strict=True):
         assert got.dtype == torch.float32
@@ -215,7 +215,7 @@ def test_weights_carry_no_graph(target: str) -> None:
         *(([0, 0, 1], {"target": target}, "at least two responses") for target in ("sequence", "token", "length")),
     ],
 )
-def test_what_has_no_weights_is_refused_with_the_choices(
+def test_inputs_that_have_no_weights_are_refused_with_the_choices(
     prompts: list[int], options: dict[str, str], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -234,7 +234,7 @@ def two_prompts() -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], list[float
     return logits, outcomes, [0.5 * math.exp(reference.sequence_logp(tables[p], r)) for p, r in outcomes]
 
 
-def test_the_baseline_of_the_buffer_is_unbiased_over_prompts_with_a_response_each() -> None:
+def test_the_buffer_baseline_is_unbiased_for_prompts_with_one_response() -> None:
     """Over all buffers of two draws, the mean is the derivative of the mean entropy over both prompts."""
     logits, outcomes, chances = two_prompts()
     policies = [Tabular(table) for table in logits.tolist()]
@@ -255,7 +255,7 @@ def test_the_baseline_of_the_buffer_is_unbiased_over_prompts_with_a_response_eac
 
 
 @every_target
-def test_the_baseline_of_the_buffer_is_that_of_one_prompt_whatever_the_prompts(target: str) -> None:
+def test_the_buffer_baseline_treats_all_responses_as_one_prompt(target: str) -> None:
     entropies, mask, prompts = random_batch(3)
     buffer = surrogate_weights(entropies, mask, prompts, target, baseline="buffer")
     twin = twin_weights(entropies, mask, torch.zeros_like(prompts), target)
@@ -263,7 +263,7 @@ def test_the_baseline_of_the_buffer_is_that_of_one_prompt_whatever_the_prompts(t
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def test_a_prompt_with_a_single_response_is_no_error_with_the_baseline_of_the_buffer() -> None:
+def test_single_responses_are_accepted_with_the_buffer_baseline_alone() -> None:
     entropies, mask, prompts = random_batch(4)
     single = torch.arange(len(prompts))
     surrogate_weights(entropies, mask, single, baseline="buffer")

@@ -553,7 +553,7 @@ WRONG_STEPS: dict[str, tuple[type[GRPOTrainer], str, Callable[[Any], object]]] =
 
 
 @pytest.mark.parametrize("wrong", WRONG_STEPS)
-def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(make_trainer, wrong: str) -> None:
+def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reason(make_trainer, wrong: str) -> None:
     trainer_class, moment, act = WRONG_STEPS[wrong]
     trainer = make_trainer(trainer_class, probes=[SimpleEntropyProbe()], max_grad_norm=0.05, **FEW)
     trainer.add_callback(Acting(trainer, moment, act))

@@ -330,7 +330,7 @@ def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(m
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_trainer: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one(make_trainer: Make, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
     whole, resumed = (
         make_trainer(buffer=FilteredBuffer(seed=7), probes=[SimpleEntropyProbe()], **settings) for _ in range(2)

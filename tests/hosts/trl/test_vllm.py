@@ -40,7 +40,7 @@ def run(kind: str, processes: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1), ("bf16", 1)])
-def test_training_with_probes_is_bitwise_the_training_without(kind: str, processes: int) -> None:
+def test_training_with_probes_is_bitwise_training_without_them(kind: str, processes: int) -> None:
     """Compares trained parameters and vLLM's samples on every process."""
     outcome = run(kind, processes)
     assert outcome["same"]
@@ -67,7 +67,7 @@ def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None
     assert outcome["forward"] != outcome["forward_unweighted"]
 
 
-def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does() -> None:
+def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one() -> None:
     outcome = run("lora")
     assert outcome["resumed"]
     assert outcome["forward_resumed"] == outcome["forward"][-1]
