@@ -30,7 +30,7 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.policy.rollout import Rollout
-from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
+from rl_training.records.checkpoints import find_weights_flaw, state_folder, steps_taken
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
 
 
 def _refuse_damaged(checkpoint: Path) -> None:
-    flaw = what_is_wrong_with_weights(checkpoint)
+    flaw = find_weights_flaw(checkpoint)
     if flaw:
         raise UserError(f"{checkpoint}: {flaw}")
     if (state_folder(checkpoint) / "optimizer.bin").is_file():

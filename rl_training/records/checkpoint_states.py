@@ -55,7 +55,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def about(checkpoint: Path) -> dict[str, str]:
+def read_notes(checkpoint: Path) -> dict[str, str]:
     """Return the notes that `save_probe_states` left in a checkpoint; {} if the trainer had no probes.
 
     Raises:
@@ -141,7 +141,7 @@ def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str,
     Raises:
         UserError: If a state was written by a probe with other options.
     """
-    notes = about(checkpoint)
+    notes = read_notes(checkpoint)
     names = notes["probes"].split(",") if notes else []
     files = [checkpoint / _file_of(rank) for rank in range(int(notes.get("num_processes", 0)))]
     tensors = {}

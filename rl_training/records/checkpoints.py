@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rl_training.errors import UserError
-from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
+from rl_training.records.checkpoint_states import NOT_WEIGHTS, changed_files, read_notes
 from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.files.printable import printable
@@ -43,10 +43,10 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
         UserError: If there is none; says where it looked.
     """
     runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
-    return _named(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting)
+    return _resolve(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting)
 
 
-def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
+def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """Return the checkpoint folders with undamaged weights that are meant, in the given order or sorted by step.
 
     Args:
@@ -59,14 +59,14 @@ def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
         UserError: If one is missing or damaged; says where it looked.
     """
     if not isinstance(choice, str):
-        return [path for place in choice for path in checkpoints_named(str(place), runs)]
-    newest = _named(choice, runs, what_is_wrong_with_weights, "checkpoint")
+        return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
+    newest = _resolve(choice, runs, find_weights_flaw, "checkpoint")
     if choice == "all" or checkpoints_in(Path(choice)):
-        return list(_flawless(checkpoints_in(newest.parent), what_is_wrong_with_weights))
+        return list(_flawless(checkpoints_in(newest.parent), find_weights_flaw))
     return [newest]
 
 
-def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
+def _resolve(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
     """Return the checkpoint that `choice` names: the given folder, or the newest one without a flaw.
 
     Args:
@@ -151,7 +151,7 @@ def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
 
     The trainer writes trainer_state.json last. A folder without it was being written when the process died.
     """
-    flaw = what_is_wrong_with_weights(checkpoint)
+    flaw = find_weights_flaw(checkpoint)
     if flaw:
         return flaw
     try:
@@ -196,7 +196,7 @@ def deepspeed_folder(checkpoint: Path) -> str:
     return name
 
 
-def what_is_wrong_with_weights(checkpoint: Path) -> str:
+def find_weights_flaw(checkpoint: Path) -> str:
     """Return why a folder's weights are damaged, or what is missing next to a folder of weights alone; otherwise ""."""
     if leads_out_of_its_run(checkpoint):
         return f"it is a link out of its run, to {checkpoint.resolve()}"
@@ -205,7 +205,7 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
         if (checkpoint / "adapter_config.json").is_file() or not (checkpoint / "config.json").is_file():
             needed = [checkpoint / "adapter_config.json", checkpoint / "adapter_model.safetensors", *needed]
         missing = [str(path) for path in needed if not path.is_file()]
-        return f"it lacks {' and '.join(missing)}" if missing else _what_is_wrong_with_tensors(checkpoint)
+        return f"it lacks {' and '.join(missing)}" if missing else _find_tensor_flaw(checkpoint)
     try:
         if type(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]) is not int:
             return "its trainer_state.json is damaged"
@@ -213,10 +213,10 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
         return "it has no trainer_state.json, so it was not written completely"
     except (ValueError, TypeError, KeyError, RecursionError):
         return "its trainer_state.json is damaged"
-    return _what_is_wrong_with_tensors(checkpoint)
+    return _find_tensor_flaw(checkpoint)
 
 
-def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
+def _find_tensor_flaw(checkpoint: Path) -> str:
     weights = sorted(checkpoint.glob("*.safetensors"))
     if all(path.name.startswith(NOT_WEIGHTS) for path in weights):
         return "it has no weights (model.safetensors or adapter_model.safetensors)"
@@ -235,7 +235,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
         if missing:
             return f"{', '.join(missing)} of {index.name} is missing"
     try:
-        changed = changed_files(checkpoint, json.loads(about(checkpoint).get("checksums", "{}")))
+        changed = changed_files(checkpoint, json.loads(read_notes(checkpoint).get("checksums", "{}")))
     except UserError as error:
         return str(error)
     return f"{', '.join(changed)} is damaged (its checksum has changed since it was written)" if changed else ""
@@ -260,8 +260,8 @@ def written_by(checkpoint: Path) -> int:
 
 def _rng_files(checkpoint: Path) -> list[str]:
     """Return the names of the files with random states, one for each process that wrote the checkpoint."""
-    metadata = about(checkpoint)
-    if "num_processes" not in metadata:  # from a trainer without probes: the number is unknown
+    notes = read_notes(checkpoint)
+    if "num_processes" not in notes:  # from a trainer without probes: the number is unknown
         return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
-    num_processes = int(metadata["num_processes"])
+    num_processes = int(notes["num_processes"])
     return ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]

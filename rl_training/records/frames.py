@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from rl_training.errors import UserError
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
-from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
 from rl_training.records.jsonl import METRICS_FILE, logs_of
@@ -98,7 +98,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     ]
     tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
     for folder in sorted(logs.parent.glob(f"{EVALUATIONS}/*")):
-        tables.append(read_table(folder).assign(evaluation=in_whole_characters(folder.name)))
+        tables.append(read_table(folder).assign(evaluation=escape_surrogates(folder.name)))
     some = [table for table in tables if len(table)] or tables[:1]  # a table without rows has no column types
     return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 
@@ -172,7 +172,7 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
     """Yield the table rows of the result.json at this path: the analysis itself, then its variations."""
     results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
-        "analysis": in_whole_characters(path.parents[1].name), "checkpoint": content["checkpoint"],
+        "analysis": escape_surrogates(path.parents[1].name), "checkpoint": content["checkpoint"],
         "step": content["step"], "kind": "whole", "evaluation_size": results["B_E"], "eta": 1.0,
         "update_prompts": results["B_U"], "update_filtered": bool(settings["update"]["filtered"]),
         "update_seed": float(settings["update"]["seed"]),

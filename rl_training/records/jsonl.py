@@ -28,7 +28,7 @@ from rl_training.errors import UserError
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.files.atomic_write import cannot_write, write_atomically
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_lines
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.statistics.estimate import Estimate
@@ -42,7 +42,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 MOST_DIGITS = 300  # of an integer; a longer one is read as a float, because converting it later could overflow
 MOST = 2**53  # largest step or other count
-HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate, lone or one of a pair
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate, lone or one of a pair
 MOST_LEVELS = 50  # of nesting: no run writes as many
 MAKE_ROOM = "make room, then go on with resume=latest"
 
@@ -161,7 +161,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise UserError("nested too deeply") from None
-    return in_whole_characters(value) if HALF_ESCAPED.search(text) else value
+    return escape_surrogates(value) if ESCAPED_SURROGATE.search(text) else value
 
 
 def _as_it_is(value: Any) -> Any:

@@ -31,7 +31,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
 from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, TruthSettings, UpdateConfig
 from rl_training.records import read_probe_log
-from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.frames import read_analysis
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------
@@ -220,15 +220,15 @@ def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path,
 
 def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) -> None:
     all_of_them = [checkpoint(run, step) for step in (1, 2, 3)]
-    assert checkpoints_named(str(run), tmp_path) == all_of_them[-1:]
-    assert checkpoints_named(str(run / "training_state"), tmp_path) == all_of_them
-    assert checkpoints_named([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
-    assert checkpoints_named("latest", run.parent) == all_of_them[-1:]
-    assert checkpoints_named("all", run.parent) == all_of_them
+    assert resolve_checkpoints(str(run), tmp_path) == all_of_them[-1:]
+    assert resolve_checkpoints(str(run / "training_state"), tmp_path) == all_of_them
+    assert resolve_checkpoints([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
+    assert resolve_checkpoints("latest", run.parent) == all_of_them[-1:]
+    assert resolve_checkpoints("all", run.parent) == all_of_them
     with pytest.raises(ValueError, match="there is no such folder"):
-        checkpoints_named(str(tmp_path / "nowhere"), tmp_path)
+        resolve_checkpoints(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*; give checkpoint=PATH"):
-        checkpoints_named("latest", tmp_path)
+        resolve_checkpoints("latest", tmp_path)
 
 
 def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analysed: Analysis, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.checkpoint_states import about, load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,4 @@ class CheckpointHooks:
         original(checkpoint)
         if checkpoint is not None:
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
-            self.resumed = Resumed(about(Path(checkpoint)).get("run", ""), states)
+            self.resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""), states)

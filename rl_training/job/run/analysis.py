@@ -20,8 +20,8 @@ from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analysis import analyse_and_write
 from rl_training.offline.settings import Settings
-from rl_training.records.checkpoint_states import PROBE_STATES, about
-from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
+from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
@@ -68,7 +68,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
                 f"{path} belongs to a trainer made by a script: in Python, after `from rl_training import analyze`, "
                 "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
             )
-    checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
+    checkpoints = resolve_checkpoints(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
     name = name_of(str(values["name"]))
     folders = {}
     for checkpoint in checkpoints:
@@ -85,7 +85,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
 def is_attached(named: Path) -> bool:
     """Return whether this is a run of a trainer made by a script, or a checkpoint of one."""
     is_checkpoint = named.is_dir() and (named / PROBE_STATES).is_file()
-    return is_of_attached_run(named) or (is_checkpoint and bool(about(named).get("run")))
+    return is_of_attached_run(named) or (is_checkpoint and bool(read_notes(named).get("run")))
 
 
 def _run_of(checkpoint: Path) -> Path | None:

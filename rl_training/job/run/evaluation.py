@@ -39,7 +39,7 @@ from rl_training.records.files.printable import printable
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
-from rl_training.records.report.writing import in_words
+from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 
 # Column titles of the table in the terminal, by metric.
@@ -237,7 +237,7 @@ def print_table(folder: Path, problems: Sequence[str]) -> None:
     titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}
     shown = table[table["metric"].isin([*titles]) & np.isfinite(table["value"].astype(float))]
     if len(shown):
-        cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(in_words, estimates_in(shown))])
+        cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(format_estimate, estimates_in(shown))])
         wide = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
         prompts = shown["num_prompts"].max()
         name = printable(folder.name)

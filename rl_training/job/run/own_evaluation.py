@@ -45,7 +45,7 @@ from rl_training.job.run.evaluation_plan import (
     refuse_names_of_built_in,
 )
 from rl_training.offline.checkpoint_files import refuse_other_weights
-from rl_training.records.checkpoints import what_is_wrong_with_weights
+from rl_training.records.checkpoints import find_weights_flaw
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import locked
@@ -255,7 +255,7 @@ def _responses(
     """Return the responses of one checkpoint, or the reason why there are none."""
     answers, start = CheckpointResponses(), time.perf_counter()
     try:
-        flaw = what_is_wrong_with_weights(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+        flaw = find_weights_flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
         if flaw:
             raise UserError(flaw)
         refuse_other_weights(trainer.model, checkpoint)

@@ -37,7 +37,7 @@ import pandas as pd
 
 from rl_training.records.compare.groups import Group, Member, common_steps
 from rl_training.records.evaluated import IN_TRAINING
-from rl_training.records.report.findings import MAX_WINDOW, origins
+from rl_training.records.report.findings import MAX_WINDOW, sum_starts
 from rl_training.records.report.series import Run, finite, last_of
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
@@ -90,23 +90,23 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
     }
 
 
-def begun(groups: Sequence[Group], step: int) -> int:
+def first_common_step(groups: Sequence[Group], step: int) -> int:
     """Return the first step that is recorded in all runs of these groups that have reached `step`."""
     return max(member.run.steps[0] for group in groups for member in members_at(group, step))
 
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     """Return one run's figures at `step`: means over the last logged steps, a probe's sums, the last evaluation."""
-    measured = run.known("delta_h/cumulative_measured")
-    measured = measured[measured.index <= step].drop(origins(run), errors="ignore")  # sums begin with 0
+    measured = run.finite_rows("delta_h/cumulative_measured")
+    measured = measured[measured.index <= step].drop(sum_starts(run), errors="ignore")  # sums begin with 0
     # At the same step: an earlier sum does not predict a later change.
-    predicted = run.known("delta_h/cumulative_predicted")
+    predicted = run.finite_rows("delta_h/cumulative_predicted")
     predicted = predicted[predicted.index.isin(measured.index[-1:])]
     rows = {MEASURED: measured, PREDICTED: predicted, NOISE_SCALE: noise_scales(run)}
     for evaluation in sorted((IN_TRAINING, *run.evaluations)):
         for metric in sorted(run.names(evaluation)):
             if evaluation != IN_TRAINING or metric in FROM_TRAINING:
-                rows[f"{metric} · {evaluation}"] = run.measured(metric, evaluation)
+                rows[f"{metric} · {evaluation}"] = run.rows(metric, evaluation)
     figures = {
         "reward": _mean_until(run.logged("reward"), step, since),
         "token entropy": _mean_until(run.token_entropy(), step, since),
@@ -121,7 +121,7 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     differences = []
     for first, second in pairs:
         step = min(last_common_step(first), last_common_step(second))
-        since = begun((first, second), step)
+        since = first_common_step((first, second), step)
         before, after = final_figures(first, step, since), final_figures(second, step, since)
         common = {label: difference(after[label], before[label]) for label in before if label in after}
         common |= since_branching(members_at(first, step), members_at(second, step), step)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rl_training.records.compare.final import Difference
-from rl_training.records.report.writing import in_words, on_one_line
+from rl_training.records.report.writing import format_estimate, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
@@ -34,7 +34,7 @@ def _difference(pair: Difference) -> str:
 
 
 def _change(change: Estimate) -> str:
-    size = in_words(change, signed=True)
+    size = format_estimate(change, signed=True)
     if math.isnan(change.bounds()[0]):
         return f"{size}, without an error bar: more steps or seeds would give one"
     if not is_significant(change):

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from rl_training.errors import UserError
-from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
@@ -100,7 +100,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
             path.parts[-len(name) - 1 :] if names.count(name) > 1 else name
             for path, name in zip(paths, names, strict=True)
         ]
-    return [str(in_whole_characters("/".join(name))) for name in names]
+    return [str(escape_surrogates("/".join(name))) for name in names]
 
 
 def _read_member(path: Path, name: str) -> Member:

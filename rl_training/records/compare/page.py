@@ -16,9 +16,9 @@ from rl_training.records.compare.groups import Group, Member, branching_steps, d
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw, framed
+from rl_training.records.report.charts import GREY, TEXT, Chart, Series, axis_limits, draw
 from rl_training.records.report.figures import running_window
-from rl_training.records.report.findings import origins
+from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
@@ -58,7 +58,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
         raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     ends = [final.last_common_step(group) for group in groups]
     common = min(ends)  # where all can be compared; groups that went on are shown at their own end too
-    columns = [(group, common, group.name, final.begun(groups, common)) for group in groups]
+    columns = [(group, common, group.name, final.first_common_step(groups, common)) for group in groups]
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
     pairs = final.compare_groups(groups)
     findings = describe(pairs) or [one_group([member.seed for member in groups[0].members])]
@@ -93,7 +93,7 @@ def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate
 def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
     """Yield the checkpoint with the largest mean reward, for each evaluation that has errors."""
     for evaluation in sorted(member.run.evaluations):
-        by_step = to_estimates(member.run.known("reward", evaluation).dropna(subset=["stderr"]))
+        by_step = to_estimates(member.run.finite_rows("reward", evaluation).dropna(subset=["stderr"]))
         if by_step:
             best = max(by_step, key=lambda step: by_step[step].value)
             near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
@@ -121,15 +121,15 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
-    return lambda run: run.known(metric, source)
+    return lambda run: run.finite_rows(metric, source)
 
 
 def _sum_of(metric: str) -> Quantity:
     """Return a quantity: a sum over steps, without rows for a run that has only its initial 0."""
 
     def found(run: Run) -> pd.DataFrame:
-        rows = run.known(metric)
-        return rows if len(rows) > len(origins(run)) else rows.iloc[:0]
+        rows = run.finite_rows(metric)
+        return rows if len(rows) > len(sum_starts(run)) else rows.iloc[:0]
 
     return found
 
@@ -143,8 +143,8 @@ def _overlay(
     Args:
         dotted: Quantity drawn dotted, in addition to `quantity`.
         mean: Combines several runs at one step.
-        is_share: As in `framed`.
-        floor: As in `framed`.
+        is_share: As in `axis_limits`.
+        floor: As in `axis_limits`.
         words: For the chart's texts.
     """
     having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
@@ -161,7 +161,7 @@ def _overlay(
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     known = finite(pd.concat(shown))
-    ends, branched = framed(known, is_share, floor) if len(known) else None, branching_steps(groups)
+    ends, branched = axis_limits(known, is_share, floor) if len(known) else None, branching_steps(groups)
     return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
 
 
@@ -175,7 +175,9 @@ def _curves(
     mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
     series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
     singles = runs.items() if len(runs) > 1 else ()
-    series += [Series(f"{label}: {name}", color, values.index, values["value"], faint=0.35) for name, values in singles]
+    series += [
+        Series(f"{label}: {name}", color, values.index, values["value"], opacity=0.35) for name, values in singles
+    ]
     return series, pooled
 
 
@@ -187,14 +189,14 @@ def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_ru
 
 
 def _reward(run: Run) -> pd.DataFrame:
-    rows = run.known("reward", METRICS_FILE)
+    rows = run.finite_rows("reward", METRICS_FILE)
     smooth = rows["value"].rolling(running_window(len(rows)), center=True, min_periods=1).mean()
     return rows.assign(value=smooth, reason=NO_ERROR)
 
 
 def _entropy(run: Run) -> pd.DataFrame:
-    rows = run.measured("entropy/token")
-    return rows if len(rows) else run.known("entropy", METRICS_FILE).assign(reason=NO_ERROR)
+    rows = run.rows("entropy/token")
+    return rows if len(rows) else run.finite_rows("entropy", METRICS_FILE).assign(reason=NO_ERROR)
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:

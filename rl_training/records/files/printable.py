@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-HALVES = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
 # Control characters except tab and line break, line and paragraph separators, marks that change the direction of
 # writing, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -22,10 +22,10 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[2J\r\n\tb")
     'a\\x1b[2J\n\tb'
     """
-    return UNPRINTABLE.sub(_written_out, text.replace("\r\n", "\n"))
+    return UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
 
 
-def _written_out(match: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("ascii", "backslashreplace").decode() if ord(match[0]) > 127 else f"\\x{ord(match[0]):02x}"
 
 
@@ -38,6 +38,6 @@ def all_printable(value: Any, to_text: Callable[[str], str] = printable) -> Any:
     return [all_printable(inner, to_text) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def in_whole_characters(value: Any) -> Any:
+def escape_surrogates(value: Any) -> Any:
     """Return nested data with lone surrogates escaped, because no file or table can hold them."""
-    return all_printable(value, lambda text: HALVES.sub(_written_out, text))
+    return all_printable(value, lambda text: SURROGATES.sub(_escaped, text))

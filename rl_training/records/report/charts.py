@@ -30,7 +30,7 @@ MOST_MARKS = 20  # a line with more points has no marks
 MOST_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
-STYLES = ("line", "mark", "band", "faint", "text", "drop")
+STYLES = ("line", "mark", "band", "opacity", "text", "drop")
 MARGIN = 0.02  # room on an axis beyond 0 and 1, for the width of the line
 MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
@@ -46,17 +46,17 @@ def template(name: str) -> Any:
     return read_yaml((files(__package__) / "templates" / name).read_text(encoding="utf-8"))
 
 
-def declared(key: str, words: Mapping[str, Any]) -> Any:
+def load_chart(key: str, words: Mapping[str, Any]) -> Any:
     """Return a chart's entry in charts.yaml, with its Jinja texts filled in with `words` and put on one line."""
 
-    def filled(node: Any) -> Any:
+    def render(node: Any) -> Any:
         if isinstance(node, str) and "{" in node:
             return " ".join(ENVIRONMENT.from_string(node).render(words).split())
         if isinstance(node, dict):
-            return {filled(name): filled(inner) for name, inner in node.items()}
-        return [filled(inner) for inner in node] if isinstance(node, list) else node
+            return {render(name): render(inner) for name, inner in node.items()}
+        return [render(inner) for inner in node] if isinstance(node, list) else node
 
-    return filled(template("charts.yaml")[key])
+    return render(template("charts.yaml")[key])
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Series:
         mark: Shape of the points; "" for none.
         band: Whether intervals of y are drawn as a band; otherwise as bars.
         dash: Lengths of the line's strokes and gaps.
-        faint: Opacity, from 0 (hidden) to 1.
+        opacity: From 0 (hidden) to 1.
         text: Text next to each point, instead of an entry in the legend.
         drop: Pixels by which the text is moved down.
     """
@@ -86,7 +86,7 @@ class Series:
     mark: str = ""
     band: bool = True
     dash: Sequence[int] = ()
-    faint: float = 1.0
+    opacity: float = 1.0
     text: str = ""
     drop: float = 0.0
 
@@ -114,12 +114,12 @@ class Series:
                 columns[place] = rows
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
-    def part(self, number: int) -> dict[str, Any]:
+    def to_record(self, series_number: int) -> dict[str, Any]:
         """Return the style of the series, and its points by column, thinned to MOST_POINTS."""
         every = max(1, math.ceil(len(self.x) / MOST_POINTS))
         columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in COLUMNS}
         styles = {name: getattr(self, name) for name in STYLES}
-        return {"part": number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}
+        return {"part": series_number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}
 
 
 def _rounded(value: Any) -> Any:
@@ -144,7 +144,7 @@ class Chart:
     @functools.cached_property
     def data(self) -> list[dict[str, Any]]:
         """The points and styles, one part per series."""
-        return [curve.part(number) for number, curve in enumerate(self.series)]
+        return [curve.to_record(number) for number, curve in enumerate(self.series)]
 
     @functools.cached_property
     def spec(self) -> dict[str, Any]:
@@ -164,9 +164,9 @@ class Chart:
     def standalone(self) -> dict[str, Any]:
         """Return Vega-Lite with data and legend, for PNG, SVG and other programs."""
         rows = [
-            {name: value[number] if isinstance(value, list) else value for name, value in part.items()}
-            for part in self.data
-            for number in range(len(part["x"]))
+            {name: value[number] if isinstance(value, list) else value for name, value in record.items()}
+            for record in self.data
+            for number in range(len(record["x"]))
         ]
         facts = {"datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": template("style.yaml")}
         return self._drawn(in_page=False) | facts
@@ -212,7 +212,7 @@ def draw(
         start: Offset of a second y-axis, which is labelled y + start.
         words: Values for the templates of its texts.
     """
-    chart, series = declared(key, words), [curve for curve in series if len(curve.x)]
+    chart, series = load_chart(key, words), [curve for curve in series if len(curve.x)]
     name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
     if not series:
         return Chart(name, title, "", list(missing))
@@ -276,7 +276,7 @@ def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Ser
     return Series(label, GREY, ends, ends, dash=(5, 3))
 
 
-def framed(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
+def axis_limits(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
     """Return the ends of an axis for these rows of metrics: all values, and intervals of typical width.
 
     A few wide intervals would flatten all curves. Changes that are small compared with their errors keep looking small.

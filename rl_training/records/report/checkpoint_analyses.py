@@ -219,14 +219,14 @@ def _step_size(table: pd.DataFrame) -> Chart:
                 label = "{}: slope {:.3f}, R² {:.6f}".format(label, *log_slope(etas, changes))
             elif not first:
                 label = f"{label}, step {step + 1}"
-            series.append(Series(label, color, etas, MILLI * np.abs(changes), mark=mark, faint=1.0 if first else 0.3))
+            series.append(Series(label, color, etas, MILLI * np.abs(changes), mark=mark, opacity=1.0 if first else 0.3))
     return draw("eta", series)
 
 
 def _evolution(whole: pd.DataFrame, run: Run | None) -> Chart:
     series = []
-    if run is not None and len(run.known("delta_h/forward")):
-        series.append(Series.of_rows("in training: forward", GREY, run.measured("delta_h/forward"), "circle"))
+    if run is not None and len(run.finite_rows("delta_h/forward")):
+        series.append(Series.of_rows("in training: forward", GREY, run.rows("delta_h/forward"), "circle"))
     for key, offset in (("deltaH1", -0.15), ("deltaH_true", 0.15)):
         label, color, mark = STYLES[key]
         steps = whole["step"] + 1 + offset

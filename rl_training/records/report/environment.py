@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rl_training.records.report.writing import in_words, short
+from rl_training.records.report.writing import format_estimate, short
 from rl_training.statistics.welch import is_significant
 
 ENVIRONMENT = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-ENVIRONMENT.filters |= {"in_words": in_words, "short": short}
+ENVIRONMENT.filters |= {"format_estimate": format_estimate, "short": short}
 ENVIRONMENT.tests["significant"] = is_significant

@@ -13,10 +13,21 @@ import pandas as pd
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
-from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
+from rl_training.records.report.charts import (
+    BLUE,
+    GREEN,
+    NAMED,
+    ORANGE,
+    TEXT,
+    Chart,
+    Series,
+    axis_limits,
+    diagonal,
+    draw,
+)
 from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, to_estimates, what_is_missing
-from rl_training.records.report.writing import MILLI, in_words
+from rl_training.records.report.writing import MILLI, format_estimate
 from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points, error bars would hide them
@@ -27,15 +38,15 @@ HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 def draw_figures(run: Run) -> list[Chart]:
     """Return the charts of this run. A chart without data only says why."""
     drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
-    if len(run.measured("delta_h/part/momentum")):
+    if len(run.rows("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
-    if len(run.measured("bound/kl")):
+    if len(run.rows("bound/kl")):
         drawn += [_declared(key, run) for key in ("bound", "bounded_rate")]
-    if len(run.measured("gns/noise_scale_prompts")):
+    if len(run.rows("gns/noise_scale_prompts")):
         drawn.append(_noise_scale(run))
-    if len(run.measured("covariance/token")):
+    if len(run.rows("covariance/token")):
         drawn.append(_predictors(run))
-    if len(run.measured("ess/advantage")):
+    if len(run.rows("ess/advantage")):
         drawn.append(_declared("ess", run))
     for evaluation in run.evaluations:
         pass_at = largest_pass_at(run.names(evaluation))
@@ -56,7 +67,7 @@ def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str)
     """Return values as dots and, if there are many, their running mean with the label `mean`."""
     window = running_window(len(values))
     smooth = len(values) >= 2 * window
-    cloud = Series.cloud(label, color, mark, values.index, values, faint=0.35 if smooth else 1)
+    cloud = Series.cloud(label, color, mark, values.index, values, opacity=0.35 if smooth else 1)
     means = values.rolling(window, center=True).mean().dropna()
     return [cloud, Series(mean, color, means.index, means)] if smooth else [cloud]
 
@@ -82,9 +93,9 @@ def _declared(
         without: Labels of series to leave out.
         words: Values for the templates of its texts.
     """
-    chart = charts.declared(key, words)
+    chart = charts.load_chart(key, words)
     looks = chart["series"]
-    quantities = {label: run.measured(look["metric"], source) for label, look in looks.items()}
+    quantities = {label: run.rows(look["metric"], source) for label, look in looks.items()}
     drawn = [
         Series.of_rows(label, NAMED[look["color"]], quantities[label], look["mark"], dash=look.get("dash", ()))
         for label, look in looks.items()
@@ -92,12 +103,12 @@ def _declared(
     ]
     missing = what_is_missing(quantities) if source == PROBES_FILE else []
     is_share = drawn and chart.get("is_share")
-    ends = framed(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
+    ends = axis_limits(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
     return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
 
 
 def _reward(run: Run) -> Chart:
-    rows, held_out = run.known("reward", METRICS_FILE), findings.held_out_rewards(run)
+    rows, held_out = run.finite_rows("reward", METRICS_FILE), findings.held_out_rewards(run)
     if rows.empty:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
     window = running_window(len(rows))
@@ -106,12 +117,14 @@ def _reward(run: Run) -> Chart:
         Series.of_rows(f"held out: {at}", color, rewards, mark)
         for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
     ]
-    return draw("reward", series, ends=framed(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out)
+    return draw(
+        "reward", series, ends=axis_limits(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out
+    )
 
 
 def _entropy(run: Run) -> Chart:
-    sums = {kind: run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
-    naive = findings.naive_of(run)
+    sums = {kind: run.rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
+    naive = findings.naive_sums(run)
     drawn = [
         Series.of_rows("measured", TEXT, sums["measured"], "circle"),
         Series.of_rows("predicted", BLUE, sums["predicted"], "square"),
@@ -119,13 +132,13 @@ def _entropy(run: Run) -> Chart:
     ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
     series = [curve for curve in drawn if len(curve.x) > 1]  # a single point is the initial 0
-    starts = findings.origins(run)
+    starts = findings.sum_starts(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
 
 
 def _delta_h(run: Run) -> Chart:
-    quantities = {name: run.measured(f"delta_h/{name}") for name in ("forward", "backward")}
+    quantities = {name: run.rows(f"delta_h/{name}") for name in ("forward", "backward")}
     forward, backward = (
         rows.set_index(rows["about_step"].fillna(rows.index.to_series())) for rows in quantities.values()
     )
@@ -133,21 +146,23 @@ def _delta_h(run: Run) -> Chart:
     series = [
         *points("forward, from this step's batch", forward, BLUE, "circle", -OFFSET),
         *points("backward, from the next step's batch", backward, GREEN, "square", OFFSET),
-        *points("true, on a separate buffer", run.measured("delta_h/true"), TEXT, "diamond"),
+        *points("true, on a separate buffer", run.rows("delta_h/true"), TEXT, "diamond"),
     ]
     return draw("delta_h", series if shown else [], what_is_missing(quantities))
 
 
 def _calibration(run: Run) -> list[Chart]:
     """Return the chart of true against predicted (forward) changes of entropy; [] if none were measured."""
-    forward, true = run.known("delta_h/forward"), run.known("delta_h/true")
+    forward, true = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/true")
     steps = forward.index.intersection(true.index)
     if steps.empty:
         return []
     predictions, truths = to_estimates(forward.loc[steps]), to_estimates(true.loc[steps])
     fit = calibration([(predictions[step], truths[step]) for step in steps])
     labels = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
-    parts = [f"{label}: {in_words(fit[name])}" for name, label in labels.items() if math.isfinite(fit[name].value)]
+    parts = [
+        f"{label}: {format_estimate(fit[name])}" for name, label in labels.items() if math.isfinite(fit[name].value)
+    ]
     cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", forward.loc[steps], true.loc[steps])
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
@@ -165,7 +180,7 @@ def _layers(run: Run) -> Chart:
     names = [name for name in run.names() if name.startswith(prefix) and not name.endswith("_sequence")]
     parts = {name.removeprefix(prefix): run.values(name) for name in names}
     labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
-    missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
+    missing = what_is_missing({"layers": run.rows("delta_h/forward")}, bands=False)
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
     # A quantile rather than the maximum: Adam's first steps would leave all others colourless.
     sizes = table.abs().to_numpy(dtype=float).ravel()
@@ -180,7 +195,7 @@ def _noise_scale(run: Run) -> Chart:
     missing = what_is_missing({"noise scale": rows}, bands=bool(known["low"].isna().all()))
     if known.empty:
         return draw("noise_scale", [], missing)
-    batch = known["value"] * run.measured("gns/batch_ratio")["value"].reindex(known.index)
+    batch = known["value"] * run.rows("gns/batch_ratio")["value"].reindex(known.index)
     top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
     known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # cuts off an infinite end of the band
     series = [
@@ -202,6 +217,6 @@ def _predictors(run: Run) -> Chart:
             x, y = true.to_numpy(), predicted.to_numpy()
             y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
-            clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, faint=0.7))
+            clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, opacity=0.7))
     missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
     return draw("predictors", [diagonal(clouds, "y = x"), *clouds] if clouds else [], missing, source=source)

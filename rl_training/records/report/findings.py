@@ -33,8 +33,8 @@ OF_A_STEP = 3  # sequences shown per step, from different prompts
 
 def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
     """Return the finite values of a metric of the probe `measured`, per step: divided by the steps that each spans."""
-    rows = run.known(name)
-    steps = run.measured("measured/steps")["value"].reindex(rows.index)
+    rows = run.finite_rows(name)
+    steps = run.rows("measured/steps")["value"].reindex(rows.index)
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
 
 
@@ -51,14 +51,14 @@ def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
     return Estimate(rows["value"].mean(), stderr, int(rows["num_samples"].min()))
 
 
-def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
+def first_and_last_means(values: pd.Series[float]) -> list[tuple[float, int, int]]:
     """Return (mean, first step, last step) of the first few values and of the last few; for one value, one entry."""
     window = min(MAX_WINDOW, max(len(values) // 2, 1))
     parts = (values.iloc[:window], values.iloc[window:].tail(window))
     return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
 
 
-def naive_of(run: Run) -> pd.DataFrame:
+def naive_sums(run: Run) -> pd.DataFrame:
     """Return the sum of the naive product at each measured step s, for comparison with the cumulative estimates:
 
         naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0.
@@ -68,9 +68,9 @@ def naive_of(run: Run) -> pd.DataFrame:
     is a bias.
     """
     reuse = run.estimates("delta_h/reuse")
-    if goes_on(run):
+    if sums_began_elsewhere(run):
         return to_rows(dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE)))
-    starts = origins(run) or list(reuse)[:1]
+    starts = sum_starts(run) or list(reuse)[:1]
     no_bar = "no error bar: its error is a bias"
     sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
     for before, step in pairwise(reuse):
@@ -87,20 +87,20 @@ def naive_of(run: Run) -> pd.DataFrame:
     return to_rows(dict(sorted(sums.items())))
 
 
-def origins(run: Run) -> list[int]:
+def sum_starts(run: Run) -> list[int]:
     """Return the steps at which the cumulative sums are exactly 0: the first batch, and where a probe started over."""
-    sums = run.measured("delta_h/cumulative_measured")
+    sums = run.rows("delta_h/cumulative_measured")
     return sums.index[(sums["value"] == 0) & (sums["stderr"] == 0)].to_list()
 
 
-def goes_on(run: Run) -> bool:
+def sums_began_elsewhere(run: Run) -> bool:
     """Return whether the cumulative sums started in another run, which this one branched off from."""
-    return not origins(run) and not run.known("delta_h/cumulative_measured").empty
+    return not sum_starts(run) and not run.finite_rows("delta_h/cumulative_measured").empty
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
     """Return the rewards on prompts that training never sees, by the evaluation that measured them."""
-    rewards = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
+    rewards = {f"evaluation {name}": run.finite_rows("reward", name) for name in (IN_TRAINING, *run.evaluations)}
     return {label: rows for label, rows in rewards.items() if len(rows)}
 
 
@@ -124,8 +124,8 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
     rows, steps = [], 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
         metric = f"tokens/{kind}/{name}"
-        change = run.known(f"{metric}/mean_delta_h").tail(1)
-        share = run.measured(f"{metric}/share_of_tokens")["value"].reindex(change.index).sum()
+        change = run.finite_rows(f"{metric}/mean_delta_h").tail(1)
+        share = run.rows(f"{metric}/share_of_tokens")["value"].reindex(change.index).sum()
         if share > 0:
             steps = run.measured_steps(f"{metric}/mean_delta_h")
             rows.append((KINDS.get(kind, f"its {kind}"), name.replace("_", " "), share, last_of(change)))

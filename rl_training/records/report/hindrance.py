@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.records.failure import read_failure
-from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.report.series import Run, finite
 
 FORWARD = "delta_h/forward"
@@ -11,10 +11,10 @@ FORWARD = "delta_h/forward"
 
 def hindrance(run: Run) -> str:
     """Return why measuring ended early, or why no prediction has a value or an error bar; "" without such a problem."""
-    failure = str(in_whole_characters(read_failure(run.folder)))
+    failure = str(escape_surrogates(read_failure(run.folder)))
     if failure:
         return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt."
-    rows = run.measured(FORWARD)
+    rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""
     known = finite(rows)

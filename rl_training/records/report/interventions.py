@@ -16,7 +16,7 @@ from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, 
 from rl_training.records.report.labels import drops
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.verdict import entropy_now, is_falling
-from rl_training.records.report.writing import MILLI, MISSING, in_words, milli, on_one_line, spoken
+from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
@@ -61,7 +61,7 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     effects = effects_of(run)
     if not effects:
         return None
-    said = spoken(
+    said = non_empty_lines(
         _fall(run),
         _halving(effects),
         _keeping(effects),
@@ -82,7 +82,7 @@ def effects_of(run: Run) -> list[Effect]:
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
         metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
         delta_h, delta_reward, price, at_last_step, kept, halves_at = (
-            last_of(run.measured(metric)) or Estimate.missing("it was not recorded") for metric in metrics
+            last_of(run.rows(metric)) or Estimate.missing("it was not recorded") for metric in metrics
         )
         if math.isfinite(halves_at.value) and not falls:
             halves_at = Estimate.missing(NO_FALL)
@@ -121,7 +121,7 @@ def _fall(run: Run) -> str:
     said += f" Effects are differences from the mean of the measured steps, {milli(fall)} of entropy"
     said += f" and {milli(gain)} of reward" if gain else ""
     if latest:
-        at = run.known("intervention/plain_delta_h").index.max()
+        at = run.finite_rows("intervention/plain_delta_h").index.max()
         said += f"; step {at}, the last of them, has {milli(latest)}"
     return f"{said}."
 
@@ -160,7 +160,7 @@ def _with_prices(effects: Sequence[Effect]) -> str:
 
 
 def _at_price(effect: Effect) -> str:
-    return "" if math.isnan(effect.price.value) else f" (price {in_words(effect.price)})"
+    return "" if math.isnan(effect.price.value) else f" (price {format_estimate(effect.price)})"
 
 
 def certain_order(effects: Sequence[Effect], name: str) -> str:
@@ -204,7 +204,7 @@ def _cells(effect: Effect) -> list[str]:
     cells = [
         effect.name,
         MISSING if unknown else f"{effect.halves_at.value:.2g}",
-        in_words(effect.price),
+        format_estimate(effect.price),
         *map(milli, (effect.delta_h, effect.kept, effect.at_last_step, effect.delta_reward)),
         "; ".join(filter(None, reasons)),
     ]

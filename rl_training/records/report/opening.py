@@ -12,7 +12,7 @@ from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
-from rl_training.records.report.writing import in_words, on_one_line, spoken
+from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
 from rl_training.statistics.welch import difference, is_significant
 
 
@@ -38,7 +38,7 @@ class Opening:
 def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict, lines = judge(run), standing_out(run)
-    further = spoken(_whether_predictions_hold(run), _bound(run))
+    further = non_empty_lines(_whether_predictions_hold(run), _bound(run))
     hindered, headline = on_one_line(hindrance(run)), verdict.headline
     evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
     change = advice(run, verdict, lines)
@@ -60,13 +60,13 @@ def _never_unequal(run: Run, lines: Sequence[Line]) -> Line | None:
 
 def _whether_predictions_hold(run: Run) -> str:
     """Compare the sums of predicted and measured changes at the last step that has both."""
-    both = [run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
+    both = [run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     last = both[0].index.intersection(both[1].index, sort=False)[-1:]
     truth, total = (last_of(rows.loc[last]) for rows in both)
     if truth is None or total is None or total.stderr == 0:
         return ""
     apart = difference(total, truth)
-    figures = f"they add up to {in_words(total, True)} nats, and {in_words(truth, True)} was measured"
+    figures = f"they add up to {format_estimate(total, True)} nats, and {format_estimate(truth, True)} was measured"
     if math.isnan(apart.stderr):
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
     if is_significant(apart):
@@ -78,7 +78,7 @@ def _whether_predictions_hold(run: Run) -> str:
 
 def _bound(run: Run) -> str:
     """Describe how the KL bound has shortened steps, if there was one."""
-    kl, tries, rates = (run.known(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
+    kl, tries, rates = (run.finite_rows(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
     if kl.empty:
         return ""
     shortened = int((tries > 0).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.records.report.series import Run
-from rl_training.records.report.writing import in_words, spoken, two_digits
+from rl_training.records.report.writing import format_estimate, non_empty_lines, two_digits
 
 HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
 
@@ -21,13 +21,13 @@ def sampler_and_trainer(run: Run) -> list[str]:
     )
     is_off = ratio is not None and (ratio.bounds()[0] > 1 or ratio.bounds()[1] < 1)
     why = ratio.reason.removeprefix("below 1: ") if ratio and ratio.reason else ""
-    return spoken(
-        f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",
+    return non_empty_lines(
+        f"Sampler and trainer are {format_estimate(kl)} nats per token apart (KL) at the last measured step.",
         f"At this KL, importance weights hold for responses up to {longest} tokens.",
-        f"The trainer's own numerics account for {in_words(numerics)} of it." if numerics else "",
+        f"The trainer's own numerics account for {format_estimate(numerics)} of it." if numerics else "",
         f"With importance weights, the effective sample is {100 * ess.value:.0f}% of the sequences." if ess else "",
         f"{100 * outside.value:.1f}% of the tokens have a ratio outside of 0.9 … 1.1." if outside else "",
-        f"The mean ratio is {in_words(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
-        f"The trained policy's own reward differs from the logged one by {in_words(gap, True)}." if gap else "",
+        f"The mean ratio is {format_estimate(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
+        f"The trained policy's own reward differs from the logged one by {format_estimate(gap, True)}." if gap else "",
         f"The loss truncates or masks {100 * corrected.value:.1f}% of the tokens." if corrected else "",
     )

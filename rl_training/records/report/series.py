@@ -18,7 +18,7 @@ from rl_training.errors import UserError
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.stored_yaml import plain_yaml, read_text
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(in_whole_characters(self.folder.resolve().name))
+        return str(escape_surrogates(self.folder.resolve().name))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -60,62 +60,62 @@ class Run:
         return _mapping(self.settings.get("provenance"))
 
     @cached_property
-    def places(self) -> Mapping[Any, Any]:
+    def row_numbers(self) -> Mapping[Any, Any]:
         """The row numbers of each metric in the table, by (source, name)."""
         return self.table.groupby(["source", "name"], sort=False).indices
 
     def names(self, source: str = PROBES_FILE) -> list[str]:
-        return [name for origin, name in self.places if origin == source]
+        return [name for origin, name in self.row_numbers if origin == source]
 
     @property
     def evaluations(self) -> list[str]:
         """Names of the evaluations of checkpoints."""
-        sources = dict.fromkeys(source for source, _ in self.places)
+        sources = dict.fromkeys(source for source, _ in self.row_numbers)
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
+    def _tables(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
         """A cache of tables, because a report asks for most of them many times."""
         return {}
 
-    def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
+    def rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Return this metric's rows by step, empty if it was not recorded. Do not change the table: it is cached."""
         key = source, name, False
-        if key not in self._rows:
-            self._rows[key] = self.table.iloc[self.places.get((source, name), [])].set_index("step")
-        return self._rows[key]
+        if key not in self._tables:
+            self._tables[key] = self.table.iloc[self.row_numbers.get((source, name), [])].set_index("step")
+        return self._tables[key]
 
-    def known(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
+    def finite_rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Return the rows of this metric with a finite value, by step. Do not change the table: it is cached."""
         key = source, name, True
-        if key not in self._rows:
-            self._rows[key] = finite(self.measured(name, source))
-        return self._rows[key]
+        if key not in self._tables:
+            self._tables[key] = finite(self.rows(name, source))
+        return self._tables[key]
 
     def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
         """Return this metric's estimates by step."""
-        return to_estimates(self.measured(name, source))
+        return to_estimates(self.rows(name, source))
 
     def last(self, name: str) -> Estimate | None:
         """Return the last finite value of this metric as an estimate, or None."""
-        return last_of(self.known(name))
+        return last_of(self.finite_rows(name))
 
     def measured_steps(self, name: str) -> int:
         """Return the number of measured steps that the last of this metric's running means averages."""
-        known = self.known(name)["measured_steps"]
-        return 0 if known.empty or not math.isfinite(known.iloc[-1]) else int(known.iloc[-1])
+        steps = self.finite_rows(name)["measured_steps"]
+        return 0 if steps.empty or not math.isfinite(steps.iloc[-1]) else int(steps.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
         """Return this metric's rows with the intervals that were recorded separately, as NAME_low and NAME_high."""
-        rows = self.measured(name)
-        low, high = (self.measured(f"{name}_{end}")["value"].reindex(rows.index) for end in ("low", "high"))
+        rows = self.rows(name)
+        low, high = (self.rows(f"{name}_{end}")["value"].reindex(rows.index) for end in ("low", "high"))
         beside = low.notna() & high.notna()
         ends = {"low": low.where(beside, rows["low"]), "high": high.where(beside, rows["high"])}
         return rows.assign(**ends, is_interval=beside | rows["is_interval"])
 
     def values(self, name: str, source: str = PROBES_FILE) -> pd.Series[float]:
         """Return the finite values of this metric by step."""
-        return self.known(name, source)["value"]
+        return self.finite_rows(name, source)["value"]
 
     def logged(self, name: str) -> pd.Series[float]:
         """Return the finite values of this metric in metrics.jsonl, by step."""
@@ -123,8 +123,8 @@ class Run:
 
     def token_entropy(self) -> pd.Series[float]:
         """Return token entropy by step, in nats: from a probe, or as logged by the trainer if no probe measured it."""
-        measured = self.values("entropy/token")
-        return measured if len(measured) else self.logged("entropy")
+        entropies = self.values("entropy/token")
+        return entropies if len(entropies) else self.logged("entropy")
 
     @property
     def last_step(self) -> int:
@@ -217,7 +217,7 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
 
 
 def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
-    """Return a row for each estimate, in the format of `Run.measured`."""
+    """Return a row for each estimate, in the format of `Run.rows`."""
     rows = [
         (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason) for e in estimates.values()
     ]

@@ -10,7 +10,7 @@ from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, keeping
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.verdict import SPENT, is_falling, judge
-from rl_training.records.report.writing import MILLI, MISSING, in_words, on_one_line
+from rl_training.records.report.writing import MILLI, MISSING, format_estimate, on_one_line
 from rl_training.statistics.estimate import Estimate
 
 STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a step's effect
@@ -37,11 +37,11 @@ def step_numbers(run: Run) -> list[list[str]]:
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
         estimates = (
             findings.mean_of_last(findings.measured_by_one_step(run, measured)),
-            findings.mean_of_last(run.known(predicted)),
+            findings.mean_of_last(run.finite_rows(predicted)),
         )
         if any(estimates):
             share = f" ({100 * cut_off[0]:.0f}% of the responses are cut off)" if "length" in label and cut_off else ""
-            rows.append([label + share, *(in_words(estimate, True, times) for estimate in estimates)])
+            rows.append([label + share, *(format_estimate(estimate, True, times) for estimate in estimates)])
     return [["change of", "measured", "predicted"], *rows] if len(rows) > 1 else []
 
 
@@ -56,14 +56,14 @@ def summarize(run: Run) -> list[Row]:
 def _rewards(run: Run) -> Iterator[Row]:
     logged = len(run.steps)
     yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
-    acceptance = findings.ends_of(run.logged("buffer/acceptance"))
+    acceptance = findings.first_and_last_means(run.logged("buffer/acceptance"))
     drawn = "over all generated responses, with prompts drawn by difficulty; " if acceptance else ""
-    yield _from_to("reward", findings.ends_of(run.logged("reward")), drawn)
+    yield _from_to("reward", findings.first_and_last_means(run.logged("reward")), drawn)
     for label, rows in findings.held_out_rewards(run).items():
         ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
         of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
         at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
-        yield Row("held-out reward", " → ".join(map(in_words, ends.values())), f"{label}, {at}{of}")
+        yield Row("held-out reward", " → ".join(map(format_estimate, ends.values())), f"{label}, {at}{of}")
     if acceptance:
         yield _from_to("accepted prompts", acceptance, "share of the prompts generated; ")
     yield _entropy(run)
@@ -75,18 +75,20 @@ def _entropy(run: Run) -> Row:
     levels = run.estimates("entropy/token")
     ends = {step: levels[step] for step in (first, last) if step in levels and math.isfinite(levels[step].value)}
     if not ends:
-        by_trl = "" if len(run.measured("entropy/token")) else ", as TRL logs it"
-        return _from_to("token entropy", findings.ends_of(run.token_entropy()), f"nats per token{by_trl}; ")
+        by_trl = "" if len(run.rows("entropy/token")) else ", as TRL logs it"
+        return _from_to(
+            "token entropy", findings.first_and_last_means(run.token_entropy()), f"nats per token{by_trl}; "
+        )
     at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
     error = "; ± 95 %" if all(end.stderr > 0 for end in ends.values()) else ""
-    return Row("token entropy", " → ".join(map(in_words, ends.values())), f"nats per token, {at}{error}")
+    return Row("token entropy", " → ".join(map(format_estimate, ends.values())), f"nats per token, {at}{error}")
 
 
 def _span(run: Run) -> tuple[int | None, int]:
     """Return the first and last step of the measured change of entropy; None as first if it started in another run."""
-    sums = run.measured("delta_h/cumulative_measured")
+    sums = run.rows("delta_h/cumulative_measured")
     last = max(finite(sums).index, default=max(sums.index, default=0))
-    return max((step for step in findings.origins(run) if step <= last), default=None), last
+    return max((step for step in findings.sum_starts(run) if step <= last), default=None), last
 
 
 def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> Row:
@@ -104,23 +106,25 @@ def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> R
 
 def _changes(run: Run) -> Iterator[Row]:
     """Yield the measured change of entropy at the last step that has one, and the sums of predictions up to there."""
-    sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
+    sums = [run.rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     first, last = _span(run)
     changes = [Estimate.missing(findings.NO_LATER_BATCH)] * 3
     if first != last:
         absent = Estimate.missing(NO_PROBE)
-        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_of(run))]
+        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_sums(run))]
     truth, predicted, naive = changes
     if all(math.isnan(estimate.value) for estimate in changes) and len({estimate.reason for estimate in changes}) == 1:
         yield Row("change of entropy", MISSING, truth.reason)
         return
     span = "nats per token" + (f", from step {first} to step {last}" if first is not None else "")
-    if findings.goes_on(run):
+    if findings.sums_began_elsewhere(run):
         span += f", to step {last} from the first step of the run that this one continues"
     notes = {"measured ΔH": span, "predicted ΔH": "sum of trapezoids", "naive product": "sum of same-batch products"}
     for (label, note), change in zip(notes.items(), changes, strict=True):
         error = "± 95 %" if change.stderr > 0 else change.reason or "no error bar"
-        yield Row(label, in_words(change, True), change.reason if math.isnan(change.value) else f"{note}; {error}")
+        yield Row(
+            label, format_estimate(change, True), change.reason if math.isnan(change.value) else f"{note}; {error}"
+        )
     if truth.value == 0 or abs(truth.value) <= truth.half_width():
         yield Row("predicted / measured", MISSING, "the measured change is not detectably different from 0")
     elif not math.isnan(truth.value):
@@ -162,7 +166,7 @@ def _advice(ratio: tuple[float, float] | None) -> str:
 
 
 def _effective_sample(run: Run) -> Iterator[Row]:
-    if run.measured("ess/advantage").empty:
+    if run.rows("ess/advantage").empty:
         return
     share, idle = (run.values(f"ess/{name}").mean() for name in ("advantage_fraction", "zero_advantage_prompts"))
     note = "of the sequences carry the update (Kish size of |A|, mean over steps)"

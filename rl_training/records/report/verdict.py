@@ -20,7 +20,7 @@ import pandas as pd
 from rl_training.records.report import findings
 from rl_training.records.report.series import Run
 from rl_training.records.report.trends import MIN_STEPS, line_through
-from rl_training.records.report.writing import MILLI, in_words
+from rl_training.records.report.writing import MILLI, format_estimate
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
@@ -69,7 +69,7 @@ class Verdict:
     def evidence(self) -> str:
         """The rest of the sentence: since which step, and the intervals."""
         rates = [
-            f"{what} by {in_words(rate, signed=True, times=MILLI)} thousandths{unit}"
+            f"{what} by {format_estimate(rate, signed=True, times=MILLI)} thousandths{unit}"
             for what, rate, unit in (("entropy", self.entropy, " of a nat"), ("reward", self.reward, ""))
             if math.isfinite(rate.value)
         ]
@@ -94,7 +94,7 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     known = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
     means = {"mean of what each step was measured to change": findings.measured_by_one_step(run, "measured/delta_h")}
     if not predictions_part(run):
-        means["mean of the predictions"] = run.known("delta_h/forward")
+        means["mean of the predictions"] = run.finite_rows("delta_h/forward")
     for what, rows in means.items():
         mean = findings.mean_of_rows(rows.tail(window))
         if mean and math.isfinite(mean.stderr):
@@ -115,7 +115,7 @@ def predictions_part(run: Run) -> bool:
 
 def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
-    forward, backward = run.known("delta_h/forward"), run.known("delta_h/backward")
+    forward, backward = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/backward")
     backward = backward.set_index(backward["about_step"].astype(int)) if len(backward) else backward
     steps = forward.index.intersection(backward.index)[-LEAST_NOW:]
     if steps.empty:

@@ -12,7 +12,7 @@ MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
 ROUNDING = 1e-6  # a value whose whole interval is closer to 0 is rounding error
 
 
-def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
+def format_estimate(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
     """Return `times` value ± half of its 95 % interval, with two digits of the latter; MISSING if there is no value.
 
     An interval that is not symmetric gives: value (low … high).
@@ -31,7 +31,7 @@ def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0
 
 def milli(estimate: Estimate | None) -> str:
     """Return a change in thousandths, signed, ± half of its 95 % interval."""
-    return in_words(estimate, signed=True, times=MILLI)
+    return format_estimate(estimate, signed=True, times=MILLI)
 
 
 def plus_minus(value: float, half: float, sign: str = "") -> str:
@@ -101,6 +101,6 @@ def on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def spoken(*sentences: str) -> list[str]:
+def non_empty_lines(*sentences: str) -> list[str]:
     """Return the sentences that are not empty, each on one line."""
     return [line for sentence in sentences if (line := on_one_line(sentence))]

@@ -32,9 +32,9 @@ from rl_training.records.compare.groups import branching_steps, common_steps, di
 from rl_training.records.compare.page import draw_overlays, pool, write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
-from rl_training.records.report.charts import framed
+from rl_training.records.report.charts import axis_limits
 from rl_training.records.report.series import read_run, to_rows
-from rl_training.records.report.writing import in_words
+from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
@@ -117,8 +117,8 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
     groups = read_groups([again, later])
     trunk, branch = trunks_of(groups)
     assert [(run.name, run.steps[-1]) for run in (trunk, branch)] == [("plain0", 5), ("plain0_0.2", 8)]
-    assert trunk.measured("reward", "sums").index.tolist() == [4]
-    assert trunk.measured("delta_h/cumulative_measured").index.max() == 5
+    assert trunk.rows("reward", "sums").index.tolist() == [4]
+    assert trunk.rows("delta_h/cumulative_measured").index.max() == 5
     assert branching_steps(groups) == [5, 8]
     drawn = {chart.name: chart for chart in draw_overlays(groups)}
     assert [*drawn] == ["reward", "entropy", "change"]
@@ -255,11 +255,11 @@ def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_
     (single,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
     alone = final_figures(single, 12)["noise scale (prompts)"]
     assert (alone.value, alone.interval) == (100.0, (69.0, 1345.0))
-    assert in_words(alone) == "100 (69 … 1345)"
+    assert format_estimate(alone) == "100 (69 … 1345)"
     pooled = final_figures(both, 12)["noise scale (prompts)"]
     assert pooled.value == pytest.approx(150)
     assert pooled.interval == (pytest.approx(1 / (1 / 150 + 12.7062 / 300), rel=1e-5), math.inf)
-    assert in_words(pooled) == "150 (20 … ∞)"
+    assert format_estimate(pooled) == "150 (20 … ∞)"
 
 
 def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> None:
@@ -292,7 +292,7 @@ def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> No
 def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
     means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
-    assert framed(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
+    assert axis_limits(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
 
 
 def test_without_any_settings_a_run_is_a_group_of_its_own_and_nothing_is_said_to_be_alike(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path
     """A single line through the points of several runs would zigzag."""
     groups = read_groups([record(tmp_path / name, seed=seed) for seed, name in enumerate("ab")])
     (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
-    assert [(part["part"], part["faint"], len(part["x"])) for part in reward.data] == [
+    assert [(part["part"], part["opacity"], len(part["x"])) for part in reward.data] == [
         (0, 1.0, 12),
         (1, 0.35, 12),
         (2, 0.35, 12),

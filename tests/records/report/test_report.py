@@ -26,12 +26,12 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.charts import BLUE, Series, draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
-from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
+from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
-from rl_training.records.report.writing import MISSING, in_words, milli, normal_milli
+from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli
 from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -45,7 +45,7 @@ def summary(folder: Path) -> dict[str, tuple[str, str]]:
 def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
     """Reuse is −1, −2, −4, −8 at steps 1 to 4. Batch 1 comes before any update, batch 2 after step 1 (−1), batch 3
     after steps 1 and 2 (−3), batch 4 after steps 1 to 3 (−7). No batch comes after step 4 (−8)."""
-    naive = naive_of(read_run(record_run(tmp_path, range(1, 5))))
+    naive = naive_sums(read_run(record_run(tmp_path, range(1, 5))))
     assert naive["value"].to_dict() == {1: 0, 2: -1, 3: -3, 4: -7}
     assert summary(tmp_path)["naive product"][0] == "-7"
     assert summary(tmp_path)["naive / measured"][0] == "2.33"  # −7 / −3
@@ -56,7 +56,7 @@ def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> No
     record_run(tmp_path, [1], reason="off-policy")
     record_run(tmp_path, [2, 3])
     record_run(tmp_path, [4, 5])
-    naive = naive_of(read_run(tmp_path))
+    naive = naive_sums(read_run(tmp_path))
     assert naive["value"].to_dict() == {2: 0, 3: -2, 4: 0, 5: -8}
 
 
@@ -78,7 +78,7 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
 
 
 def test_naive_curve_with_a_gap_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
-    naive = naive_of(read_run(record_run(tmp_path, [1, 2, 5, 6])))
+    naive = naive_sums(read_run(record_run(tmp_path, [1, 2, 5, 6])))
     assert naive["value"].loc[[1, 2]].tolist() == [0, -1]
     assert naive["value"].loc[[5, 6]].isna().all()
     assert naive["reason"].loc[[5, 6]].str.contains("step 4 was not measured").all()
@@ -86,7 +86,7 @@ def test_naive_curve_with_a_gap_is_nan_from_there_on_and_says_which_step(tmp_pat
 
 def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
     run = read_run(record_run(tmp_path, range(1, 4)))
-    predicted = run.known("delta_h/cumulative_predicted")
+    predicted = run.finite_rows("delta_h/cumulative_predicted")
     for end, sign in (("low", -1), ("high", 1)):
         reach = sign * (predicted[end] - predicted["value"])
         assert reach.tolist() == pytest.approx([0, 0.1 * T_7, 0.1 * T_7])
@@ -367,8 +367,8 @@ def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) ->
         records.write_estimates(step, 1, "simple", {name: Estimate(value, 0.1, 8) for name in names})
     write_report(tmp_path)
     run = read_run(tmp_path)
-    assert len(run.logged("reward")) == len(run.known("delta_h/forward")) == 200
-    assert ending_reason(run.measured("delta_h/forward")) == "from step 201 on: not a finite number"
+    assert len(run.logged("reward")) == len(run.finite_rows("delta_h/forward")) == 200
+    assert ending_reason(run.rows("delta_h/forward")) == "from step 201 on: not a finite number"
 
 
 def test_a_line_that_a_kill_left_unfinished_is_no_step(tmp_path: Path) -> None:
@@ -615,9 +615,9 @@ def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, k
 def test_what_rounding_makes_is_not_written_as_a_result() -> None:
     """For example the KL of a step that moved nothing, which its error bar would call significant."""
     noise = Estimate(9.3e-9, stderr=1.7e-9, num_samples=8)
-    assert in_words(noise, signed=True) == "0, to within 1e-6"
+    assert format_estimate(noise, signed=True) == "0, to within 1e-6"
     assert milli(noise) == normal_milli(9.3e-9, 1.7e-9) == "0, to within 0.001"
-    assert in_words(Estimate(9.3e-6, stderr=1.7e-6, num_samples=8)) == "0.0000093 ± 0.0000040"
-    assert in_words(Estimate(9.3e-9, stderr=1.7e-2, num_samples=8)) == "0.000 ± 0.040"
+    assert format_estimate(Estimate(9.3e-6, stderr=1.7e-6, num_samples=8)) == "0.0000093 ± 0.0000040"
+    assert format_estimate(Estimate(9.3e-9, stderr=1.7e-2, num_samples=8)) == "0.000 ± 0.040"
     assert normal_milli(9.3e-9, 1.7e-2) == "+0 ± 33"
-    assert in_words(Estimate(0.0), signed=True) == "+0"
+    assert format_estimate(Estimate(0.0), signed=True) == "+0"

@@ -32,14 +32,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunRecords:
     """The records of a run, as the rules need them. `recent` takes the last ten logged steps."""
 
     run: Run
     set_up: SetUp
 
     @classmethod
-    def of(cls, run: Run) -> Recorded:
+    def of(cls, run: Run) -> RunRecords:
         return cls(run, SetUp.of(run))
 
     @functools.cached_property

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report.standing_out.line import Line, Recorded, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, steps_of
 from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
-from rl_training.records.report.writing import in_words, milli
+from rl_training.records.report.writing import format_estimate, milli
 
 WORTH = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
 RISEN = 0.25  # least rise of entropy for a bonus to win, as a share of its initial level
 
 
-def reference_wins(recorded: Recorded) -> Line | None:
+def reference_wins(records: RunRecords) -> Line | None:
     """Report a KL term that allows next to no gain in reward.
 
     If the KL of a response is weighted by beta, the best policy gains about Var(A)/beta of the advantage A. Var(A) is 1
     if rewards are divided by their spread, otherwise it is the spread squared.
     """
-    beta, spread = recorded.set_up.number("beta", 0.0), float(recorded.spread.mean()) if len(recorded.spread) else 0.0
-    rate = line_through(recorded.reward)
-    if not beta > 0 or len(recorded.reward) < MIN_STEPS or rate.bounds()[0] > 0 or not spread > 0:
+    beta, spread = records.set_up.number("beta", 0.0), float(records.spread.mean()) if len(records.spread) else 0.0
+    rate = line_through(records.reward)
+    if not beta > 0 or len(records.reward) < MIN_STEPS or rate.bounds()[0] > 0 or not spread > 0:
         return None
-    scaled = str(recorded.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
+    scaled = str(records.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
     gain = (1.0 if scaled else spread) / beta  # in standard deviations of the reward
     if gain >= WORTH:
         return None
-    kl = mean_of_recent(recorded.run.logged("kl"))
-    apart = f"; KL to the first model is {in_words(kl)} nats per token" if math.isfinite(kl.value) else ""
+    kl = mean_of_recent(records.run.logged("kl"))
+    apart = f"; KL to the first model is {format_estimate(kl)} nats per token" if math.isfinite(kl.value) else ""
     said = (
         f"The KL term wins: with beta={beta:g} reward can gain some {gain * spread:.2g} in all. It changes by "
-        f"{milli(rate)} thousandths a step, {steps_of(recorded.reward)}{apart}."
+        f"{milli(rate)} thousandths a step, {steps_of(records.reward)}{apart}."
     )
     smaller = float(f"{beta * gain / 10:.1g}")
-    return Line("reference", int(recorded.reward.index[0]), said, f"Setting: {recorded.set_up.line(beta=smaller)}.")
+    return Line("reference", int(records.reward.index[0]), said, f"Setting: {records.set_up.line(beta=smaller)}.")
 
 
-def bonus_wins(recorded: Recorded) -> Line | None:
+def bonus_wins(records: RunRecords) -> Line | None:
     """Report an entropy bonus that raises entropy while reward does not rise."""
-    weight, levels = recorded.set_up.number("entropy_coef", 0.0), recorded.run.token_entropy()
-    rise, rate = line_through(levels), line_through(recorded.reward)
+    weight, levels = records.set_up.number("entropy_coef", 0.0), records.run.token_entropy()
+    rise, rate = line_through(levels), line_through(records.reward)
     if not weight > 0 or not rise.bounds()[0] > 0 or rate.bounds()[0] > 0:
         return None
     steps = float(levels.index[-1] - levels.index[0])
@@ -50,4 +50,4 @@ def bonus_wins(recorded: Recorded) -> Line | None:
         f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "
         f"a nat, and reward by {milli(rate)} thousandths, {steps_of(levels)}."
     )
-    return Line("bonus", int(levels.index[0]), said, f"Setting: {recorded.set_up.line(entropy_coef=weight / 10)}.")
+    return Line("bonus", int(levels.index[0]), said, f"Setting: {records.set_up.line(entropy_coef=weight / 10)}.")

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.standing_out.line import Line, Recorded, in_percent, recent, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
-from rl_training.records.report.writing import in_words
+from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
@@ -22,33 +22,33 @@ FAR_OFF = 6.0  # standard errors of a jump; high, because every step is tested
 GROWN, MOVES_WITH = 0.15, 0.4  # least growth of length, and least correlation of the changes of length and reward
 
 
-def all_equal(recorded: Recorded) -> Line | None:
+def all_equal(records: RunRecords) -> Line | None:
     """Report that every response earns the same reward."""
-    spread = recorded.run.logged("reward_std").reindex(recorded.reward.index)
-    if recorded.reward.empty:
+    spread = records.run.logged("reward_std").reindex(records.reward.index)
+    if records.reward.empty:
         return None
-    same = (spread == 0) & (recorded.mixed.reindex(recorded.reward.index, fill_value=0) == 0)
-    same &= (recorded.reward - recorded.reward.iloc[-1]).abs() < 1e-9
+    same = (spread == 0) & (records.mixed.reindex(records.reward.index, fill_value=0) == 0)
+    same &= (records.reward - records.reward.iloc[-1]).abs() < 1e-9
     since = first_of_trailing(same)
-    part = recorded.reward[recorded.reward.index >= since] if since is not None else recorded.reward.iloc[:0]
-    if since is None or len(part) < min(FEW_STEPS, len(recorded.reward)):
+    part = records.reward[records.reward.index >= since] if since is not None else records.reward.iloc[:0]
+    if since is None or len(part) < min(FEW_STEPS, len(records.reward)):
         return None
-    mixed = recorded.of_prompts(recorded.mixed.reindex(part.index, fill_value=0.0))
-    cut_off = recorded.cut_off.reindex(part.index).dropna()
+    mixed = records.of_prompts(records.mixed.reindex(part.index, fill_value=0.0))
+    cut_off = records.cut_off.reindex(part.index).dropna()
     said = (
         f"Every response earns the same reward, {part.iloc[-1]:g}: all advantages are 0. Prompts with unequal rewards: "
         f"{in_percent(mixed)}, {steps_of(part)}."
     )
-    before = recorded.reward[recorded.reward.index < since]
+    before = records.reward[records.reward.index < since]
     said += (
         f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
     )
-    if len(before) and part.iloc[-1] > recorded.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
+    if len(before) and part.iloc[-1] > records.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
         return Line("equal", since, f"{said} No step had a higher one: nothing is left to learn here.", LEARNED)
     if len(cut_off) and cut_off.mean() > VISIBLE:
-        share = recorded.of_responses(cut_off)
-        length = recorded.set_up.number("max_completion_length")
-        setting = _longer(recorded, length)
+        share = records.of_responses(cut_off)
+        length = records.set_up.number("max_completion_length")
+        setting = _longer(records, length)
         return Line(
             "equal", since, f"{said} {in_percent(share)} of the responses are cut off at the maximum length.", setting
         )
@@ -57,36 +57,36 @@ def all_equal(recorded: Recorded) -> Line | None:
     )
 
 
-def _longer(recorded: Recorded, length: float) -> str:
+def _longer(records: RunRecords, length: float) -> str:
     longer = int(2 * length) if math.isfinite(length) else "…"
-    return f"Setting: {recorded.set_up.line(max_completion_length=longer)}."
+    return f"Setting: {records.set_up.line(max_completion_length=longer)}."
 
 
-def hardly_mixed(recorded: Recorded) -> Line | None:
+def hardly_mixed(records: RunRecords) -> Line | None:
     """Report that hardly any prompt has responses with unequal rewards."""
-    shares = recent(recorded.mixed)
+    shares = recent(records.mixed)
     if len(shares) < MIN_STEPS or not shares.any():
         return None
-    mixed = recorded.of_prompts(shares)
+    mixed = records.of_prompts(shares)
     if mixed.bounds()[1] >= FEW_MIXED:
         return None
-    since = first_of_trailing(recorded.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
-    mean = mean_of(list(recent(recorded.reward)))
+    since = first_of_trailing(records.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
+    mean = mean_of(list(recent(records.reward)))
     said = (
         f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
     )
-    said += f" teach nothing. The mean reward is {in_words(mean)}."
-    more = recorded.set_up.number("num_generations", 8)
-    way = "buffer=filtered" if recorded.set_up.kind == "job" else recorded.set_up.line(num_generations=int(2 * more))
+    said += f" teach nothing. The mean reward is {format_estimate(mean)}."
+    more = records.set_up.number("num_generations", 8)
+    way = "buffer=filtered" if records.set_up.kind == "job" else records.set_up.line(num_generations=int(2 * more))
     return Line(
         "unmixed", since or int(shares.index[0]), said, f"Setting: {way}, or prompts nearer to a reward of one half."
     )
 
 
-def jump(recorded: Recorded) -> Line | None:
+def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
-    reward, noise = recorded.reward, _noise_of_a_step(recorded)
-    made = recorded.run.estimates("measured/delta_reward")
+    reward, noise = records.reward, _noise_of_a_step(records)
+    made = records.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - AFTER + 1):
         before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
@@ -99,8 +99,8 @@ def jump(recorded: Recorded) -> Line | None:
         known = made.get(step)
         if known is not None and math.isfinite(known.stderr):
             beyond = difference(change, known)
-            between = f"The effect of the step in between is measured as {in_words(known, signed=True)}."
-        elif _moves_little(recorded, step):
+            between = f"The effect of the step in between is measured as {format_estimate(known, signed=True)}."
+        elif _moves_little(records, step):
             beyond, between = change, "The policy hardly moved in the step in between."
         else:
             continue
@@ -109,33 +109,33 @@ def jump(recorded: Recorded) -> Line | None:
         score = size / max(beyond.stderr, 1e-12)
         if (
             score > FAR_OFF
-            and abs(beyond.value) > 0.2 * max(float(recorded.spread.max()), 1e-9)
+            and abs(beyond.value) > 0.2 * max(float(records.spread.max()), 1e-9)
             and (largest is None or score > largest[0])
         ):
             ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
-            said = f"Reward jumped {ends}, by {in_words(change, signed=True)}. {between}"
+            said = f"Reward jumped {ends}, by {format_estimate(change, signed=True)}. {between}"
             largest = score, Line("jump", step, said, f"The reward function or the data changed at step {step}.")
     return largest[1] if largest else None
 
 
-def _moves_little(recorded: Recorded, step: int) -> bool:
+def _moves_little(records: RunRecords, step: int) -> bool:
     """Return whether the KL per response of the update before this step is known and below a hundredth of a nat."""
-    kl = recorded.run.values("measured/kl").get(step)
-    return kl is not None and kl * float(recorded.length.get(step, math.nan)) < 0.01
+    kl = records.run.values("measured/kl").get(step)
+    return kl is not None and kl * float(records.length.get(step, math.nan)) < 0.01
 
 
-def _noise_of_a_step(recorded: Recorded) -> float:
+def _noise_of_a_step(records: RunRecords) -> float:
     """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
-    steps = recorded.reward.diff().dropna()
+    steps = records.reward.diff().dropna()
     scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
-    number = recorded.set_up.sequences
-    of_spread = float(recorded.spread.median()) / math.sqrt(number) if number > 0 and len(recorded.spread) else 0.0
+    number = records.set_up.sequences
+    of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
     return max(scatter, of_spread)
 
 
-def length_with_reward(recorded: Recorded) -> Line | None:
+def length_with_reward(records: RunRecords) -> Line | None:
     """Report that responses grow longer as reward rises, and that both move together from step to step."""
-    length, reward = recorded.length.align(recorded.reward, join="inner")
+    length, reward = records.length.align(records.reward, join="inner")
     slope, rate = line_through(length), line_through(reward)
     if not (slope.bounds()[0] > 0 and rate.bounds()[0] > 0):
         return None
@@ -146,9 +146,9 @@ def length_with_reward(recorded: Recorded) -> Line | None:
     if not (grown.bounds()[0] > GROWN and together.bounds()[0] > 0 and together.value > MOVES_WITH):
         return None
     said = (
-        f"Responses grow longer as reward rises: by {in_words(times(slope, 1.0), signed=True)} tokens a step, "
+        f"Responses grow longer as reward rises: by {format_estimate(times(slope, 1.0), signed=True)} tokens a step, "
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
-        f"From step to step the two move together: correlation {in_words(together)}."
+        f"From step to step the two move together: correlation {format_estimate(together)}."
     )
     return Line("length", int(length.index[0]), said, "Check whether the reward function pays for length.")
 

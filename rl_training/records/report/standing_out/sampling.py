@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.report.standing_out.line import Line, Recorded, in_percent, recent, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
 from rl_training.records.report.trends import first_of_trailing, mean_of_recent
-from rl_training.records.report.writing import in_words
+from rl_training.records.report.writing import format_estimate
 
 MOST = 0.5  # share of responses
 FEW_STEPS = 3
@@ -19,82 +19,84 @@ WHOLE = 0.97  # mean ratio of policy to sampler; it is 1 if the sampler leaves n
 CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
-def no_end(recorded: Recorded) -> Line | None:
+def no_end(records: RunRecords) -> Line | None:
     """Report that no response ends by itself."""
-    cut = recent(recorded.cut_off)
+    cut = recent(records.cut_off)
     if len(cut) < FEW_STEPS or not (cut >= 1).all():
         return None
-    ended = recorded.of_responses(1 - cut)
-    since = first_of_trailing(recorded.cut_off >= 1) or int(cut.index[0])
+    ended = records.of_responses(1 - cut)
+    since = first_of_trailing(records.cut_off >= 1) or int(cut.index[0])
     said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
-    length = recorded.set_up.number("max_completion_length")
-    longer = f" or {recorded.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
+    length = records.set_up.number("max_completion_length")
+    longer = f" or {records.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
     return Line("endless", since, said, f"Setting: eos_token_id of the model and its tokenizer{longer}.")
 
 
-def most_cut_off(recorded: Recorded) -> Line | None:
+def most_cut_off(records: RunRecords) -> Line | None:
     """Report that most responses are cut off at the maximum length."""
-    cut = recent(recorded.cut_off)
-    share = mean_of_recent(recorded.cut_off)
+    cut = recent(records.cut_off)
+    share = mean_of_recent(records.cut_off)
     if len(cut) < FEW_STEPS or (cut >= 1).all() or not share.bounds()[0] > MOST:
         return None
-    since = first_of_trailing(recorded.cut_off > MOST) or int(cut.index[0])
-    length = recorded.set_up.number("max_completion_length")
+    since = first_of_trailing(records.cut_off > MOST) or int(cut.index[0])
+    length = records.set_up.number("max_completion_length")
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
-    said = f"{in_words(share)} of the responses are cut off{at} ({steps_of(cut)})."
-    longer = recorded.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
+    said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
+    longer = records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
     return Line("cut_off", since, said, f"Setting: {longer}.")
 
 
-def other_sampler(recorded: Recorded) -> Line | None:
+def other_sampler(records: RunRecords) -> Line | None:
     """Report that the sampling policy is not the one that is trained: by settings, or by measurement."""
-    return _by_settings(recorded) or _by_measurement(recorded)
+    return _by_settings(records) or _by_measurement(records)
 
 
-def _by_settings(recorded: Recorded) -> Line | None:
-    settings = recorded.set_up.trainer("generation_kwargs")
-    sampling: dict[str, Any] = {name: recorded.set_up.trainer(name) for name in CUTS}
+def _by_settings(records: RunRecords) -> Line | None:
+    settings = records.set_up.trainer("generation_kwargs")
+    sampling: dict[str, Any] = {name: records.set_up.trainer(name) for name in CUTS}
     sampling |= dict(settings) if isinstance(settings, dict) else {}
     cut = {name: sampling[name] for name, whole in CUTS.items() if _is_other(sampling.get(name), whole)}
     if cut.get("top_k", 0) < 0:
         cut.pop("top_k")
-    trained, sampled = recorded.set_up.number("temperature", 1.0), sampling.get("temperature")
-    first = recorded.run.steps[0]
+    trained, sampled = records.set_up.number("temperature", 1.0), sampling.get("temperature")
+    first = records.run.steps[0]
     if _is_other(sampled, trained):
         said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
         return Line(
-            "sampler", first, f"{said}{_distance(recorded)}", f"Setting: {recorded.set_up.line(temperature=sampled)}."
+            "sampler", first, f"{said}{_distance(records)}", f"Setting: {records.set_up.line(temperature=sampled)}."
         )
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
-    said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(recorded)}"
-    return Line("sampler", first, said, f"Setting: {recorded.set_up.line(**{name: CUTS[name] for name in cut})}.")
+    said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
+    return Line("sampler", first, said, f"Setting: {records.set_up.line(**{name: CUTS[name] for name in cut})}.")
 
 
 def _is_other(value: Any, whole: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value != whole
 
 
-def _distance(recorded: Recorded) -> str:
-    kl = mean_of_recent(recorded.run.values("sampler/kl"))
-    return f" They are {in_words(kl)} nats per token apart (KL)." if kl.value > 0 else ""
+def _distance(records: RunRecords) -> str:
+    kl = mean_of_recent(records.run.values("sampler/kl"))
+    return f" They are {format_estimate(kl)} nats per token apart (KL)." if kl.value > 0 else ""
 
 
-def _by_measurement(recorded: Recorded) -> Line | None:
-    left, ratio = (mean_of_recent(recorded.run.values(f"sampler/{name}")) for name in ("ess", "mean_ratio"))
-    kl = recorded.run.values("sampler/kl")
+def _by_measurement(records: RunRecords) -> Line | None:
+    left, ratio = (mean_of_recent(records.run.values(f"sampler/{name}")) for name in ("ess", "mean_ratio"))
+    kl = records.run.values("sampler/kl")
     if kl.empty or not recent(kl).mean() > 0 or not math.isfinite(left.stderr):
         return None
-    shares: pd.Series[float] = recorded.run.values("sampler/ess")
-    apart = f"{in_words(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
+    shares: pd.Series[float] = records.run.values("sampler/ess")
+    apart = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
     if ratio.bounds()[1] < WHOLE:
-        said = f"The sampler leaves tokens out: the mean ratio of the policy to it is {in_words(ratio)}, and not 1. "
-        return Line("sampler", int(shares.index[0]), f"{said}They are {apart}.",
-                    "Setting: the engine's top_p, top_k and temperature.")  # fmt: skip
+        said = (
+            f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
+            f"1. They are {apart}."
+        )
+        return Line("sampler", int(shares.index[0]), said, "Setting: the engine's top_p, top_k and temperature.")
     if left.bounds()[1] < FAR:
         since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < FAR) or int(recent(shares).index[0])
         said = f"The policy that samples is not the one that is trained: {apart}. Importance weights leave "
-        said += f"{in_words(left)} of the sequences."
+        said += f"{format_estimate(left)} of the sequences."
         return Line("sampler", since, said, "Setting: copy the weights to the sampler more often.")
     return None
