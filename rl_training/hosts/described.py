@@ -9,7 +9,7 @@ from torch import nn, optim
 from rl_training.engine.loop_spec import LoopSpec
 
 # Settings of a parameter group that affect a step, in any optimizer that has them.
-OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
 def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
@@ -39,4 +39,4 @@ def settings_of_model(model: nn.Module) -> dict[str, Any]:
 def settings_of_optimizer(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's class, and the current settings of its first parameter group."""
     first = optimizer.param_groups[0]
-    return {"kind": type(optimizer).__name__} | {name: first[name] for name in OF_OPTIMIZER if name in first}
+    return {"kind": type(optimizer).__name__} | {name: first[name] for name in OPTIMIZER_SETTINGS if name in first}

@@ -27,8 +27,8 @@ from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # a number in the text of a reason
-NAMED = 3  # missing estimates that a warning names; the report lists all of them
+NUMBER_PATTERN = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # a number in the text of a reason
+MAX_NAMED_ESTIMATES = 3  # missing estimates that a warning names; the report lists all of them
 
 
 class EstimateWriter:
@@ -56,11 +56,11 @@ class EstimateWriter:
         Args:
             longer_responses: Advice for a warning: what lets responses get longer in this loop.
         """
-        self._ended = time.perf_counter()
+        self._last_step_end = time.perf_counter()
         self._step_time = 0.0  # duration of the last step, in seconds
         self._longer_responses = longer_responses
-        self._has_said_why = False  # whether the warning about equal rewards was given
-        self._times_missing: Counter[str] = Counter()  # number of steps with missing estimates, by limit
+        self._has_warned_of_equal_rewards = False
+        self._num_missing_steps: Counter[str] = Counter()  # number of steps with missing estimates, by limit
 
     def finish(self, number: int) -> dict[str, float]:
         """End the driver's step, write its sequences and estimates, and return the numbers to log.
@@ -71,13 +71,13 @@ class EstimateWriter:
         """
         step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
-            self.records.write_rollouts(number, _sequences(step, self._decode))
-        if step is not None and not self._has_said_why:
+            self.records.write_rollouts(number, _sequence_rows(step, self._decode))
+        if step is not None and not self._has_warned_of_equal_rewards:
             self._warn_if_nothing_is_learned(number, step)
         estimates = self._driver.finish()
         numbers = self.write(number, estimates)
         now = time.perf_counter()
-        self._step_time, self._ended = now - self._ended, now
+        self._step_time, self._last_step_end = now - self._last_step_end, now
         if not estimates:
             return {}
         costs = self._driver.costs.by_name(self._step_time) | {"step_time": self._step_time}
@@ -94,8 +94,8 @@ class EstimateWriter:
             The estimates, errors and costs that are not nan.
         """
         if self._driver.open_step is not None:  # None if the step was left out before its gradients were ready
-            line |= _known(_averages(self._driver.open_step))
-        measured = _known(self.finish(number))
+            line |= _without_nan(_averages(self._driver.open_step))
+        measured = _without_nan(self.finish(number))
         line |= measured | {"step_time": self._step_time}
         if self.records is not None:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
@@ -133,12 +133,12 @@ class EstimateWriter:
         ranks = all_ranks()
         if not step.rollouts or (ranks.count > 1 and not step.probes):
             return
-        why = equal_rewards_warning(step.rollouts, ranks, self._longer_responses)
-        self._has_said_why = bool(why)
-        if why and ranks.number == 0:
-            logger.warning(f"step {number}: {why}")
+        warning = equal_rewards_warning(step.rollouts, ranks, self._longer_responses)
+        self._has_warned_of_equal_rewards = bool(warning)
+        if warning and ranks.number == 0:
+            logger.warning(f"step {number}: {warning}")
 
-    def write_ended(self, number: int, reason: str) -> None:
+    def write_missing(self, number: int, reason: str) -> None:
         """Write nan with this reason for every estimate of a step that is not measured because measuring has ended."""
         missing = Estimate.missing(reason)
         for probe in self._driver.probes:
@@ -157,14 +157,14 @@ class EstimateWriter:
         reasons: dict[str, str] = {}
         for name, estimate in itertools.chain.from_iterable(by_name.items() for by_name in estimates.values()):
             if math.isnan(estimate.value):
-                limit = NUMBER.sub("", estimate.reason)
+                limit = NUMBER_PATTERN.sub("", estimate.reason)
                 missing.setdefault(limit, []).append(name)
                 reasons.setdefault(limit, estimate.reason)
         for limit, names in missing.items():
-            self._times_missing[limit] += 1
-            if self._times_missing[limit] == 2 and all_ranks().number == 0:
-                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reasons[limit]}")
+            self._num_missing_steps[limit] += 1
+            if self._num_missing_steps[limit] == 2 and all_ranks().number == 0:
+                more = f" and {len(names) - MAX_NAMED_ESTIMATES} more" if len(names) > MAX_NAMED_ESTIMATES else ""
+                logger.warning(f"not measured: {', '.join(names[:MAX_NAMED_ESTIMATES])}{more}: {reasons[limit]}")
 
 
 def as_records(given: Any) -> Records | None:
@@ -176,7 +176,7 @@ def as_records(given: Any) -> Records | None:
     raise UserError(f"records={given!r}: give a folder, such as 'my_run/logs', or Records(FOLDER)")
 
 
-def _known(numbers: Mapping[str, float]) -> dict[str, float]:
+def _without_nan(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
@@ -205,7 +205,7 @@ def _averages(step: StepRecorder) -> dict[str, float]:
     return dict(zip(parts, (totals / counts).tolist(), strict=True))
 
 
-def _sequences(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
+def _sequence_rows(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
     """Yield a row of the records for each sequence of this rank.
 
     `length` counts sampled tokens. `logp` is Σ_t log π(t), in nats, at the parameters that the step starts from.

@@ -25,8 +25,8 @@ from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_life import BATCHES, BETWEEN, OUTSIDE, READY, SKIPPED, STEPPED, LoopLife
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
+from rl_training.hosts.loop_progress import LoopProgress, Phase
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
@@ -41,7 +41,7 @@ from rl_training.step.limits import Fixes, Limits
 
 logger = logging.getLogger(__name__)
 
-SAYS_DR_GRPO = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
+DR_GRPO_FIX = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
 LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measured.skip_step() if that is intended"
 
 
@@ -119,7 +119,7 @@ def measured_loop(
             sampling_mismatch=limits.sampling_mismatch(sampling_mismatch),
             no_fresh_responses=None if sample is not None else NO_SAMPLE,
         ),
-        fixes=Fixes(dr_grpo=SAYS_DR_GRPO if dr_grpo else ""),
+        fixes=Fixes(dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
     )
     return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
 
@@ -134,10 +134,10 @@ class MeasuredLoop:
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
-        self._life = LoopLife()
+        self._progress = LoopProgress()
         self._states: Mapping[str, Any] | None = None  # states for the next `with`; None starts from scratch
-        self._begun_with: Mapping[str, Any] | None = None  # states that the open `with` started from
-        self._scores_checked = False
+        self._initial_states: Mapping[str, Any] | None = None  # states that the open `with` started from
+        self._has_checked_scores = False
         self._metrics: dict[str, Any] = {}  # line of the open step
 
     @property
@@ -151,26 +151,26 @@ class MeasuredLoop:
         return self._writer.latest
 
     def __enter__(self) -> MeasuredLoop:
-        self._life.expect(OUTSIDE, "enter measured_loop once per training")
+        self._progress.require(Phase.OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop, self._states)
-        self._begun_with, self._states = self._states, None
+        self._initial_states, self._states = self._states, None
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
-        self._life = self._life.at(BETWEEN)
+        self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
         self._writer.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._life = self._life.at(OUTSIDE)
+        self._progress = self._progress.in_phase(Phase.OUTSIDE)
         self._writer.note_interrupt(error)
         if error is None:  # an error may have occurred on this rank alone, and `end` is collective
             self._driver.end()
         self._undo.close()
         # If no step has ended, keep the states from before: the next `with` repeats the first step.
-        self._states = self._begun_with if self._life.number is None else self._driver.states()
-        self._begun_with = None
+        self._states = self._initial_states if self._progress.last_step_number is None else self._driver.states()
+        self._initial_states = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -185,29 +185,29 @@ class MeasuredLoop:
         Yields:
             The step's line of metrics.jsonl. Add what the loop knows (loss, grad_norm); the rest is added at the end.
         """
-        self._life.expect(
-            BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
+        self._progress.require(
+            Phase.BETWEEN_STEPS, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
         )
-        begun = self._life.begun(number, rollout_number)
-        if self._life.number is None and self._writer.records is not None:
+        progress = self._progress.after_begin(number, rollout_number)
+        if self._progress.last_step_number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
-        self._life = begun
+        self._progress = progress
         self._metrics = {}
         try:
             self._driver.begin(number)
             self._driver.plan()
             yield self._metrics
-            is_left_out = self._life.place in (BATCHES, READY)
+            is_left_out = self._progress.phase in (Phase.IN_MICROBATCHES, Phase.GRADIENTS_READY)
             if is_left_out:
                 logger.warning(LEFT_OUT.format(number=number))
                 self.skip_step()
-            self._life = self._life.ended(is_left_out)
+            self._progress = self._progress.after_end(is_left_out)
             self._writer.write_step(number, self._metrics)
         except BaseException:
             self._driver.fail_step()
             raise
         finally:
-            self._life = self._life.at(BETWEEN)
+            self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
 
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
@@ -222,19 +222,19 @@ class MeasuredLoop:
                 If None, the scorer computes them at measured steps in one more forward pass, without graph.
             other_terms: Whether the loss has terms computed from neither (KL penalty on logits, load balancing).
         """
-        self._life.expect(
-            BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
+        self._progress.require(
+            Phase.IN_MICROBATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
         )
         rollout = with_one_advantage_each(rollout)
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         loop_refusals.refuse_one_more_microbatch(step, self._loop.shape)
-        if rollout.on_policy and self._life.learns_again:
+        if rollout.on_policy and self._progress.is_rollout_reused:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
-        if (step.probes or self._bound) and not self._scores_checked:
+        if (step.probes or self._bound) and not self._has_checked_scores:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
-            self._scores_checked = True
+            self._has_checked_scores = True
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
             if step.probes or self._bound:
@@ -245,38 +245,38 @@ class MeasuredLoop:
 
     def gradients_ready(self) -> None:
         """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
-        self._life.expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
+        self._progress.require(Phase.IN_MICROBATCHES, "call gradients_ready() once in a step, after its microbatches")
         loop_refusals.refuse_missing_microbatches(self._step(), self._loop.shape)
         loop_refusals.refuse_missing_backward(self._step())
-        self._driver.gradients_ready(self._life.rollout_number)
+        self._driver.gradients_ready(self._progress.rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
-        self._life = self._life.at(READY)
+        self._progress = self._progress.in_phase(Phase.GRADIENTS_READY)
 
     def skip_step(self) -> None:
         """Leave this step out. Call it anywhere within the step, instead of `optimizer.step()`.
 
         The step keeps its number and what was measured on its responses. It has no predictions.
         """
-        if self._life.place == READY:
+        if self._progress.phase == Phase.GRADIENTS_READY:
             self._driver.stepped(was_taken=False)
         else:
             what = "call skip_step() inside `with measured.step(number):`, instead of optimizer.step()"
-            self._life.expect(BATCHES, what)
+            self._progress.require(Phase.IN_MICROBATCHES, what)
             self._driver.skip_step()
-        self._life = self._life.at(SKIPPED)
+        self._progress = self._progress.in_phase(Phase.SKIPPED)
 
     def _before_optimizer(self, *args: Any) -> None:
-        if self._life.place == BETWEEN and not self._life.was_left_out:
+        if self._progress.phase == Phase.BETWEEN_STEPS and not self._progress.was_left_out:
             return
         what = "call optimizer.step() once in a step, after gradients_ready() and before the step's context ends"
-        self._life.expect(READY, what)
+        self._progress.require(Phase.GRADIENTS_READY, what)
         loop_refusals.refuse_grad_scaler()
         self._driver.about_to_step()
 
     def _after_optimizer(self, *args: Any) -> None:
-        if self._life.place == READY:
+        if self._progress.phase == Phase.GRADIENTS_READY:
             self._driver.stepped()
-            self._life = self._life.at(STEPPED)
+            self._progress = self._progress.in_phase(Phase.STEPPED)
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class MeasuredLoop:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
-        self._life.expect(OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
+        self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         initial = self._driver.initial_states()
         if state.keys() != initial.keys():
             raise UserError(

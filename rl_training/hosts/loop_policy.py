@@ -51,14 +51,14 @@ class LoopPolicy(Policy):
         assert self._sample is not None, NO_SAMPLE
         device = next(self.model.parameters()).device
         ranks = all_ranks()
-        mine = torch.arange(ranks.number, num_sequences, ranks.count)
+        local_draws = torch.arange(ranks.number, num_sequences, ranks.count)
         parts = []
         with torch.no_grad(), preserve_rng(device), self.measuring():
-            for number, rows in enumerate(mine.split(self._batch_size)):
+            for number, rows in enumerate(local_draws.split(self._batch_size)):
                 # One seed per batch, because a batch uses as many random numbers as its longest response needs.
                 seed_torch(seed, ranks.number, number, device=device)
                 parts.append(self._sample(len(rows)))
-        return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
+        return dataclasses.replace(join_rollouts(parts), prompt_index=local_draws.to(device), on_policy=True)
 
     def decode(self, ids: Tensor) -> str:
         return " ".join(map(str, ids.tolist())) if self._decode is None else self._decode(ids)

@@ -20,7 +20,7 @@ from rl_training.engine import gradient_check
 from rl_training.engine.gradient_check import EVERY, TermsCheck
 from rl_training.engine.loss_check import has_other_terms
 from rl_training.entropy.changed_steps import changes_by_basis
-from rl_training.hosts.loop import SAYS_DR_GRPO
+from rl_training.hosts.loop import DR_GRPO_FIX
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.limits import OTHER_TERMS
@@ -149,7 +149,7 @@ def test_a_loop_that_declares_dr_grpo_with_other_loss_weights_is_reported(monkey
     monkeypatch.setattr(plain_loop, "loss_of", per_length)
     (answer,) = loop_with(nothing, dr_grpo=True)
     assert math.isnan(answer["delta_reward/forward"].value)
-    assert answer["delta_reward/forward"].reason.endswith(SAYS_DR_GRPO)
+    assert answer["delta_reward/forward"].reason.endswith(DR_GRPO_FIX)
 
 
 class Terms(Seen):

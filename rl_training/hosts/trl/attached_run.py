@@ -20,25 +20,25 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 
 logger = logging.get_logger(__name__)
 
-ELSEWHERE = "give attach another folder"
+ANOTHER_FOLDER_FIX = "give attach another folder"
 
 
 class AttachedRun(RunFolder):
     """The folder that a training writes to: the requested one, or the next free number.
 
-    `asked` is the requested folder; `folder` is the one written to, once training has begun.
+    `requested` is the one that the user gave; `folder` is the one written to, once training has begun.
 
     Args:
-        asked: The folder as the user gave it.
+        requested: The folder as the user gave it.
     """
 
-    def __init__(self, asked: str | Path) -> None:
-        self.asked = Path(asked).expanduser()
-        if not self.asked.name:  # "." has no name to append a number to
-            self.asked = self.asked.absolute()
-        for path in (self.asked, self.asked / LOGS_FOLDER, self.asked / REPORT_FOLDER):
+    def __init__(self, requested: str | Path) -> None:
+        self.requested = Path(requested).expanduser()
+        if not self.requested.name:  # "." has no name to append a number to
+            self.requested = self.requested.absolute()
+        for path in (self.requested, self.requested / LOGS_FOLDER, self.requested / REPORT_FOLDER):
             refuse_a_file(path)
-        super().__init__(self.asked)
+        super().__init__(self.requested)
         self.has_begun = False
 
     def begin(self, run_name: str | None) -> None:
@@ -52,27 +52,27 @@ class AttachedRun(RunFolder):
             UserError: On all ranks, if the folder cannot be written to.
         """
         self.release()  # the folder of an earlier training in the same `with` block
-        self.folder = Path(on_main_process(lambda: str(self._lock_one(run_name))))
+        self.folder = Path(on_main_process(lambda: str(self._lock_folder(run_name))))
         self.has_begun = True
-        if all_ranks().number == 0 and run_name is None and self.folder != self.asked:
-            logger.warning(f"{self.asked} holds another training, so this one is written to {self.folder}")
+        if all_ranks().number == 0 and run_name is None and self.folder != self.requested:
+            logger.warning(f"{self.requested} holds another training, so this one is written to {self.folder}")
 
-    def _lock_one(self, run_name: str | None) -> Path:
+    def _lock_folder(self, run_name: str | None) -> Path:
         if run_name is None:
             return self._lock_free_folder()
-        resumed_folder = self.asked.with_name(run_name) if run_name else self.asked
-        self.folder = resumed_folder if resumed_folder.is_dir() else self.asked
+        resumed_folder = self.requested.with_name(run_name) if run_name else self.requested
+        self.folder = resumed_folder if resumed_folder.is_dir() else self.requested
         refuse_links_out(self.folder)
-        self.lock(ELSEWHERE)
+        self.lock(ANOTHER_FOLDER_FIX)
         return self.folder
 
     def _lock_free_folder(self) -> Path:
         for number in itertools.count(1):
-            self.folder = self.asked if number == 1 else self.asked.with_name(f"{self.asked.name}-{number}")
+            self.folder = self.requested if number == 1 else self.requested.with_name(f"{self.requested.name}-{number}")
             if holds_another_run(self.folder):
                 continue
             with contextlib.suppress(FolderInUse):
-                self.lock(ELSEWHERE)
+                self.lock(ANOTHER_FOLDER_FIX)
                 if not holds_another_run(self.folder):  # no other process has trained there meanwhile
                     return self.folder
                 self.release()

@@ -290,7 +290,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             numbers = {} if self._guard.reason else self._writer.finish(step)
         with self._guard.watching():
             if self._guard.reason:
-                self._writer.write_ended(step, self._guard.reason)
+                self._writer.write_missing(step, self._guard.reason)
             self._log.add(step, numbers, will_log=control.should_log)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
