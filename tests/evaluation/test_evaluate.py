@@ -53,7 +53,7 @@ def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperatu
     [('{"base_model_name_or_path": null}', None, "does not name its base model: give model=hub model.name=PATH"),
      ("{", None, "does not name its base model"), ("{", load_tiny, "its adapter cannot be loaded: ")],
 )  # fmt: skip
-def test_an_adapter_whose_configuration_says_too_little_is_named_as_that(
+def test_an_adapter_with_an_incomplete_configuration_is_reported_as_that(
     tmp_path: Path, config: str, of_run: Any, why: str
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(config, encoding="utf-8")
@@ -66,7 +66,7 @@ def test_an_adapter_whose_configuration_says_too_little_is_named_as_that(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_done_on_the_next_call(
+def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_others_are_kept(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call(
+def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Also: while one evaluation of a run is active, another one reports this and exits."""
@@ -174,7 +174,7 @@ def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Pat
     read_plan(composed("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
 
 
-def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(run, tmp_path) -> None:
+def test_an_evaluation_without_any_result_does_not_block_the_corrected_command(run, tmp_path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
     read_plan(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
     plan = read_plan(composed("evaluate", *asked))
@@ -182,7 +182,7 @@ def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_rig
     assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
 
 
-def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
+def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) -> None:
     """Its weights have the same names and sizes as before, but its trainer's log differs."""
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_pat
     assert plan.pending() == {1: checkpoint}
 
 
-def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(run: Path, tmp_path: Path) -> None:
+def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenizer(run: Path, tmp_path: Path) -> None:
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     plan = read_plan(composed("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
@@ -206,7 +206,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
         list(generate_responses(loaded, plan.task(), [[(0, 0)]], 0, {}))
 
 
-def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp_path: Path) -> None:
+def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
     plan = read_plan(composed("evaluate", *asked))
@@ -215,7 +215,7 @@ def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])
-def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp_path: Path, missing: str) -> None:
+def test_a_checkpoint_that_is_unfinished_or_has_no_weights_is_named(run: Path, tmp_path: Path, missing: str) -> None:
     for path in (run / "training_state" / "checkpoint-1").iterdir():
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -236,7 +236,7 @@ def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp
         (leave, "exit code 3"),
     ],
 )
-def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
+def test_the_error_says_what_ended_a_process(work: Any, reason: str) -> None:
     received: list[Any] = []
     assert reason in run_in_process(work, received.append)
     assert received == (["begun"] if work is kill_itself else [])
@@ -254,7 +254,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_process_imports_reaches_the_parent_alone(tmp_path: Path) -> None:
     """A slow module is interrupted during its import, once in the server of forks and once more."""
     (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     (tmp_path / "script.py").write_text(INTERRUPTED)
@@ -265,7 +265,7 @@ def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("returned", ["much", None, 0.5])
-def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returned: Any) -> None:
+def test_a_metric_that_returns_no_named_numbers_is_refused_with_what_is_needed(returned: Any) -> None:
     response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
     with pytest.raises(
         ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
@@ -289,7 +289,7 @@ class Answering(policy.CheckpointPolicy):
         return [policy.TokenScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
 
 
-def test_a_response_ends_at_each_of_the_ends_that_the_model_knows() -> None:
+def test_a_response_ends_at_any_end_token_of_the_model() -> None:
     model, tokenizer = load_tiny()
     prompts = [torch.tensor(tokenizer("1+1-2=?<think>")["input_ids"])] * 8
     uniforms = torch.stack([policy.uniforms_of(0, 0, number, 24) for number in range(8)])
@@ -302,7 +302,7 @@ def test_a_response_ends_at_each_of_the_ends_that_the_model_knows() -> None:
     assert cut == [ids[: ids.index(end) + 1] if end in ids else ids for ids in uncut]
 
 
-def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
+def test_truncated_means_without_an_end_token_not_of_maximum_length() -> None:
     model, tokenizer = load_tiny()
     end = tokenizer.eos_token_id
     answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
@@ -310,7 +310,7 @@ def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
     assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 
 
-def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows_that_are_asked(run: Path) -> None:
+def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
     together = {(r.row, r.number): r for r in sampled_at(checkpoint, [[(n, k) for n in range(8) for k in range(2)]])}
     (alone,) = sampled_at(checkpoint, [[(5, 1)]])
@@ -334,7 +334,7 @@ def test_tokens_are_drawn_with_the_policys_probabilities(run: Path) -> None:
     assert chi2 < common.sum() + 4 * math.sqrt(2 * common.sum())
 
 
-def test_greedy_responses_take_the_likeliest_token(run: Path) -> None:
+def test_greedy_responses_take_the_most_likely_token(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
     loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=0.5, max_completion_length=36)
     prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
@@ -362,7 +362,7 @@ def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
             assert score.kl[k].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-4)
 
 
-def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergences_do_not_depend_on_the_scoring_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four responses of 4 tokens need 4 · 4 · 103 entries of logits, whatever the prompts' lengths."""
     model, tokenizer = load_tiny()
     first = type(model)(model.config)
@@ -380,7 +380,7 @@ def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monk
         assert a.kl.tolist() == pytest.approx(b.kl.tolist(), abs=1e-5)
 
 
-def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:
+def test_the_reference_of_an_adapter_is_its_base_model(run: Path, tmp_path: Path) -> None:
     """The divergence from it is 0 as long as the adapter is LoRA's initial zero."""
     from peft import LoraConfig, get_peft_model
 
@@ -431,7 +431,7 @@ def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
     assert metrics["reward"].stderr == pytest.approx(0.25)  # the prompts' means are 0.5 and 0
 
 
-def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_where_all_say_the_same(
+def test_the_printed_table_has_the_number_of_prompts_and_an_interval_where_all_values_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = [response(row, 0, 1.0, [0.5 + 0.1 * (row % 2)], "3") for row in range(4)]
@@ -448,19 +448,19 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     assert math.isnan(frame.loc["length", "low"])
 
 
-def test_a_reward_beyond_what_its_task_says_is_an_error() -> None:
+def test_a_reward_outside_the_range_of_its_task_is_an_error() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [2.0 for _ in completions])
     with pytest.raises(ValueError, match=r"reward is 2\.0 .* between 0 and 1, as its Task says"):
         judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
 
 
-def test_too_few_rewards_are_counted() -> None:
+def test_too_few_rewards_are_refused_with_their_number() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [1.0])
     with pytest.raises(UserError, match="reward function returned 1 rewards for 2 responses"):
         judge(task, [task.eval_dataset[0]] * 2, ["6", "7"], [torch.tensor([5])] * 2)
 
 
-def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:
+def test_metrics_that_were_not_requested_are_nan_with_a_reason() -> None:
     sampled = [r for r in given() if r.number != GREEDY]
     metrics = response_metrics(sampled, max_k=1, right_reward=1.0, answers=False)
     answers = dict.fromkeys(("majority", "format"), "no_given_answer")
@@ -483,7 +483,7 @@ def test_the_shipped_metrics_by_hand() -> None:
     assert (metrics["p/from_003"].value, metrics["p/from_003"].num_samples) == (pytest.approx(0.6), 1)
 
 
-def test_the_rows_of_a_fraction_are_fixed_and_at_least_one() -> None:
+def test_the_rows_of_a_fraction_are_fixed_by_the_seed_and_at_least_one() -> None:
     assert choose_rows(5, 1.0, seed=0) == (0, 1, 2, 3, 4)
     rows = choose_rows(1000, 0.02, seed=0)
     assert rows == choose_rows(1000, 0.02, seed=0) != choose_rows(1000, 0.02, seed=1)
@@ -495,7 +495,7 @@ def test_the_rows_of_a_fraction_are_fixed_and_at_least_one() -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_a_full_disk_drops_a_step_whole_and_keeps_earlier_results(tmp_path: Path) -> None:
     metrics = response_metrics(given(), max_k=1, right_reward=1.0, answers=True)
     evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
     table = evaluated.consolidate(tmp_path).read_bytes()
@@ -509,7 +509,7 @@ def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_pa
     assert {path.parent.name for path in tmp_path.rglob("*.*") if path.is_file()} == {tmp_path.name, "step_1"}
 
 
-def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+def test_an_infinite_number_stays_infinite_and_is_not_read_as_missing(tmp_path: Path) -> None:
     """A divergence is infinite if the first model gives the policy's response probability 0."""
     metrics = {
         "kl/token": Estimate(math.inf, math.nan, 8, "infinite"),

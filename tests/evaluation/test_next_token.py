@@ -23,7 +23,7 @@ def test_divergences_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
-def test_divergences_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
+def test_divergences_of_fp32_logits_over_a_real_vocabulary_are_within_1e_7_nats_of_fp64(scale: float) -> None:
     """From a nearly uniform to a nearly certain distribution. The twin computes every term in fp64."""
     generator = torch.Generator().manual_seed(0)
     logits = scale * torch.randn(8, 151_936, generator=generator)
@@ -32,7 +32,7 @@ def test_divergences_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to
     torch.testing.assert_close(divergences(logits, other), (p.exp() * (p - q)).sum(dim=-1), rtol=0, atol=1e-7)
 
 
-def test_a_policy_has_no_divergence_from_itself_also_where_it_rules_tokens_out() -> None:
+def test_a_policy_has_no_divergence_from_itself_even_with_impossible_tokens() -> None:
     logits = torch.tensor([[0.0, -math.inf, 1.0], [2.0, 0.5, -math.inf]])
     assert divergences(logits, logits).tolist() == [0, 0]
 

@@ -37,7 +37,7 @@ def length(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_numbers_are_those_of_the_command_and_a_damaged_checkpoint_costs_itself_alone(
+def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_checkpoint(
     make_trainer: Callable[..., Any], run: Path, tmp_path: Path
 ) -> None:
     asked = [f"run={run}", f"output={tmp_path}", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
@@ -70,7 +70,7 @@ def test_the_numbers_are_those_of_the_command_and_a_damaged_checkpoint_costs_its
     assert table["stderr"].fillna(-1.0).tolist() == expected["stderr"].fillna(-1.0).tolist()
 
 
-def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_shows_it(
+def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     def make() -> GRPOTrainer:
@@ -110,7 +110,7 @@ def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_s
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
 
 
-def test_messages_are_put_into_the_template_that_training_puts_them_into(make_trainer: Callable[..., Any]) -> None:
+def test_evaluation_renders_messages_with_the_template_of_training(make_trainer: Callable[..., Any]) -> None:
     _, tokenizer = load_tiny()
     tokenizer.chat_template = "{% if short %}1 + {% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     trainer = make_trainer(**PLAIN, processing_class=tokenizer, chat_template_kwargs={"short": True})

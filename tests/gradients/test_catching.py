@@ -10,7 +10,7 @@ from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.sharding import Shard
 
 
-def test_no_hook_stays_where_one_cannot_be_set() -> None:
+def test_hooks_are_removed_where_one_of_them_cannot_be_set() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     shard = Shard(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     model[1].bias.requires_grad_(False)
@@ -20,7 +20,7 @@ def test_no_hook_stays_where_one_cannot_be_set() -> None:
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_no_hook_stays_where_one_cannot_be_set_on_gradients_that_are_reduced_already() -> None:
+def test_hooks_on_reduced_gradients_are_removed_where_one_of_them_cannot_be_set() -> None:
     class Reducing(Shard):
         reduces_each_backward = True
 

@@ -58,7 +58,7 @@ def check_plan(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
-def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
+def test_folds_are_whole_prompts_and_eight_where_that_needs_no_extra_pass(
     layout: tuple[int, int], num_ranks: int
 ) -> None:
     size, accumulation = layout
@@ -68,7 +68,7 @@ def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
     assert passes == list(ranges_of([size] * accumulation))  # the loop's own microbatches
 
 
-def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
+def test_processes_are_grouped_into_the_fewest_folds_that_make_eight() -> None:
     """8 processes: each of 4 microbatches makes two folds of four processes, 1 makes eight folds, each of 8 one."""
     of_four, of_one, of_eight = (check_plan([G] * count, 8, None) for count in (4, 1, 8))
     assert [group.fold_of_rank for group in of_four] == [(0, 0, 0, 0, 1, 1, 1, 1)] * 4
@@ -89,7 +89,7 @@ def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
         ((2, 32), 2, 5),
     ],
 )
-def test_as_many_folds_as_are_asked_for(layout: tuple[int, int], num_ranks: int, num_folds: int) -> None:
+def test_there_are_as_many_folds_as_requested(layout: tuple[int, int], num_ranks: int, num_folds: int) -> None:
     size, accumulation = layout
     assert check_plan([size] * accumulation, num_ranks, num_folds)[-1].folds.stop == num_folds
 
@@ -98,7 +98,7 @@ def test_as_many_folds_as_are_asked_for(layout: tuple[int, int], num_ranks: int,
     ("layout", "num_ranks", "num_folds", "fitting"),
     [((16, 1), 1, 3, 2), ((64, 1), 2, 9, 8), ((64, 1), 2, 17, 16), ((16, 4), 1, 6, 4), ((2, 32), 1, 9, 8)],
 )
-def test_folds_that_are_impossible_are_refused_with_a_number_that_is_not(
+def test_an_impossible_number_of_folds_is_refused_with_a_possible_one(
     layout: tuple[int, int], num_ranks: int, num_folds: int, fitting: int
 ) -> None:
     size, accumulation = layout
@@ -108,12 +108,12 @@ def test_folds_that_are_impossible_are_refused_with_a_number_that_is_not(
 
 
 @pytest.mark.parametrize("num_folds", [None, 2, 4, 8])
-def test_processes_with_unequal_microbatches_of_whole_prompts_have_equal_groups(num_folds: int | None) -> None:
+def test_processes_with_unequal_microbatches_of_whole_prompts_have_equal_fold_groups(num_folds: int | None) -> None:
     of_ranks = [[8, 24, 40, 8], [16, 16, 32, 32]]
     check_same_groups([check_plan(sizes, 2, num_folds, of_ranks) for sizes in of_ranks])
 
 
-def test_a_unit_ends_where_a_prompt_ends_on_every_process() -> None:
+def test_a_unit_of_folds_ends_where_a_prompt_ends_on_every_process() -> None:
     """On the third process every microbatch ends with a prompt; on the others every second one, elsewhere."""
     of_ranks = [[12, 12, 8, 8], [8, 12, 4, 8], [8, 8, 8, 8]]
     plans = [check_plan(sizes, 3, None, of_ranks) for sizes in of_ranks]
@@ -134,7 +134,7 @@ def check_same_groups(plans: list[list[FoldGroup]]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [4, 4, 4, 4, 4], [8, 16, 1, 3]], ids=str)
-def test_what_is_left_without_a_fold_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
+def test_leaving_out_a_fold_gives_the_plain_mean_of_the_others(sizes: list[int]) -> None:
     folds = random_folds(len(sizes), 2, 3)
     flat = folds.view(len(sizes), -1).tolist()
     got = means_without_folds(folds, torch.tensor(sizes).double())
@@ -144,7 +144,7 @@ def test_what_is_left_without_a_fold_is_the_plain_mean_of_the_other_folds(sizes:
 
 
 @pytest.mark.parametrize("sizes", [[8], [0, 8]])
-def test_leaving_out_a_fold_that_is_everything_raises(sizes: list[int]) -> None:
+def test_leaving_out_the_only_fold_raises(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="nothing is left"):
         leave_out_coefficients(torch.tensor(sizes))
 
@@ -205,7 +205,7 @@ def test_nan_in_a_fold_makes_the_error_nan() -> None:
     assert got.isnan().tolist() == [False, True]
 
 
-def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_have_products_of_their_own() -> None:
+def test_leave_one_out_sums_use_the_entropy_level_of_the_other_folds() -> None:
     # For two folds: (sequences, ΣH, ΣT), and X_seq · δθ, X_len · δθ with and without the other fold in the step.
     levels = torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 6.0]], dtype=torch.float64)  # H_tok = 0.3; folds: 0.5 and 1/6
     of_sequence, of_length = (torch.tensor(x, dtype=torch.float64) for x in ([3.0, 5.0], [2.0, 1.0]))
@@ -232,7 +232,7 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
     )
 
 
-def test_the_largest_of_a_column_is_that_of_all_ranks() -> None:
+def test_the_maximum_of_a_column_covers_all_ranks() -> None:
     rows = [torch.tensor([[-5.0, 1.0], [-3.0, 0.0]]), torch.tensor([[-4.0, 7.0], [-9.0, 2.0]])]
 
     def largest(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -261,7 +261,7 @@ def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: i
 @pytest.mark.parametrize("num_folds", [None, 1, 2, 3, 5, 8, 9, 20, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_prompts", [1, 5, 8, 17])
-def test_folds_of_spread_prompts_keep_them_whole_and_are_filled_even_and_on_as_many_processes(
+def test_folds_of_spread_prompts_keep_prompts_whole_and_are_balanced_over_processes(
     num_prompts: int, ranks: int, num_folds: int | None
 ) -> None:
     """The plan uses the smallest number of prompts on any process; other processes may have more."""

@@ -154,7 +154,7 @@ def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
     assert all(torch.equal(part, bucket) for part, bucket in zip(layout.split(torch.cat(vector)), vector, strict=True))
 
 
-def test_writing_to_a_parameters_part_writes_to_the_vector(joined: int) -> None:
+def test_writing_to_the_view_of_a_parameter_writes_to_the_vector(joined: int) -> None:
     layout = Layout(named(torch.float32))
     rows = layout.zeros(3)
     layout.by_name(rows)["vector"][1] = torch.arange(4.0)
@@ -162,7 +162,7 @@ def test_writing_to_a_parameters_part_writes_to_the_vector(joined: int) -> None:
     assert num_bytes(rows) == 3 * 15 * 4
 
 
-def test_a_large_parameter_alone_in_its_bucket_is_not_copied(monkeypatch) -> None:
+def test_a_large_parameter_with_its_own_bucket_is_not_copied(monkeypatch) -> None:
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", 5)
     tensors = named(torch.float32)
     (matrix, *_) = Layout(tensors).vector(tensors.values())
@@ -194,14 +194,14 @@ def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joine
     assert torch.cat(total).double().tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_sums_over_many_entries_keep_what_fp32_would_lose() -> None:
+def test_sums_over_many_entries_are_more_precise_than_fp32() -> None:
     """Adding 2²⁵ ones one by one in fp32 would stop at 2²⁴."""
     ones = torch.ones(2**25)
     assert float(dot([ones], [ones])) == 2.0**25
     assert dots(ones.expand(2, -1), ones).tolist() == [2.0**25, 2.0**25]
 
 
-def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
+def test_sums_of_spans_are_right_for_all_lengths() -> None:
     """Lengths with and without a common divisor, including 0 and 1."""
     for sizes in (3, 0, 2**17 + 5, 1, 2**16), (96, 0, 2**16, 32):
         values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -239,7 +239,7 @@ def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
 
 
-def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
+def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
     exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
     rows, short = rows_of(exact), rows_of(halved, dtype=torch.bfloat16)
     for model, recorder in ((exact, rows), (halved, short)):
@@ -249,7 +249,7 @@ def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
         torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # rounded twice
 
 
-def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: FoldRecorder) -> None:
+def test_the_mean_of_the_rows_is_the_gradient_of_the_optimizer(model: TiedModel, rows: FoldRecorder) -> None:
     train_step(model, rows, microbatches(3))
     for name, p in model.named_parameters():
         torch.testing.assert_close(rows_by_name(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
@@ -265,7 +265,7 @@ def test_rows_are_the_same_under_gradient_checkpointing() -> None:
             torch.testing.assert_close(rows_by_name(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_a_gradient_in_several_parts_is_noticed() -> None:
+def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     """Reentrant checkpointing delivers the tied weight's gradient from inside the checkpointed part separately."""
     model = TiedModel(reentrant=True)
     rows = rows_of(model)
@@ -274,7 +274,7 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
 
 
-def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: FoldRecorder) -> None:
+def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedModel, rows: FoldRecorder) -> None:
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
         train_step(model, rows, batches)
@@ -316,7 +316,7 @@ def test_finished_rows_leave_no_hook(model: TiedModel, rows: FoldRecorder) -> No
 
 
 @pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
-def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
+def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
     model: TiedModel, offload: bool, keep_rows: bool
 ) -> None:
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
@@ -337,7 +337,7 @@ def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
 
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
-def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
+def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) -> None:
     """With fake tensors, which have a device in name only."""
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
@@ -365,7 +365,7 @@ class Linear(Policy):
         raise NotImplementedError
 
 
-def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:
+def test_slices_of_a_microbatch_get_their_own_mean_gradients_at_any_size() -> None:
     """For the loss Σ c_i log p_i, fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
@@ -436,7 +436,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tenso
 
 
 @pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
-def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
+def test_sharded_rows_are_the_plain_sums_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
     """The first backward of both processes belongs to fold 0. The second belongs to fold 1 on process 1 only."""
     of_tied = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
     of_embedding = []

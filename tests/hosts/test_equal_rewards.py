@@ -32,14 +32,14 @@ def why(*parts: Rollout, ranks: Ranks | None = None) -> str:
     return equal_rewards_warning(parts, ranks or all_ranks(), "raise the limit")
 
 
-def test_equal_rewards_are_told_with_their_number_and_value() -> None:
+def test_equal_rewards_are_reported_with_their_number_and_value() -> None:
     said = why(responses([0.0] * 4), responses([0.0] * 4))
     assert said.startswith("all 8 responses earned 0, so every advantage is 0 and nothing is learned from them. ")
     assert "partial rewards" in said
     assert "cut off" not in said
 
 
-def test_responses_that_were_cut_off_are_the_visible_cause() -> None:
+def test_truncated_responses_are_named_as_the_likely_cause_of_equal_rewards() -> None:
     said = why(responses([0.0] * 4, cut_off=3), responses([0.0] * 4, cut_off=4))
     assert said.endswith(" 88% of them were cut off, the longest at 4 tokens: raise the limit")
 
@@ -54,11 +54,11 @@ def test_responses_that_were_cut_off_are_the_visible_cause() -> None:
     ],
     ids=["differ", "differ between microbatches", "not known", "a baseline of another kind"],
 )
-def test_nothing_is_said_where_something_may_be_learned(parts: list[Rollout]) -> None:
+def test_rewards_that_differ_cause_no_warning(parts: list[Rollout]) -> None:
     assert why(*parts) == ""
 
 
-def test_rewards_that_differ_between_processes_teach_something() -> None:
+def test_rewards_that_differ_between_processes_only_cause_no_warning() -> None:
     other = torch.tensor([1.0, 1.0, 0.0, 4.0, 0.0, 4.0], dtype=torch.float64)
     two = Ranks(2, lambda table: table + torch.stack([torch.zeros_like(other), other]))
     assert why(responses([0.0] * 4), ranks=two) == ""
@@ -68,7 +68,7 @@ def test_rewards_that_differ_between_processes_teach_something() -> None:
     assert why(responses([0.0] * 4), ranks=two).startswith("all 8 responses earned 0")
 
 
-def test_a_training_without_rewards_says_so_at_its_first_step_and_once(
+def test_a_training_without_rewards_warns_once_at_its_first_step(
     make_trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tiny model's answers need more than two tokens, so all of them are cut off."""

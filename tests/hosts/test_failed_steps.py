@@ -155,14 +155,16 @@ def different(first: dict[str, Estimate], other: dict[str, Estimate]) -> set[str
 
 @pytest.mark.parametrize("following", [SAME, AGAIN, RESUMED])
 @pytest.mark.parametrize("place", EARLY)
-def test_a_step_that_failed_is_measured_when_it_is_taken_again_as_if_it_had_not(place: str, following: str) -> None:
+def test_a_failed_step_that_is_repeated_is_measured_as_if_it_had_not_failed(place: str, following: str) -> None:
     answers, _ = undisturbed()
     assert [*map(different, taken_again(place, following).answers, answers)] == [set()] * STEPS
 
 
 @pytest.mark.parametrize("following", [SAME, AGAIN, RESUMED])
 @pytest.mark.parametrize("place", LATE)
-def test_of_a_step_that_failed_once_it_was_measured_only_what_looks_back_is_missing(place: str, following: str) -> None:
+def test_a_step_that_failed_after_its_measurement_lacks_only_backward_estimates_when_repeated(
+    place: str, following: str
+) -> None:
     """This concerns the step itself. At the next one only sums and averages over steps differ."""
     answers, _ = undisturbed()
     first, second, third = taken_again(place, following).answers
@@ -176,7 +178,7 @@ def test_of_a_step_that_failed_once_it_was_measured_only_what_looks_back_is_miss
         assert repr(third[name].value) == repr(answers[2][name].value), name
 
 
-def test_the_step_after_one_that_failed_does_not_look_back_on_what_was_predicted_for_that() -> None:
+def test_the_step_after_a_failed_one_does_not_use_the_predicted_update_of_that() -> None:
     """A loop that resumes may skip the batch that failed."""
     training = Training()
     with contextlib.suppress(Failed), training.loop:
@@ -192,7 +194,7 @@ def test_the_step_after_one_that_failed_does_not_look_back_on_what_was_predicted
     assert abs(training.answers[-1]["measured/delta_h"].value) < 1e-5  # no step was made, so 0 up to rounding
 
 
-def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:
+def test_a_failed_bounded_step_restores_the_learning_rate_of_the_schedule() -> None:
     training = Training()
     training.loop = training.new_loop(target_kl_share=1e-6)
     with training.loop:
@@ -202,7 +204,7 @@ def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:
     assert training.optimizer.param_groups[0]["lr"] == LEARNING_RATE
 
 
-def test_what_bounded_a_step_that_failed_is_not_said_of_the_next_one() -> None:
+def test_bound_estimates_of_a_failed_step_are_not_reported_for_the_next_one() -> None:
     training = Training()
     training.loop = training.new_loop(target_kl_share=1e-6)
     with training.loop:
@@ -218,7 +220,7 @@ def test_what_bounded_a_step_that_failed_is_not_said_of_the_next_one() -> None:
     assert not [name for name in training.loop.latest if name.startswith("bound/")]
 
 
-def test_a_step_that_was_made_is_not_asked_for_again_where_its_line_could_not_be_written(tmp_path: Path) -> None:
+def test_a_step_whose_line_could_not_be_written_need_not_be_repeated(tmp_path: Path) -> None:
     training = Training()
     training.loop = training.new_loop(records=tmp_path)
     with training.loop:

@@ -32,7 +32,7 @@ def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:
         loss_of(logps, part, MICROBATCHES).backward()
 
 
-def test_a_step_that_is_refused_may_be_made_again_and_none_may_be_missing() -> None:
+def test_a_refused_step_may_be_repeated_and_no_step_number_may_be_missing() -> None:
     model, optimizer, measured = new_loop([])
     with measured:
         with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
@@ -46,7 +46,7 @@ def test_a_step_that_is_refused_may_be_made_again_and_none_may_be_missing() -> N
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_look_back_on_it(
+def test_a_skipped_step_has_no_predictions_and_the_next_has_no_backward_estimates(
     said: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Its sequences are measured and running sums stay. The loop may report the skip, or it is noticed."""
@@ -84,9 +84,7 @@ def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_lo
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_step_that_is_left_out_before_its_gradients_are_ready_has_a_line_and_no_estimates(
-    said: bool, tmp_path: Path
-) -> None:
+def test_a_step_skipped_before_its_gradients_are_ready_has_a_line_without_estimates(said: bool, tmp_path: Path) -> None:
     model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
     with measured:
         for number in (1, 2, 3):
@@ -111,7 +109,7 @@ def test_a_step_that_is_left_out_before_its_gradients_are_ready_has_a_line_and_n
     assert [("reward" in row, row["step"]) for row in rows] == [(True, 1), (False, 2), (True, 3)]
 
 
-def test_responses_of_a_step_that_was_left_out_have_not_been_learned_from() -> None:
+def test_responses_of_a_skipped_step_count_as_fresh() -> None:
     """The second attempt, which trains, has a fresh sample; the third does not."""
     model, optimizer, measured = new_loop([SimpleEntropyProbe()])
     codes = []
@@ -131,7 +129,7 @@ def test_responses_of_a_step_that_was_left_out_have_not_been_learned_from() -> N
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
-def test_a_bounded_step_that_is_left_out_leaves_the_schedules_rate(is_ready: bool) -> None:
+def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_schedule(is_ready: bool) -> None:
     model, optimizer, measured = new_loop([], target_kl_share=1e-6)
     rates = [group["lr"] for group in optimizer.param_groups]
     with measured, measured.step(1):
@@ -143,7 +141,7 @@ def test_a_bounded_step_that_is_left_out_leaves_the_schedules_rate(is_ready: boo
         assert [group["lr"] for group in optimizer.param_groups] == rates
 
 
-def test_an_optimizer_that_steps_behind_the_end_of_its_step_is_refused() -> None:
+def test_an_optimizer_that_steps_after_its_step_has_ended_is_refused() -> None:
     """Otherwise every step would look skipped, and all weights would look edited."""
     model, optimizer, measured = new_loop([])
     with measured:
@@ -175,7 +173,7 @@ def test_a_grad_scaler_is_an_error_unless_it_is_switched_off(enabled: bool) -> N
     assert ("gns/trace_step" in measured.latest) != enabled
 
 
-def test_an_optimizer_of_accelerates_that_scales_is_refused() -> None:
+def test_an_accelerate_optimizer_with_a_grad_scaler_is_refused() -> None:
     Accelerator(cpu=True)
     model, optimizer, _ = new_loop([])
     outer = AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu"))

@@ -67,7 +67,7 @@ def probes() -> list[Any]:
     ]
 
 
-def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
+def test_equal_rewards_have_exactly_zero_spread() -> None:
     """torch's standard deviation of nine times .7 is not 0."""
     rewards = torch.full((27,), 0.7, dtype=torch.float64)
     rewards[-1] = 0.0
@@ -78,7 +78,7 @@ def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
     assert _averages(step)["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
-def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_that_are_not() -> None:
+def test_averages_skip_masked_tokens_and_are_nan_with_missing_rewards() -> None:
     rewards, mask = torch.tensor([math.nan, 1.0, 1.0, 1.0]), torch.tensor([[1.0, 0.0]] * 4)
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
     part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
@@ -186,7 +186,7 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
     assert streams() == untouched
 
 
-def test_a_backward_that_fails_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_backward_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed on this process alone. With a collective, the processes would wait for each other forever."""
     sent = []
     monkeypatch.setattr(Exchange, "add", lambda self, names, gradients, rows: sent.append(names))
@@ -222,7 +222,7 @@ def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_entropies_that_the_loop_does_not_have_are_the_scorers(tmp_path: Path) -> None:
+def test_entropies_that_the_loop_does_not_pass_come_from_the_scorer(tmp_path: Path) -> None:
     """Without dropout, the training pass and another forward pass give the same entropies."""
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
@@ -267,7 +267,7 @@ def respond(model: Any, number: int) -> Rollout:
     return Rollout(prompts, there, responses, torch.ones_like(responses), nothing, None, torch.zeros(number).long())
 
 
-def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_notice(tmp_path: Path) -> None:
+def test_ground_truth_from_the_loops_own_sampler_does_not_change_training(tmp_path: Path) -> None:
     torch.manual_seed(0)
     bare, untouched = trained(*new_loop([]), steps=1), torch.random.get_rng_state()
     torch.manual_seed(0)
@@ -290,7 +290,7 @@ def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_n
     assert truth["num_samples"] == 64
 
 
-def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Path) -> None:
+def test_a_declared_second_step_on_a_rollout_is_measured_as_off_policy(tmp_path: Path) -> None:
     model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
     for group in optimizer.param_groups:
         group["lr"] = 1e-6  # with a larger rate these random responses soon have probability 0
@@ -389,7 +389,7 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str) -> None:
+def test_a_mistake_is_reported_in_one_line_with_the_fix(mistake: str) -> None:
     make, said = MISTAKES[mistake]
     model, _, measured = new_loop([SimpleEntropyProbe()])
     with pytest.raises(ValueError, match=said) as caught:
@@ -409,7 +409,9 @@ def static_graph(model: Any) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"), [(reentrant, "with use_reentrant=False"), (static_graph, "DDP's static_graph")]
 )
-def test_what_a_second_backward_would_corrupt_is_refused_at_once(harm: Callable[[Any], None], said: str) -> None:
+def test_settings_that_a_second_backward_would_corrupt_are_refused_at_once(
+    harm: Callable[[Any], None], said: str
+) -> None:
     model = load_tiny()[0]
     harm(model)
     with pytest.raises(ValueError, match=said):
@@ -428,7 +430,7 @@ def test_what_a_second_backward_would_corrupt_is_refused_at_once(harm: Callable[
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0)"),
     ],
 )
-def test_a_number_that_no_loop_can_have_is_refused_by_name(facts: dict[str, Any], said: str) -> None:
+def test_impossible_sizes_and_temperatures_are_refused_by_name(facts: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"measured_loop({said}")):
         new_loop([], **facts)
 
@@ -450,7 +452,7 @@ class HalfAFold(Seen):
         ([HalfAFold()], "half: num_folds=2.5 must be a whole number"),
     ],
 )
-def test_what_is_no_probe_is_refused_in_words(given: Any, said: str) -> None:
+def test_an_object_that_is_not_a_probe_is_refused_in_words(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         new_loop(given)
 
@@ -495,7 +497,7 @@ def test_a_model_without_logits_is_refused_by_name_and_the_one_inside_it_is_meas
         assert train(whole.lm, optimizer, measured, steps=1)[0]["delta_h/forward"].value != 0.0
 
 
-def test_an_optimizer_of_accelerates_is_measured_as_the_one_inside_it() -> None:
+def test_an_accelerate_optimizer_is_measured_as_the_one_it_wraps() -> None:
     Accelerator(cpu=True)
     model, optimizer, _ = new_loop([])
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
@@ -506,7 +508,7 @@ def test_an_optimizer_of_accelerates_is_measured_as_the_one_inside_it() -> None:
     assert estimates["delta_h/forward"] == train(*plain, steps=1)[0]["delta_h/forward"]
 
 
-def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason() -> None:
+def test_a_step_without_any_token_has_no_estimates_for_that_reason() -> None:
     model, optimizer, measured = new_loop([*probes(), InterventionsProbe(every=1), TokenClassesProbe(every=1)])
     with measured, measured.step(1):
         for part in microbatches(0):
@@ -522,7 +524,7 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
         assert "no response of this step has a token" in estimate.reason, name
 
 
-def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
+def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pass(monkeypatch) -> None:
     """The loop does not say what its loss divides by. If no multiple is accepted, a separate pass gives the same."""
     rewards, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
@@ -541,7 +543,7 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
         assert first == pytest.approx(other, rel=1e-3)
 
 
-def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_samples_its_own_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one seed each process draws different numbers, reproducibly. They take prompts 0, 2, … and 1, 3, …."""
 
     def sample(number: int) -> Rollout:
@@ -560,14 +562,14 @@ def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPat
     assert [rollout.prompt_index.tolist() for rollout in drawn[:2]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_what_the_loop_cannot_sample_is_nan_and_says_so(tmp_path: Path) -> None:
+def test_estimates_from_fresh_responses_are_nan_where_the_loop_cannot_sample(tmp_path: Path) -> None:
     trained(*new_loop([SimpleEntropyProbe(), GroundTruthProbe()], records=Records(tmp_path)), steps=1)
     (truth,) = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/true")
     assert math.isnan(truth["value"])
     assert "measured_loop(..., sample=...)" in truth["reason"]
 
 
-def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
+def test_the_example_loop_leaves_records_and_a_report(tmp_path: Path) -> None:
     done = forks.run("examples/plain_loop.py", "--steps", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report" / "report.html").is_file()
@@ -578,7 +580,7 @@ def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
     ].keys()
 
 
-def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
+def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
     settings = LossSettings(8, 0.2, 0.2, True, Correction(), frozenset({"delta", "loss_type", "intervention"}))
     of_trl = fixes(settings)
     assert of_trl.dr_grpo == (
@@ -598,7 +600,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         assert not any("attach" in reason or "Trainer" in reason for reason in reasons)
 
 
-def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_of_many_missing_estimates_names_three(caplog: pytest.LogCaptureFixture) -> None:
     """The warning comes once, at the second step without them."""
     missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
     writer = EstimateWriter(StepDriver([]), None, str)
@@ -607,7 +609,7 @@ def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptu
     assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]
 
 
-def test_a_limit_with_a_number_of_its_step_is_said_once_with_the_estimates_of_all_probes(caplog: Any) -> None:
+def test_a_limit_with_a_number_is_reported_once_for_the_estimates_of_all_probes(caplog: Any) -> None:
     writer = EstimateWriter(StepDriver([]), None, str)
     for step, ess in ((1, 0.1), (2, 0.2), (3, 0.3)):
         missing = Estimate.missing(TOO_FAR.formatted(ess=ess, least=0.5))
@@ -616,7 +618,7 @@ def test_a_limit_with_a_number_of_its_step_is_said_once_with_the_estimates_of_al
     assert "sample size is 0.20" in caplog.text
 
 
-def test_reasons_of_one_code_are_each_said_with_their_own_estimates(caplog: Any) -> None:
+def test_different_reasons_of_one_code_are_reported_with_their_own_estimates(caplog: Any) -> None:
     writer = EstimateWriter(StepDriver([]), None, str)
     backward, measured = (Limit("first_step", text) for text in ("no update is known", "no weights are known"))
     for step in (1, 2):
