@@ -54,11 +54,11 @@ def test_truncated_responses_are_named_as_the_likely_cause_of_equal_rewards() ->
     ],
     ids=["differ", "differ between microbatches", "not known", "a baseline of another kind"],
 )
-def test_rewards_that_differ_cause_no_warning(parts: list[Rollout]) -> None:
+def test_rewards_that_differ_or_are_unknown_cause_no_warning(parts: list[Rollout]) -> None:
     assert why(*parts) == ""
 
 
-def test_rewards_that_differ_between_processes_only_cause_no_warning() -> None:
+def test_rewards_are_compared_over_all_processes() -> None:
     other = torch.tensor([1.0, 1.0, 0.0, 4.0, 0.0, 4.0], dtype=torch.float64)
     two = Ranks(2, lambda table: table + torch.stack([torch.zeros_like(other), other]))
     assert why(responses([0.0] * 4), ranks=two) == ""

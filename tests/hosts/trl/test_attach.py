@@ -117,7 +117,7 @@ def test_a_plain_grpo_trainer_that_logs_all_prints_the_core_numbers(make_trainer
     assert set(logged) - probed - {"step"} <= set(printed)  # everything that TRL logs is printed
 
 
-def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
+def test_a_plain_trainer_with_whole_prompt_order_has_the_forward_estimate(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     witness = Witness()
     with attach(trainer, probes=[SimpleEntropyProbe(), witness]):
@@ -132,7 +132,7 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
             ]
 
 
-def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_trainer) -> None:
+def test_prompts_that_span_microbatches_are_measured_like_those_that_do_not(make_trainer) -> None:
     rows = []
     for size, count in ((4, 4), (2, 8)):
         shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "max_completion_length": 8}
@@ -162,7 +162,7 @@ def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_t
         ),
     ],
 )
-def test_what_this_training_will_not_measure_is_said_when_it_begins(
+def test_training_begins_with_what_it_will_not_measure(
     make_trainer, caplog, settings: Any, trainer_class: Any, said: str
 ) -> None:
     with attach(make_trainer(GRPOTrainer, max_steps=1, **FEW, **settings), probes=[SimpleEntropyProbe()],
@@ -172,7 +172,7 @@ def test_what_this_training_will_not_measure_is_said_when_it_begins(
 
 
 @pytest.mark.parametrize(("steps_per_generation", "is_other"), [(None, False), (4, False), (5, True)])
-def test_more_microbatches_a_step_are_said_to_change_its_responses_only_where_a_generation_is_no_part_of_it(
+def test_advice_warns_of_changed_steps_only_where_steps_would_no_longer_divide_a_generation(
     make_trainer, steps_per_generation: int | None, is_other: bool
 ) -> None:
     shape = {"gradient_accumulation_steps": 3, "steps_per_generation": steps_per_generation}
@@ -182,7 +182,7 @@ def test_more_microbatches_a_step_are_said_to_change_its_responses_only_where_a_
     assert fix.endswith("which responses of a generation each step learns from") == is_other
 
 
-def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numbers(make_trainer) -> None:
+def test_whole_prompt_order_keeps_the_sequences_and_the_random_state(make_trainer) -> None:
     batches, streams = [], []
     for whole in (False, True):
         witness, trainer = Witness(), make_trainer(GRPOTrainer, max_steps=1)
@@ -211,7 +211,7 @@ def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     assert all(not p._backward_hooks for p in trainer.model.parameters())
 
 
-def test_remove_gives_back_what_somebody_else_put_there(make_trainer) -> None:
+def test_remove_restores_what_others_had_set(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     theirs = trainer.compute_loss
     trainer.compute_loss = theirs
@@ -251,14 +251,14 @@ def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_tr
         attach(trainer, probes=[SimpleEntropyProbe()])
 
 
-def test_a_generation_that_spreads_prompts_over_processes_is_refused(make_trainer) -> None:
+def test_a_generation_with_prompts_spread_over_processes_is_refused(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     trainer.args.steps_per_generation = 1  # possible with two processes
     with pytest.raises(ValueError, match="a generation has 1 x 2 sequences on a process, no multiple of num_gen"):
         attach(trainer, probes=[Witness()], whole_prompts=True)
 
 
-def test_attaching_twice_and_to_a_model_that_is_not_trained_is_refused(make_trainer) -> None:
+def test_attaching_twice_or_to_a_frozen_model_is_refused(make_trainer) -> None:
     trainer = make_trainer(probes=[Witness()])
     with pytest.raises(ValueError, match="already has probes"):
         attach(trainer, probes=[Witness()])
@@ -269,19 +269,19 @@ def test_attaching_twice_and_to_a_model_that_is_not_trained_is_refused(make_trai
 
 
 @pytest.mark.parametrize("given", [object(), None])
-def test_what_is_no_trainer_is_refused(given: Any) -> None:
+def test_an_object_that_is_not_a_trainer_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=rf"attached to a trl.GRPOTrainer, and this is {type(given).__name__}"):
         attach(given, probes=[Witness()])
 
 
-def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() -> None:
+def test_the_asynchronous_trainer_is_refused_by_name_with_the_reason() -> None:
     async_grpo = pytest.importorskip("trl.experimental.async_grpo")
     trainer = object.__new__(async_grpo.AsyncGRPOTrainer)
     with pytest.raises(ValueError, match=r"AsyncGRPOTrainer, which lacks _generate_and_score_completions, .*measured_"):
         attach(trainer, probes=[Witness()])
 
 
-def test_the_rloo_trainer_is_refused_with_the_settings_under_which_grpo_has_its_gradients() -> None:
+def test_the_rloo_trainer_is_refused_with_the_grpo_settings_of_the_same_gradient() -> None:
     """It has every method that is checked for, so a list of missing methods would be empty."""
     with pytest.raises(
         ValueError, match=r"is RLOOTrainer\. GRPOTrainer has .*loss_type='dr_grpo', scale_rewards='none'"
@@ -298,7 +298,7 @@ def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(m
     assert witness.steps[-1].batch.fold.tolist() == [0] * 8 + [1] * 8
 
 
-def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it_can_have(make_trainer) -> None:
+def test_a_short_last_step_whose_prompts_span_microbatches_has_all_possible_folds(make_trainer) -> None:
     """Steps have eight microbatches of half a prompt, in four folds. The last step has four: two whole prompts."""
     witness = Witness()
     witness.needs, witness.num_folds = Need.FOLD_GRADIENTS, 4
@@ -311,7 +311,7 @@ def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it
     ]  # fmt: skip
 
 
-def test_a_step_that_mixes_two_rollouts_is_measured_by_the_ratios_of_its_older_half(make_trainer) -> None:
+def test_a_step_on_two_rollouts_is_measured_with_importance_ratios_for_the_older_one(make_trainer) -> None:
     """Six microbatches per rollout, four per step: two in the second step were sampled by the first step's weights."""
     witness = Witness()
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 6}
@@ -345,7 +345,7 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
     assert trainer.state.global_step == 1
 
 
-def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(make_trainer) -> None:
+def test_a_log_line_of_several_steps_has_the_latest_estimate_not_an_average(make_trainer) -> None:
     class Counting(Witness):
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
             return Reading(measured={"counting/step": Estimate(float(len(self.steps)))})
@@ -356,7 +356,7 @@ def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(ma
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, None])
-def test_a_reward_that_is_not_finite_stops_with_the_completion_named(make_trainer, bad) -> None:
+def test_a_non_finite_reward_stops_training_and_names_the_completion(make_trainer, bad) -> None:
     def broken(completions: list[str], **kwargs: Any) -> list[float]:
         return [0.5] * (len(completions) - 1) + [bad]
 
@@ -411,7 +411,9 @@ def broken(ctx: Any, state: Any) -> None:
         ("measure", lambda ctx, state: ctx.prediction, r"needs = Need\.ENTROPY_CHANGE"),
     ],
 )
-def test_a_probe_that_is_wrong_ends_training_and_is_told_why(make_trainer, hook: str, does: Any, said: str) -> None:
+def test_a_probe_that_breaks_its_contract_ends_training_with_the_reason(
+    make_trainer, hook: str, does: Any, said: str
+) -> None:
     witness = Witness()
     setattr(witness, hook, does)
     witness.init = lambda: 0  # type: ignore[method-assign]
@@ -430,7 +432,7 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_
     assert trainer.attachment.driver._fold_recorder.rows is None
 
 
-def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:
+def test_an_entropy_change_read_by_several_probes_is_computed_once(make_trainer, monkeypatch) -> None:
     """Adding other probes that read it next to `simple` adds no passes."""
 
     class Reader(Witness):
@@ -454,7 +456,7 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
     assert asked == alone
 
 
-def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_measured_as_a_frozen_one(
+def test_a_trainable_parameter_that_the_loss_does_not_reach_is_treated_as_frozen(
     make_trainer,
 ) -> None:
     """torch's optimizer does not step it either, not even by weight decay."""
@@ -482,7 +484,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_m
         assert (latest_estimate.value, latest_estimate.stderr) == expected, name
 
 
-def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_trainer) -> None:
+def test_gradients_consumed_within_the_backward_are_an_error(make_trainer) -> None:
     """Optimizers that step layer by layer do this. All parameters would look as if the loss did not reach them."""
     trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
     for parameter in trainer.model.parameters():
@@ -563,7 +565,7 @@ def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reas
     assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_weights")
 
 
-def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimizer(make_trainer) -> None:
+def test_weights_edited_by_a_callback_are_not_the_step_of_the_optimizer(make_trainer) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], **FEW)
     trainer.add_callback(Acting(trainer, AFTER, each_weight(lambda weight: weight.mul_(1.01))))
     trainer.train()
@@ -572,7 +574,7 @@ def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimize
 
 
 @pytest.mark.parametrize(("moment", "said"), [(BEFORE, "between the probes' measurement and"), (AFTER, "after it by")])
-def test_a_second_optimizer_is_noticed_beside_one_that_has_no_formula(make_trainer, moment: str, said: str) -> None:
+def test_a_second_optimizer_is_detected_beside_one_without_a_formula(make_trainer, moment: str, said: str) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], optim="adagrad", **FEW)
     act = another_optimizer if moment == BEFORE else each_weight(lambda weight: weight.mul_(1.01))  # no gradients
     trainer.add_callback(Acting(trainer, moment, act))
@@ -581,7 +583,7 @@ def test_a_second_optimizer_is_noticed_beside_one_that_has_no_formula(make_train
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks  # no hook is left
 
 
-def test_a_step_that_the_optimizer_does_not_make_is_noticed_as_left_out(make_trainer) -> None:
+def test_a_step_that_the_optimizer_does_not_take_is_detected_as_skipped(make_trainer) -> None:
     def no_step(trainer: Any) -> None:
         trainer.optimizer.optimizer.step = lambda *args, **kwargs: None
 

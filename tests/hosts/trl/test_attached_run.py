@@ -58,7 +58,7 @@ class Raising(TrainerCallback):
             raise self.error
 
 
-def test_settings_tell_reward_functions_of_one_name_apart_by_their_source(make_trainer) -> None:
+def test_settings_distinguish_reward_functions_of_the_same_name_by_their_source(make_trainer) -> None:
     """Otherwise a comparison would mistake runs with two rewards for runs with two seeds."""
 
     def scored(completions: list[str], **columns: Any) -> list[float]:
@@ -101,7 +101,7 @@ def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_tra
     assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
 
 
-def test_the_first_line_has_a_row_of_its_own_next_to_the_progress_bar(capsys) -> None:
+def test_the_first_line_does_not_collide_with_the_progress_bar(capsys) -> None:
     with tqdm(total=3, file=sys.stderr), hide_progress_bar():
         print("rl-training", file=sys.stderr)
     (row,) = [row for row in capsys.readouterr().err.split("\n") if "rl-training" in row]
@@ -109,7 +109,7 @@ def test_the_first_line_has_a_row_of_its_own_next_to_the_progress_bar(capsys) ->
     assert (cleared.strip(), line) == ("", "rl-training")
 
 
-def test_records_alone_are_named_as_what_is_written(make_trainer, tmp_path: Path, caplog) -> None:
+def test_with_records_alone_the_first_line_names_the_records_folder(make_trainer, tmp_path: Path, caplog) -> None:
     """`rl-training train` passes records like this."""
     make_trainer(**FEW, probes=[EffectiveSampleSizeProbe()], records=Records(tmp_path / "logs"), max_steps=1).train()
     assert f"one process trains and writes {tmp_path / 'logs'}; probes: ess" in caplog.messages[0]
@@ -123,7 +123,7 @@ def test_records_alone_are_named_as_what_is_written(make_trainer, tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("is_block", [True, False])
-def test_the_report_is_there_after_an_error_of_the_users_which_stays_what_it_is(
+def test_a_users_error_in_the_block_is_raised_unchanged_after_the_report_is_written(
     make_trainer, tmp_path: Path, caplog, error: type[BaseException], how: str, is_block: bool
 ) -> None:
     trainer = make_trainer(**PLAIN)
@@ -155,7 +155,7 @@ def trained_until_told_to_end(folder: Path) -> None:
         trainer.train()
 
 
-def test_told_to_end_a_process_writes_its_report_and_ends_by_that_signal(tmp_path: Path) -> None:
+def test_a_terminated_process_writes_its_report_and_dies_by_that_signal(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
         forks.in_fork(trained_until_told_to_end, tmp_path)
     assert files_in(tmp_path / "run") == FILES
@@ -176,7 +176,7 @@ def test_a_later_handler_that_calls_the_one_before_it_ends_the_process_after_one
     assert (tmp_path / "reports").read_text() == "one "
 
 
-def test_a_handler_of_the_users_decides_what_the_signal_ends_and_is_there_again_after_the_block(
+def test_a_users_signal_handler_runs_after_the_report_and_is_restored_after_the_block(
     make_trainer, tmp_path: Path, caplog
 ) -> None:
     """A fork inherits the handler but writes nothing. In a thread, where Python forbids handlers, none is set."""
@@ -206,7 +206,7 @@ def test_a_handler_of_the_users_decides_what_the_signal_ends_and_is_there_again_
         signal.signal(signal.SIGTERM, before)
 
 
-def test_without_a_block_the_attachment_ends_with_the_training(make_trainer, tmp_path: Path) -> None:
+def test_without_a_with_block_the_attachment_ends_with_the_training(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN)
     attached = attach(trainer, tmp_path / "run", "ess")
     trainer.train()
@@ -234,7 +234,7 @@ def test_a_second_training_goes_to_the_next_free_number_and_says_so(make_trainer
     assert f"{first} holds another training, so this one is written to {tmp_path / 'run-3'}" in caplog.messages
 
 
-def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Path, caplog) -> None:
+def test_two_trainings_in_one_block_leave_one_run_each(make_trainer, tmp_path: Path, caplog) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1)
     with attach(trainer, tmp_path / "run", "simple") as attached:
         trainer.train()
@@ -247,7 +247,9 @@ def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Pat
     assert "not measured" not in caplog.text  # at the first step of either training
 
 
-def test_a_training_whose_error_its_block_catches_has_not_finished(make_trainer, tmp_path: Path, caplog) -> None:
+def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
     class Interrupting(TrainerCallback):
         def on_step_end(self, *others: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
@@ -264,7 +266,7 @@ def test_a_training_whose_error_its_block_catches_has_not_finished(make_trainer,
     assert said == ["training was interrupted after 1 step", "training has finished after 2 steps"]
 
 
-def test_a_training_that_begins_within_the_responses_of_an_interrupted_one_says_so(make_trainer, caplog) -> None:
+def test_a_training_that_starts_on_leftover_responses_of_an_interrupted_one_warns(make_trainer, caplog) -> None:
     class Interrupting(TrainerCallback):
         def on_substep_end(self, *others: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
@@ -281,7 +283,7 @@ def test_a_training_that_begins_within_the_responses_of_an_interrupted_one_says_
     assert "this trainer's last training ended within a step" in caplog.text
 
 
-def test_a_training_knows_that_the_one_before_has_learned_from_the_responses_that_it_left(make_trainer, caplog) -> None:
+def test_leftover_responses_that_the_previous_training_learned_from_count_as_reused(make_trainer, caplog) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1, num_iterations=2)
     for expected in (False, True):
         with attach(trainer, probes="gns") as attached:
@@ -290,7 +292,7 @@ def test_a_training_knows_that_the_one_before_has_learned_from_the_responses_tha
         assert ("ended before it had used up its responses" in caplog.text) == expected
 
 
-def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_trainer, tmp_path: Path) -> None:
+def test_a_folder_with_a_foreign_config_yaml_is_not_touched(make_trainer, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true\n")
     trainer = make_trainer(**PLAIN, max_steps=1)
     with attach(trainer, tmp_path, "ess") as attached:
@@ -299,7 +301,7 @@ def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_traine
     assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
 
 
-def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_path: Path) -> None:
+def test_a_resumed_training_continues_in_its_own_folder(make_trainer, tmp_path: Path) -> None:
     """Also if its folder is not the first of that name."""
     saving = PLAIN | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
     for steps in (1, 2):
@@ -326,7 +328,7 @@ class Own(Probe):
         return Reading(measured={"own/first": Estimate(1.0), "own/second": Estimate(2.0)})
 
 
-def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(make_trainer, tmp_path: Path) -> None:
+def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(make_trainer, tmp_path: Path) -> None:
     """Whatever logging_steps is; TRL's default is 10."""
     trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2, report_to=["tensorboard"])
     probes = ["simple", "interventions", "measured", "gns", "ess", "sampler", "covariance", Own()]
@@ -354,7 +356,7 @@ def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(mak
     assert integration_utils.rewrite_logs({"delta_h/forward": 0.0}) == {"train/delta_h/forward": 0.0}  # as before
 
 
-def test_the_versions_that_are_called_tested_are_those_of_the_constraints() -> None:
+def test_the_versions_called_tested_are_those_of_the_constraints_file() -> None:
     lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
     assert {name: ".".join(pinned[name].split(".")[:2]) for name in TESTED} == TESTED
@@ -370,7 +372,7 @@ def test_the_versions_that_are_called_tested_are_those_of_the_constraints() -> N
     ],
     ids=str,
 )
-def test_where_order_changes_more_than_rounding_the_default_is_bitwise_trls(make_trainer, settings: Any) -> None:
+def test_where_row_order_changes_more_than_rounding_the_default_keeps_trls_order(make_trainer, settings: Any) -> None:
     expected, differs = ending(make_trainer(**PLAIN, **settings)), []
     for chosen in ({}, {"whole_prompts": True}):
         trainer = make_trainer(**PLAIN, **settings)

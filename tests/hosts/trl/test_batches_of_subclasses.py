@@ -90,7 +90,7 @@ def keeps(make_trainer: Any, rows: Any, **settings: Any) -> Any:
     return trainer
 
 
-def test_replayed_responses_have_their_own_rewards_and_are_weighed_by_the_log_probabilities_with_them(
+def test_replayed_responses_keep_their_rewards_and_get_importance_weights(
     make_trainer: Any,
 ) -> None:
     trainer = make_trainer(Replay, **STEP)
@@ -105,7 +105,7 @@ def test_replayed_responses_have_their_own_rewards_and_are_weighed_by_the_log_pr
         assert estimates[name].code == "reused"
 
 
-def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_policy(make_trainer: Any) -> None:
+def test_replayed_responses_without_log_probabilities_have_no_known_policy(make_trainer: Any) -> None:
     trainer = make_trainer(Replay, **STEP)
     trainer.keeps_logps = False
     estimates, _ = measured(trainer)
@@ -117,7 +117,7 @@ def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_p
     assert math.isfinite(estimates["entropy/visited_prefixes"].value)
 
 
-def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(make_trainer: Any) -> None:
+def test_replayed_responses_of_a_hotter_rollout_are_not_samples_of_the_policy(make_trainer: Any) -> None:
     """This holds even though the current rollout is sampled as it is scored, and has log-probabilities for them."""
     trainer = make_trainer(Replay, **STEP)
 
@@ -134,7 +134,7 @@ def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(mak
         )
 
 
-def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(make_trainer: Any) -> None:
+def test_resampled_prompts_keep_their_rewards_and_are_measured(make_trainer: Any) -> None:
     trainer = make_trainer(
         DrawsAgain, **STEP | {"reward": lambda completions, **k: [float(len(c) > 4) for c in completions]}
     )
@@ -144,7 +144,7 @@ def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(ma
         assert math.isfinite(estimates[name].value) or not estimates[name].reason.startswith("the ")
 
 
-def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(make_trainer: Any) -> None:
+def test_a_selection_of_a_prompts_responses_is_not_a_sample_of_the_policy(make_trainer: Any) -> None:
     """Estimates that describe the batch and its gradient are measured, from the folds of the smaller batch."""
     estimates, steps = measured(keeps(make_trainer, shortest_half, max_steps=1))
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
@@ -155,7 +155,7 @@ def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(
     assert steps[-1].batch.responses_per_prompt == 2
 
 
-def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(make_trainer: Any) -> None:
+def test_a_step_without_some_whole_prompts_is_measured_at_its_smaller_size(make_trainer: Any) -> None:
     """Each microbatch has two responses, so a fold needs two of them."""
     estimates, steps = measured(keeps(make_trainer, half_of_the_prompts, learning_rate=3e-4))
     for name in (
@@ -170,7 +170,7 @@ def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(m
     assert steps[-1].batch.rollout.num_sequences == 16
 
 
-def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -> None:
+def test_prompts_with_unequal_numbers_of_responses_are_reported(make_trainer: Any) -> None:
     estimates, _ = measured(keeps(make_trainer, unlike_numbers, max_steps=1), few_probes)
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
         assert estimates[name].code == "uneven_prompts"
@@ -202,7 +202,7 @@ def with_logps(make_trainer: Any, change: Any) -> Any:
     return make_trainer(Handed, **STEP | {"max_steps": 1})
 
 
-def test_old_log_probabilities_that_are_the_policy_s_own_leave_the_step_on_policy(make_trainer: Any) -> None:
+def test_old_log_probabilities_equal_to_the_policys_leave_the_step_on_policy(make_trainer: Any) -> None:
     estimates, steps = measured(with_logps(make_trainer, torch.clone))
     assert steps[0].batch.rollout.on_policy
     assert steps[0].batch.rollout.sampling_logps is None
@@ -218,7 +218,7 @@ def test_old_log_probabilities_of_another_policy_are_kept(make_trainer: Any) -> 
     assert estimates["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
 
 
-def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: Any) -> None:
+def test_a_response_that_the_policy_did_not_write_is_detected(make_trainer: Any) -> None:
     class Shown(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             out = super()._generate_and_score_completions(inputs)
@@ -230,7 +230,7 @@ def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: A
     assert estimates["measured/delta_reward"].reason.startswith("1 of the 32")
 
 
-def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewards(make_trainer: Any) -> None:
+def test_a_batch_rebuilt_by_a_subclass_keeps_its_prompts_and_has_no_rewards(make_trainer: Any) -> None:
     class Anew(GRPOTrainer):
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             inputs = super()._prepare_inputs(generation_batch)
@@ -244,7 +244,7 @@ def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewar
     assert other["delta_reward/forward"].code == "no_rewards"
 
 
-def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_the_steps_gradient(
+def test_folds_of_microbatches_of_unexpected_sizes_add_up_to_the_gradient_of_the_step(
     make_trainer: Any,
 ) -> None:
     class Shrinks(GRPOTrainer):
@@ -266,7 +266,7 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_th
         assert float((of_folds - mean).norm()) < 1e-5 * float(mean.norm())
 
 
-def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_trainer: Any, caplog: Any) -> None:
+def test_a_step_whose_loss_is_not_observed_has_no_estimates_and_warns_once(make_trainer: Any, caplog: Any) -> None:
     class OwnStep(GRPOTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             inputs = self._prepare_inputs(inputs)
@@ -305,7 +305,7 @@ def keys_of(responses: GeneratedResponses, rows: list[tuple[list[int], list[int]
     return [*responses._order]
 
 
-def test_of_rows_with_the_same_tokens_and_unlike_rewards_those_out_of_place_have_none() -> None:
+def test_moved_rows_with_equal_tokens_and_different_rewards_have_no_reward() -> None:
     responses = GeneratedResponses()
     keys = keys_of(responses, [([1], [2, 3]), ([1], [2, 3]), ([1, 2], [3])])
     responses.reward([0.0, 1.0, 5.0])
@@ -316,7 +316,7 @@ def test_of_rows_with_the_same_tokens_and_unlike_rewards_those_out_of_place_have
     assert fresh == [True] * 3
 
 
-def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_last(monkeypatch: Any) -> None:
+def test_responses_of_earlier_rollouts_are_recognized_until_the_memory_is_full(monkeypatch: Any) -> None:
     monkeypatch.setattr(generated, "MAX_PAST_RESPONSES", 3)
     responses = GeneratedResponses()
     first = keys_of(responses, [([1], [2]), ([1], [3])])
@@ -336,7 +336,7 @@ def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_l
     assert responses.find([first[0]]) == ([None], [False])
 
 
-def test_a_response_that_was_learned_from_stays_so_where_the_same_is_generated_again_and_left_out() -> None:
+def test_a_response_once_learned_from_stays_so_when_generated_again_without_learning() -> None:
     responses = GeneratedResponses()
     for learned in (1, 0):
         responses.begin_next(keys_of(responses, [([1], [2]), ([1], [3])])[:learned])
@@ -344,7 +344,7 @@ def test_a_response_that_was_learned_from_stays_so_where_the_same_is_generated_a
     assert [response is not None and response.learned for response in places] == [True, False]
 
 
-def test_rewards_of_another_number_of_rows_are_not_taken() -> None:
+def test_rewards_for_another_number_of_rows_are_ignored() -> None:
     responses = GeneratedResponses()
     keys = keys_of(responses, [([1], [2]), ([1], [3])])
     responses.reward([1.0, 2.0, 3.0])

@@ -28,7 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_with_every_probe_is_bitwise_the_training_without(make_trainer: Callable[..., Any], kind: str) -> None:
+def test_training_with_every_probe_is_bitwise_training_without_probes(
+    make_trainer: Callable[..., Any], kind: str
+) -> None:
     settings = SHORT | KINDS[kind]
     bare = bare_ending(**settings)
     peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None

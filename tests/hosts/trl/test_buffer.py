@@ -86,7 +86,7 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # --- which prompts are drawn --------------------------------------------------------------------------------------
 
 
-def test_weights_are_the_expected_variance_of_a_success() -> None:
+def test_prompt_weights_are_the_expected_variance_of_success() -> None:
     """By hand: 12 successes of 24, so m = 1/2; Beta(1, 1), Beta(5, 5), Beta(9, 1), Beta(1, 9)."""
     weights = prompt_weights(torch.tensor([0.0, 4, 8, 0]), torch.tensor([0.0, 8, 8, 8]), floor=0.1)
     expected = [4 * 1 / 6, 4 * 25 / 110, 4 * 9 / 110, 4 * 9 / 110]
@@ -100,7 +100,7 @@ def buffer_that_learned(rewards: Tensor, **options: Any) -> FilteredBuffer:
     return buffer
 
 
-def test_a_resumed_buffer_knows_the_range_of_rewards_too() -> None:
+def test_a_resumed_buffer_restores_the_range_of_rewards() -> None:
     """By hand: 2 successes of 4, so m = 1/2; Beta(1 + 1, 1 + 1), Beta(1 + 1, 1 + 1), and Beta(1, 1) if never tried."""
     before = buffer_that_learned(torch.tensor([[-1.0, 3.0], [3.0, -1.0]]), floor=0.1)
     again = FilteredBuffer(floor=0.1)
@@ -110,7 +110,7 @@ def test_a_resumed_buffer_knows_the_range_of_rewards_too() -> None:
     assert again.weights().tolist() == pytest.approx([known, known, 0.7])
 
 
-def test_a_prompt_without_hope_keeps_the_floor_and_is_still_drawn() -> None:
+def test_a_prompt_that_never_succeeds_keeps_the_floor_weight_and_is_still_drawn() -> None:
     buffer = buffer_that_learned(torch.tensor([[0.0, 1.0] * 500, [0.0] * 1000]), floor=0.2)
     weights = buffer.weights()
     assert weights[1] == pytest.approx(0.2, abs=0.01)
@@ -118,18 +118,18 @@ def test_a_prompt_without_hope_keeps_the_floor_and_is_still_drawn() -> None:
     assert drawn.count(1) / 2000 == pytest.approx(float(weights[1] / weights[:2].sum()), abs=0.03)
 
 
-def test_the_scale_and_the_origin_of_rewards_do_not_matter() -> None:
+def test_prompt_weights_ignore_scale_and_offset_of_rewards() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.25, 0.5, 0.0]])
     weights = [buffer_that_learned(scale * rewards - 3.0).weights() for scale in (1.0, 20.0)]
     torch.testing.assert_close(weights[0], weights[1])
     torch.testing.assert_close(weights[0], buffer_that_learned(rewards).weights())
 
 
-def test_while_all_rewards_are_the_same_all_prompts_are_drawn_alike() -> None:
+def test_prompts_are_drawn_uniformly_while_all_rewards_are_equal() -> None:
     assert buffer_that_learned(torch.full((3, 4), 0.1)).weights().unique().tolist() == [1.0]
 
 
-def test_what_a_response_says_counts_half_after_the_half_life() -> None:
+def test_a_response_counts_half_after_the_half_life() -> None:
     buffer = buffer_that_learned(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), half_life=3.0)
     for _ in range(3):
         buffer.forget()
@@ -138,14 +138,14 @@ def test_what_a_response_says_counts_half_after_the_half_life() -> None:
     torch.testing.assert_close(buffer.weights(), weights.double())
 
 
-def test_draws_are_distinct_and_exclude_those_tried() -> None:
+def test_draws_are_distinct_and_exclude_prompts_already_tried() -> None:
     buffer = FilteredBuffer(seed=3)
     buffer.start(20)
     tried = list(range(0, 20, 2))
     assert sorted(buffer.draw(10, tried)) == list(range(1, 20, 2))
 
 
-def test_rewards_that_differ_by_rounding_only_are_not_mixed() -> None:
+def test_rewards_that_differ_only_by_rounding_are_not_mixed() -> None:
     rewards = torch.tensor([[0.1 + 0.2, 0.3], [0.3, 0.31], [0.0, 0.0], [-1.0, 1.0]])
     assert are_mixed(rewards).tolist() == [False, True, False, True]
 
@@ -162,7 +162,7 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message:
 # --- which prompt fills which slot --------------------------------------------------------------------------------
 
 
-def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None:
+def test_a_mixed_prompt_replaces_only_a_rejected_one() -> None:
     """By hand, for two processes with three slots each. Group 4 of the second process is surplus."""
     first, other = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()
     filled = [[fill_slots(mixed[:generated], 3) for generated in (3, 5, 6)] for mixed in (first, other)]
@@ -172,7 +172,7 @@ def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None
     ]
 
 
-def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:
+def test_metrics_of_several_attempts_are_merged_over_all_their_sequences() -> None:
     attempts = [
         {
             "reward": [0.5], "completions/min_length": [4.0], "completions/max_length": [9.0], "seldom": [2.0],
@@ -197,7 +197,7 @@ def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:
 # --- a rollout ----------------------------------------------------------------------------------------------------
 
 
-def test_a_filled_rollout_holds_mixed_prompts_only_and_each_row_its_own_reward(make_trainer: Make) -> None:
+def test_a_filled_rollout_has_only_mixed_prompts_and_each_row_its_own_reward(make_trainer: Make) -> None:
     """The rewards are recomputed from the texts of prompt and completion."""
     rollouts, asked = Rollouts(), Asked()
     trainer = make_trainer(probes=[rollouts], buffer=FilteredBuffer(max_attempts=20), reward=asked, max_steps=3)
@@ -221,7 +221,7 @@ def test_a_filled_rollout_holds_mixed_prompts_only_and_each_row_its_own_reward(m
     assert not set(indices[0]) & set(indices[1])
 
 
-def test_metrics_speak_of_all_that_was_generated(make_trainer: Make) -> None:
+def test_metrics_cover_all_generated_responses(make_trainer: Make) -> None:
     asked = Asked()
     trainer = make_trainer(buffer=FilteredBuffer(max_attempts=3), reward=asked, max_steps=2)
     trainer.train()
@@ -242,7 +242,7 @@ def test_metrics_speak_of_all_that_was_generated(make_trainer: Make) -> None:
     assert trainer.state.log_history[1]["num_tokens"] == 4 * sum(asked_tokens) + sum(asked.num_tokens)
 
 
-def test_a_slot_that_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer: Make) -> None:
+def test_an_unfilled_slot_keeps_a_rejected_prompt_without_advantages(make_trainer: Make) -> None:
     """With a constant reward: three attempts, then a step of weight decay alone."""
     rollouts, asked = Rollouts(), Asked(constant=1.0)
     trainer = make_trainer(
@@ -270,7 +270,7 @@ def test_refilling_stops_when_no_prompts_are_left_to_try(make_trainer: Make) -> 
 
 
 @pytest.mark.parametrize("reuse", [{"steps_per_generation": 4}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
-def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int]) -> None:
+def test_the_filter_acts_once_per_rollout(make_trainer: Make, reuse: dict[str, int]) -> None:
     """Here a rollout serves two steps. With old_per_token_logps of the wrong rows, ratios would not be near 1."""
     trainer = make_trainer(buffer=FilteredBuffer(), max_steps=3, gradient_accumulation_steps=2, **reuse)
     trainer.train()
@@ -283,7 +283,7 @@ def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int
 # --- what does not change -----------------------------------------------------------------------------------------
 
 
-def test_probes_change_nothing_of_filtered_training(make_trainer: Make) -> None:
+def test_probes_do_not_change_filtered_training(make_trainer: Make) -> None:
     probes = [SimpleEntropyProbe(), GroundTruthProbe(every=2, sequences=16), EffectiveSampleSizeProbe()]
     bare = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2)
     ended = parameters_after(bare)
@@ -316,7 +316,7 @@ def test_evaluation_is_never_filtered(make_trainer: Make) -> None:
     assert_equal(before, trainer.buffer.state_dict())
 
 
-def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(make_trainer: Make) -> None:
+def test_ground_truth_sequences_are_sampled_without_the_filter(make_trainer: Make) -> None:
     """They are drawn from all prompts with equal probability, whatever the buffer has learned about them."""
     buffer = FilteredBuffer(floor=0.01)
     bare, filtered = make_trainer(), make_trainer(buffer=buffer)
@@ -371,7 +371,7 @@ def seven_prompts() -> Dataset:
         (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize' or buffer=plain"),
     ],
 )
-def test_a_training_that_cannot_be_filtered_is_refused(make_trainer: Make, settings: Any, said: str) -> None:
+def test_a_training_that_the_filter_does_not_support_is_refused(make_trainer: Make, settings: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_trainer(buffer=FilteredBuffer(), **settings())
 
@@ -428,7 +428,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return {run: [torch.load(folder / f"{run}_{rank}.pt") for rank in (0, 1)] for run in ("one_sided", "both")}
 
 
-def test_a_rank_whose_prompts_are_all_rejected_ends_with_the_other(ranks: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_rank_whose_prompts_are_all_rejected_stays_in_step_with_the_other(
+    ranks: dict[str, list[dict[str, Any]]],
+) -> None:
     full, empty = ranks["one_sided"]
     assert [len(attempt) for attempt in empty["asked"]] == [4] * 6  # 2 steps of 3 attempts, each for 4 missing prompts
     assert [len(attempt) for attempt in full["asked"]] == [4] * 6
@@ -439,7 +441,9 @@ def test_a_rank_whose_prompts_are_all_rejected_ends_with_the_other(ranks: dict[s
 
 
 @pytest.mark.parametrize("run", ["one_sided", "both"])
-def test_ranks_know_the_same_and_ask_different_prompts(ranks: dict[str, list[dict[str, Any]]], run: str) -> None:
+def test_ranks_share_the_buffer_state_and_draw_different_prompts(
+    ranks: dict[str, list[dict[str, Any]]], run: str
+) -> None:
     first, second = ranks[run]
     assert_equal(first["buffer"], second["buffer"])
     assert_equal(first["parameters"], second["parameters"])

@@ -28,7 +28,7 @@ def trainer(make_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
     return trainer
 
 
-def test_the_trl_that_is_named_is_the_one_that_is_installed_and_that_setup_cfg_asks_for() -> None:
+def test_the_supported_trl_version_is_the_installed_one_and_that_of_setup_cfg() -> None:
     assert Requirement(compatibility.WRITTEN_FOR).specifier.contains(trl.__version__)
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
@@ -38,7 +38,7 @@ def test_the_trl_that_is_named_is_the_one_that_is_installed_and_that_setup_cfg_a
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("renamed", [True, False])
-def test_a_method_that_is_gone_or_has_other_parameters_is_named(
+def test_a_trl_method_that_is_missing_or_has_other_parameters_is_named(
     name: str, renamed: bool, trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if renamed:
@@ -51,14 +51,14 @@ def test_a_method_that_is_gone_or_has_other_parameters_is_named(
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
-def test_a_shuffle_that_is_gone_is_named(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_shuffle_is_named(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(grpo_trainer, SHUFFLE)
     with pytest.raises(ValueError, match=f"grpo_trainer.{SHUFFLE} is gone"):
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
 @pytest.mark.parametrize("name", TRAINER_ATTRIBUTES)
-def test_an_attribute_that_is_gone_is_named(name: str, trainer: GRPOTrainer) -> None:
+def test_a_missing_attribute_is_named(name: str, trainer: GRPOTrainer) -> None:
     delattr(trainer, name)
     with pytest.raises(ValueError, match=f"GRPOTrainer.{name} is gone"):
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
@@ -90,7 +90,7 @@ class OfThisShape(GRPOTrainer):
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_method_that_returns_something_else_is_refused_in_its_first_forward_pass(make_trainer, kind: str) -> None:
+def test_a_method_with_another_return_value_is_refused_in_its_first_forward_pass(make_trainer, kind: str) -> None:
     change, message = CHANGED[kind]
     trainer = make_trainer(GRPOTrainer, **FEW, max_steps=1)
     trainer.__class__ = OfThisShape

@@ -134,7 +134,7 @@ def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path
     assert later.state.global_step == 4
 
 
-def test_an_error_in_a_probe_is_raised_where_it_is_asked_for_or_where_training_follows_from_it(make_trainer) -> None:
+def test_a_probes_error_is_raised_in_strict_mode_or_where_training_depends_on_it(make_trainer) -> None:
     for hook, options in (
         ("measure", {"strict": True}), ("backward", {"strict": True}),
         ("measure", {"strict": False, "target_kl_share": 2e-3}),
@@ -160,7 +160,7 @@ def of_two(rank: int, folder: Path) -> None:
         assert raised.value.__notes__ == [expected]
 
 
-def test_of_several_processes_the_error_is_raised_and_says_why(tmp_path: Path) -> None:
+def test_with_several_processes_a_probes_error_is_raised_with_the_reason(tmp_path: Path) -> None:
     forks.start_ranks(of_two, (tmp_path,), 2)
 
 
@@ -176,7 +176,7 @@ class Full(TrainerCallback):
             (self.logs / "probes.jsonl").mkdir()
 
 
-def test_records_that_can_be_written_no_more_cost_no_training(make_trainer, tmp_path: Path, caplog) -> None:
+def test_records_that_can_no_longer_be_written_do_not_stop_training(make_trainer, tmp_path: Path, caplog) -> None:
     trainer = make_trainer(**PLAIN)
     with attach(trainer, tmp_path / "run", "ess", strict=False):
         trainer.add_callback(Full(tmp_path / "run" / "logs"))
@@ -186,7 +186,7 @@ def test_records_that_can_be_written_no_more_cost_no_training(make_trainer, tmp_
     assert "measuring ended at step 2 by an error (UserError: " in caplog.messages[-1]
 
 
-def test_the_report_of_a_run_of_few_prompts_says_first_what_to_set(make_trainer, tmp_path: Path) -> None:
+def test_the_report_of_a_run_with_too_few_prompts_opens_with_the_fix(make_trainer, tmp_path: Path) -> None:
     """As with TRL's defaults, whose steps have one prompt."""
     few = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     trainer = make_trainer(**few)

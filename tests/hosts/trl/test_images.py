@@ -103,7 +103,7 @@ def graded_texts(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(len(str(c)) % 5) for c in completions]
 
 
-def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(make_trainer) -> None:
+def test_each_response_is_scored_with_its_own_image_and_training_is_unchanged(make_trainer) -> None:
     contexts = Contexts()
     probes = [SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), GradientNoiseScaleProbe()]
     probes += [EffectiveSampleSizeProbe(), contexts]
@@ -165,7 +165,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_are_picked_from_every_layout_of_trls(layout: str) -> None:
+def test_rows_are_selected_from_every_image_layout_of_trl(layout: str) -> None:
     batch, expected = LAYOUTS[layout]
     rollout = rollout_of(batch)
     assert_same(unsplit_pixel_values_by_grid(images_of(rollout, torch.tensor([2, 0]))), expected)
@@ -173,7 +173,7 @@ def test_rows_are_picked_from_every_layout_of_trls(layout: str) -> None:
     assert_same(unsplit_pixel_values_by_grid(images_of(twice, torch.tensor([5, 0]))), expected)
 
 
-def test_types_of_tokens_widen_with_prompts_and_completions() -> None:
+def test_token_types_are_padded_with_prompts_and_completions() -> None:
     def part(prompt: int, completion: int) -> Rollout:
         rollout = rollout_of({"token_type_ids": torch.ones(3, prompt + completion, dtype=torch.long)})
         return dataclasses.replace(
@@ -186,7 +186,7 @@ def test_types_of_tokens_widen_with_prompts_and_completions() -> None:
     assert joined.images["token_type_ids"][[0, 3]].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]
 
 
-def test_what_cannot_be_assigned_to_rows_is_named() -> None:
+def test_inputs_that_cannot_be_assigned_to_rows_are_named() -> None:
     with pytest.raises(ValueError, match=r"image_sizes has 4 entries for 3 sequences"):
         rollout_of({"pixel_values": PATCHES[:3], "num_images": [2, 1, 1], "image_sizes": GRIDS})
     with pytest.raises(ValueError, match="mixes rows with and without images"):

@@ -92,13 +92,13 @@ def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
 # --- DDP and ZeRO -----------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
+def test_two_processes_give_the_estimates_of_one_from_the_same_rollouts(runs: Path) -> None:
     """This covers all values: δH, noise scale, sample sizes. δH's error bar may differ: see the documented limits."""
     assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # for DDP and FSDP2 see parallel/test_sharding.py
-def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
+def test_two_processes_give_the_intervention_and_token_estimates_of_one(runs: Path, run: str) -> None:
     """Values and error bars agree: a fold that is left out is also missing from the other process's updates.
 
     To 1e-4, because much cancels in small classes, and Adam's v is close to 0 in the first steps.
@@ -113,7 +113,7 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
     assert too_far(off, 1e-4) == {}
 
 
-def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
+def test_two_processes_train_with_interventions_like_one(runs: Path) -> None:
     """To 1e-5 of the change by the interventions, which is 3e-8 of the weights."""
     first, second, plain = (
         saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1")
@@ -123,7 +123,7 @@ def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
-def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
+def test_two_processes_bound_a_step_like_one(runs: Path, run: str) -> None:
     """KL and factor are computed over all processes. The resulting weights agree to 1e-5 of the bound's change."""
     first, second = (saved(runs, f"{name}_bounded")["parameters"] for name in ("plain_1", run))
     unbounded = saved(runs, "plain_1")["parameters"]
@@ -138,7 +138,7 @@ def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
-def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(runs: Path, run: str) -> None:
+def test_shards_of_gradients_and_states_join_to_those_of_one_process(runs: Path, run: str) -> None:
     """Compared before clipping, which affects every step. Each process holds about half of all entries."""
     steps = joined_steps(runs, run)
     assert len(steps) == 2
@@ -157,7 +157,7 @@ def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(
 
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero1_2_lora"])
-def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
+def test_a_zero_checkpoint_is_restored_with_the_moments_of_its_next_step(runs: Path, run: str, make_trainer):
     """They are bitwise those that the run's second step had on its processes. The weights are the file's."""
     second = joined_steps(runs, run)[1]
     checkpoint = runs / run / "state" / "checkpoint-1"
@@ -175,13 +175,13 @@ def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_ha
         assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
 
 
-def test_a_checkpoint_of_fsdp_is_not_restored(runs: Path, make_trainer) -> None:
+def test_an_fsdp_checkpoint_is_refused(runs: Path, make_trainer) -> None:
     with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
         restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-1")
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
-def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -> None:
+def test_the_mean_of_the_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
     for step in (step for rank in (0, 1) for step in saved(runs, run, rank)["steps"]):
         means = {f"gradient/{name.removeprefix('own/')}": mean for name, mean in of_kind(step, "own").items()}
         assert_same_tensors(of_kind(step, "gradient"), means)
@@ -198,7 +198,7 @@ def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(
 
 
 @pytest.mark.parametrize("run", ALL_SHARDED)
-def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
+def test_sharded_launches_give_the_estimates_of_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
     first, other = (
         {key: row for key, row in estimates(runs, name).items() if not key[1].startswith(BY_FOLDS)}
@@ -210,7 +210,7 @@ def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Pat
 
 
 @pytest.mark.parametrize("run", ["plain_2", *ALL_SHARDED, "fsdp2_2_bf16"])
-def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
+def test_training_with_probes_is_bitwise_training_without_them_on_every_rank(runs: Path, run: str) -> None:
     for rank in (0, 1):
         probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
         assert [name for name in bare if not torch.equal(bare[name], probed[name])] == []
@@ -231,7 +231,7 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
     assert find_flaw(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
 
-def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_of_its_last_step(runs: Path) -> None:
+def test_a_run_resumed_with_another_number_of_processes_has_its_last_update(runs: Path) -> None:
     """Each process reads its own entries of that update, for `backward`. Error bars continue from earlier steps."""
     last, again = (
         {key: row for key, row in estimates(runs, name).items() if key[0] == 2}
@@ -242,13 +242,13 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_o
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
-def test_gathered_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
+def test_with_gathered_weights_a_process_may_sample_more_batches_than_another(runs: Path, run: str) -> None:
     """By default transformers would make the processes wait for one another at each token, forever."""
     assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
-def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
+def test_the_effect_of_a_sharded_step_is_measured_at_the_new_weights(runs: Path, run: str) -> None:
     """As with unsharded weights: the same responses, scored before and after each step."""
     saved(runs, run)
     whole, cut = (estimates(runs, name, fresh=True) for name in ("plain_2", run))
@@ -270,7 +270,7 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
 
 
-def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
+def test_under_ddp_probes_send_only_a_few_numbers_besides_gradients(runs: Path) -> None:
     """Counts collectives called from Python, TRL's included, except for the histograms of token classes.
 
     Not counted either: the folds' gradients, and the weights that `measured` swaps in and out, which are exchanged.
@@ -280,7 +280,7 @@ def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) ->
     assert [count for count in probed if count > 500 and count % 2**15] == []  # squared norms: 2 per parameter and fold
 
 
-def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
+def test_a_rank_without_any_advantage_joins_all_collectives(runs: Path) -> None:
     rows = estimates(runs, "plain_2")
     assert rows[1, "ess/zero_advantage"][0] == 0.5
     for name in ("delta_h/forward", "gns/trace_step", "ess/token_weight"):
@@ -299,7 +299,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
     ],
 )
-def test_deepspeed_that_cannot_be_read_is_refused_with_the_fix(config: dict, message: str) -> None:
+def test_an_unsupported_deepspeed_setup_is_refused_with_the_fix(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_deepspeed_that_cannot_be_read(config)
 
@@ -311,19 +311,19 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_fix(config: dict, mes
         ({"fsdp_version": 2, "cpu_offload": True}, "set fsdp_offload_params: false"),
     ],
 )
-def test_fsdp_that_cannot_be_read_is_refused_with_the_fix(settings: dict, message: str) -> None:
+def test_an_unsupported_fsdp_setup_is_refused_with_the_fix(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
     refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
-def test_the_shipped_deepspeed_configurations_are_readable() -> None:
+def test_the_shipped_deepspeed_configurations_are_supported() -> None:
     for stage in READABLE_STAGES:
         refuse_deepspeed_that_cannot_be_read({"zero_optimization": {"stage": stage}})
         assert f'"stage": {stage}' in (ROOT / "launch" / f"zero{stage}.json").read_text(encoding="utf-8")
 
 
-def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
+def test_a_deepspeed_checkpoint_is_complete_only_with_its_engine_states(tmp_path: Path) -> None:
     """A run without DeepSpeed would silently load the weights and start Adam from zero."""
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}', encoding="utf-8")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -95,7 +95,7 @@ def named(function: Any, name: str) -> Any:
         (cuts_off, OfTheUser, "cuts_off failed"),
     ],
 )
-def test_an_error_of_a_reward_function_stays_what_it_is_and_a_note_names_it(
+def test_an_error_of_a_reward_function_is_raised_unchanged_with_a_note_naming_it(
     function: Any, kind: type[Exception], note: str
 ) -> None:
     changed = named(function, getattr(function, "__name__", ""))
@@ -108,25 +108,25 @@ def test_an_error_of_a_reward_function_stays_what_it_is_and_a_note_names_it(
     assert re.match(f"reward function {note}", said)
 
 
-def test_a_reward_function_that_ends_the_program_ends_it() -> None:
+def test_a_reward_function_may_exit_the_program() -> None:
     with pytest.raises(SystemExit):
         named(leaves, "leaves")(**GIVEN)
 
 
-def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
+def test_rewards_none_and_reward_models_are_passed_through() -> None:
     assert named(lambda completions, **_: [None, 2], "f")(**GIVEN) == [None, 2]
     assert named(lambda completions, **_: torch.tensor([0.5, 2.0]), "f")(**GIVEN) == [0.5, 2.0]
     model = torch.nn.Linear(1, 1)
     assert named(model, "a reward model") is model
 
 
-def test_a_response_of_which_no_function_says_anything_has_no_reward() -> None:
+def test_a_response_that_no_function_scores_has_no_reward() -> None:
     trainer: Any = SimpleNamespace(reward_weights=torch.tensor([2.0, 1.0]))
     by_function = torch.tensor([[1.0, torch.nan], [torch.nan, torch.nan], [0.5, 3.0]])
     assert str(total_rewards(trainer, by_function).tolist()) == "[2.0, nan, 4.0]"
 
 
-def test_arguments_come_as_they_are_given() -> None:
+def test_arguments_reach_a_reward_function_unchanged() -> None:
     """TRL calls the rewards of environments positionally and without completions."""
     owned = named(lambda environments, bonus=0, **kwargs: [e + bonus if e else None for e in environments], "f")
     assert owned([1.0, None], environments_seen=2) == owned(environments=[1.0, None]) == [1.0, None]
@@ -144,7 +144,7 @@ def test_too_few_rewards_are_refused_by_name_in_one_line(make_trainer: Any, func
         trainer._calculate_rewards([{"prompt": "1"}] * 2, ["1"] * 2, ["2"] * 2, [[3]] * 2)
 
 
-def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
+def test_reward_errors_of_a_custom_trainer_are_named_until_probes_are_removed(make_trainer: Any) -> None:
     trainer = make_trainer(GRPOTrainer, reward=asks)
     arguments = [{"prompt": "1+1=", "answer": "2"}], ["1+1="], ["2"], [[3]]
     with attach(trainer, probes=[]), pytest.raises(TypeError) as named_error:

@@ -41,7 +41,7 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
     return Rollouts(trainer, NONE, whole_prompts=False)
 
 
-def test_a_response_that_the_loss_hides_is_read_with_its_tokens_and_without_an_advantage() -> None:
+def test_a_response_masked_by_the_loss_is_read_with_its_tokens_and_no_advantage() -> None:
     ids = torch.tensor([[5, 6, 0], [5, 7, 8]])
     seen = {"completion_ids": ids, "completion_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}
     of_prompts = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), batches.PROMPT: torch.zeros(2).long()}
@@ -60,7 +60,7 @@ def batch(size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [4.0, 1.0]), (1, [-2.0, 3.5])])
-def test_the_reward_of_a_sequence_is_the_weighted_sum_of_its_functions(rank: int, expected: list[float]) -> None:
+def test_the_reward_of_a_response_is_the_weighted_sum_of_its_functions(rank: int, expected: list[float]) -> None:
     """2 · 1 + .5 · 4; then .5 · 2, because the first function returns None. The last two are the other process's."""
     by_function = torch.tensor([[1.0, 4.0], [math.nan, 2.0], [-1.0, 0.0], [1.0, 3.0]])
     rollouts = rollouts_of(rank)
@@ -72,7 +72,7 @@ def test_the_reward_of_a_sequence_is_the_weighted_sum_of_its_functions(rank: int
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [0, 0, 0, 0, 1, 1]), (1, [0, 0, 1, 1, 1, 1])])
-def test_a_prompt_whose_responses_lie_on_two_processes_is_one(rank: int, expected: list[int]) -> None:
+def test_a_prompt_with_responses_on_two_processes_counts_once(rank: int, expected: list[int]) -> None:
     """Six sequences on each process, four per prompt: the second prompt has two on each."""
     rollouts = rollouts_of(rank)
     output = batch(6)
@@ -116,7 +116,7 @@ ROWS = [(1, 11), (1, 12), (2, 13), (2, 14), (3, 15), (3, 16)]  # three prompts w
         ([*ROWS, *ROWS[:0], (4, 17), (4, 18)], 2, [0, 0, 1, 1, 2, 2, 3, 3], None, "2 of the 8 responses"),
     ],
 )
-def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
+def test_rows_in_any_order_have_their_own_prompts_rewards_and_origins(
     rows: list[tuple[int, int]], group: int, prompts: list[int], rewards: list[float] | None, why: str
 ) -> None:
     rollouts = rollouts_of(0, generations=2)
@@ -128,7 +128,7 @@ def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
     assert bool(rollout_begun.origin.sample_limit) == bool(why)
 
 
-def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_they_were_put() -> None:
+def test_a_prompt_drawn_twice_counts_as_two_while_rows_keep_their_order() -> None:
     rollouts = rollouts_of(0, generations=2)
     rows = [(1, 11), (1, 12), (1, 13), (1, 14), (1, 15), (1, 16)]
     assert (begun(rollouts, rows, rows).prompt_index - 6).tolist() == [0, 0, 1, 1, 2, 2]
@@ -136,7 +136,7 @@ def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_the
 
 
 @pytest.mark.parametrize(("learned", "again"), [(True, ROWS[:1]), (False, ROWS[4:5])])
-def test_a_row_of_an_earlier_rollout_is_reused_where_a_step_has_learned_from_it(learned: bool, again: Any) -> None:
+def test_a_row_of_an_earlier_rollout_is_reused_if_a_step_has_learned_from_it(learned: bool, again: Any) -> None:
     """It is also off-policy, with the batch's log-probabilities."""
     rollouts = rollouts_of(0, generations=2)
     begun(rollouts, ROWS, ROWS[:4])
@@ -150,7 +150,7 @@ def test_a_row_of_an_earlier_rollout_is_reused_where_a_step_has_learned_from_it(
     assert torch.equal(rollout_begun.sampling_logps, logps)
 
 
-def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_row_on_one_process_makes_the_sample_unknown_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(rank: int, reduce: Any) -> torch.Tensor:
         monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
@@ -166,7 +166,7 @@ def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pyte
     assert reasons[0].startswith("1 of the 12 responses")
 
 
-def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_together(monkeypatch: Any) -> None:
+def test_unequal_groups_on_one_process_are_reported_by_all(monkeypatch: Any) -> None:
     def found(rank: int, reduce: Any) -> torch.Tensor:
         monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
@@ -185,7 +185,7 @@ def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_togethe
         (0.2, "", True, True),
     ],
 )  # fmt: skip
-def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
+def test_old_log_probabilities_within_rounding_count_as_the_policys_own(
     apart: float, rounded: str, drops_out: bool, is_own: bool
 ) -> None:
     """Only tokens that training scored count: the second row is hidden, and the second column is padding."""
@@ -217,7 +217,7 @@ def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
         ([], 0, 3, [5, 5, 5]),  # a subclass keeps its microbatches elsewhere
     ],
 )
-def test_a_step_is_planned_for_the_sizes_of_the_microbatches_that_are_there(
+def test_a_step_is_planned_with_the_sizes_of_the_buffered_microbatches(
     kept: list[int], step: int, count: int, expected: list[int]
 ) -> None:
     rollouts = rollouts_of(0, steps=4)

@@ -73,7 +73,7 @@ def as_made(args: Any, model: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("settings", "way_out"), [*REFUSED["sampling"], ({}, "")])
-def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, settings, way_out) -> None:
+def test_every_sampling_option_besides_temperature_is_named(plain, settings, way_out) -> None:
     assert sampling_limit(plain) is None
     why = sampling_limit(as_made(plain.args, plain.model, **settings)) or ""
     assert why.endswith(way_out)
@@ -81,14 +81,14 @@ def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, sett
     assert bool(why) == bool(settings)
 
 
-def test_a_model_that_brings_its_own_way_of_sampling_is_named(plain) -> None:
+def test_sampling_options_of_the_models_generation_config_are_named(plain) -> None:
     policy = load_tiny()[0]
     policy.generation_config.min_p = 0.2
     why = sampling_limit(as_made(plain.args, policy))
     assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
 
 
-def test_what_an_engine_is_told_later_is_read_from_the_engine(plain) -> None:
+def test_a_temperature_set_on_the_engine_later_is_read_from_the_engine(plain) -> None:
     trainer = as_made(plain.args, plain.model, use_vllm=True)
     trainer.vllm_generation.temperature = 0.7
     assert sampling_limit(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
@@ -104,7 +104,7 @@ class Anneals(TrainerCallback):
         self.trainer.generation_config.temperature = self.temperatures[state.global_step]
 
 
-def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samples(make_trainer) -> None:
+def test_a_temperature_set_by_a_callback_applies_from_the_next_rollout(make_trainer) -> None:
     """Two steps train on each rollout. At the second of them the temperature has changed, but nothing is sampled."""
     answers: list[dict[str, Estimate]] = []
     trainer = make_trainer(**FEW | {"max_steps": 5, "steps_per_generation": 4})
@@ -132,7 +132,7 @@ class Heats(GRPOTrainer):
         return super()._generate_single_turn(*args, **kwargs)
 
 
-def test_a_temperature_that_is_set_while_responses_are_sampled_is_theirs(make_trainer) -> None:
+def test_a_temperature_set_while_sampling_applies_to_those_responses(make_trainer) -> None:
     trainer = make_trainer(Heats, **FEW, max_steps=1)
     with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True) as attachment:
         trainer.train()
@@ -190,7 +190,7 @@ def test_the_entropy_of_visited_prefixes_has_no_error_bar_where_prompts_are_spre
         assert attachment.latest[name].code == "split_prompts"
 
 
-def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_trainer) -> None:
+def test_a_model_whose_scores_depend_on_padding_keeps_estimates_that_need_no_policy(make_trainer) -> None:
     tokenizer = load_tiny()[1]
     config = GPT2Config(
         vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2,
@@ -206,7 +206,7 @@ def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_
     assert_only_simple_is_missing(answers, "absolute position embeddings")
 
 
-def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that_of_all(make_trainer) -> None:
+def test_a_step_that_masks_every_response_is_pure_decay_with_the_entropy_of_all(make_trainer) -> None:
     trainer = make_trainer(mask_truncated_completions=True, max_completion_length=3)  # all responses are truncated
     trainer.attachment.remove()
     answers, contexts = answers_of(trainer, split_prompts=1)
@@ -234,14 +234,12 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
         ({"interventions": ["bonus"]}, "this one differs in entropy_coef: .*intervention=null"),
     ],
 )
-def test_a_checkpoint_is_not_analysed_with_another_policy_s_samples_or_another_loss(
-    make_trainer, tmp_path, settings, way_out
-) -> None:
+def test_checkpoint_analysis_refuses_other_sampling_and_other_losses(make_trainer, tmp_path, settings, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
         restore(make_trainer(**settings), tmp_path)
 
 
-def test_so_many_responses_are_generated_at_once_as_an_eighth_of_a_gpu_has_caches_for() -> None:
+def test_kv_caches_of_one_generation_batch_fit_an_eighth_of_the_gpu() -> None:
     """A 7B model has 28 layers with 4 key-value heads of width 128: 114,688 bytes per token in fp32."""
     shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "hidden_size": 3584}
     config = Qwen2Config(**shape, num_key_value_heads=4)

@@ -108,7 +108,7 @@ def trainer_of(make_trainer: Any, trainer_class: type[GRPOTrainer], **facts: Any
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make_trainer: Any, variant: str) -> None:
+def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_trainer: Any, variant: str) -> None:
     """Compared with this test's own forward pass over the model as it was before the step. Training is unchanged."""
     trainer_class, facts = VARIANTS[variant]
     bare = trainer_of(make_trainer, trainer_class, **facts)
@@ -141,7 +141,7 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_whether_entropies_were_asked_for_is_read_from_where_the_argument_stands(asked: bool) -> None:
+def test_the_compute_entropy_argument_is_read_by_position(asked: bool) -> None:
     """It comes after the batch size, which has nothing to do with entropies."""
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
@@ -159,7 +159,7 @@ class NoGraph(GRPOTrainer):
         return logps.detach(), *others
 
 
-def test_a_loss_without_graph_is_refused_with_what_may_be_the_cause(make_trainer: Any) -> None:
+def test_a_loss_without_a_graph_is_refused_with_a_likely_cause(make_trainer: Any) -> None:
     trainer = trainer_of(make_trainer, NoGraph)
     with (
         attach(trainer, probes=[SimpleEntropyProbe()]),
@@ -168,7 +168,7 @@ def test_a_loss_without_graph_is_refused_with_what_may_be_the_cause(make_trainer
         trainer.train()
 
 
-def test_a_loss_that_is_not_made_of_scores_is_not_trained_with_an_intervention(make_trainer: Any) -> None:
+def test_training_a_loss_without_scores_with_an_intervention_is_refused(make_trainer: Any) -> None:
     class Own(OwnLoss, DrGRPOTrainer):
         pass
 

@@ -20,7 +20,7 @@ from rl_training.records.jsonl import read_estimates
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
 
 
-def test_one_probe_by_its_name_and_records_alone_are_taken(make_trainer, tmp_path: Path) -> None:
+def test_attach_accepts_one_probe_name_and_records_alone(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1)
     with attach(trainer, Records(tmp_path / "logs"), "ess"):
         trainer.train()
@@ -42,12 +42,12 @@ def test_one_probe_by_its_name_and_records_alone_are_taken(make_trainer, tmp_pat
         ({"metrics": "few"}, "metrics='few': give 'core', at most 15 numbers, or 'all'"),
     ],
 )
-def test_what_attach_cannot_take_is_said_in_a_line(make_trainer, given: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_attach_are_reported_in_one_line(make_trainer, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         attach(make_trainer(**PLAIN), **given)
 
 
-def test_probes_by_name_have_the_options_of_the_command_line() -> None:
+def test_probes_by_name_have_the_defaults_of_the_command_line() -> None:
     conf = Path(__file__).parents[3] / "conf" / "probe"
     for name, probe in BUILT_IN.items():
         options = OmegaConf.load(conf / f"{name}.yaml")[name]
@@ -59,7 +59,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float | list | tuple | None) and value == value  # not nan
 
 
-def test_a_probe_among_callbacks_is_told_its_place_when_the_trainer_is_made(make_trainer) -> None:
+def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_trainer) -> None:
     place = re.escape("is a probe, not a callback: use attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
     with pytest.raises(ValueError, match=place):
         make_trainer(**PLAIN, beside={"callbacks": [SimpleEntropyProbe()]})
@@ -70,7 +70,7 @@ def test_a_probe_among_callbacks_is_told_its_place_when_the_trainer_is_made(make
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_ctrl_c_ends_the_block_and_says_where_what_was_measured_is(make_trainer, tmp_path: Path, steps: int) -> None:
+def test_ctrl_c_ends_the_block_and_says_where_the_report_is(make_trainer, tmp_path: Path, steps: int) -> None:
     trainer, logs = make_trainer(**PLAIN, max_steps=2), tmp_path / "my_run" / "logs"
     forward = trainer.model.forward
 
@@ -109,14 +109,14 @@ def quickstart(rank: int, folder: Path) -> None:
     print_summary(folder / "run")
 
 
-def test_of_two_processes_that_run_the_quickstart_one_writes_the_report(tmp_path: Path) -> None:
+def test_only_one_of_two_processes_writes_the_report_of_the_quickstart(tmp_path: Path) -> None:
     forks.start_ranks(quickstart, (tmp_path,), 2)
     for run in ("run", "run-2"):
         assert sorted(path.name for path in (tmp_path / run / "report").iterdir()) == ["report.html"]
         assert {row["world_size"] for row in read_estimates(tmp_path / run / "logs")} == {2}
 
 
-def test_advice_to_do_without_probes_says_how_in_a_script_and_in_a_command(make_trainer) -> None:
+def test_advice_to_train_without_probes_covers_scripts_and_commands(make_trainer) -> None:
     trainer = make_trainer(**PLAIN)
     trainer.args.fp16 = True
     with pytest.raises(ValueError, match=re.escape("or train without probes (no attach; probe=none)")):

@@ -50,7 +50,7 @@ def trained(make_trainer: Any, example: dict[str, Any], probes: list[Any]) -> tu
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_of_trls_with_attach_in_one_line_more(make_trainer, name: str) -> None:
+def test_a_trl_example_runs_with_one_more_line_for_attach(make_trainer, name: str) -> None:
     bare, _ = trained(make_trainer, EXAMPLES[name], [])
     probes = [SimpleEntropyProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
     probed, logs = trained(make_trainer, EXAMPLES[name], probes)

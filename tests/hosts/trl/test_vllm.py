@@ -49,17 +49,17 @@ def test_training_with_probes_is_bitwise_training_without_them(kind: str, proces
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1)])
-def test_what_vllm_samples_from_is_the_trainers_policy_where_both_compute_in_fp32(kind: str, processes: int) -> None:
+def test_vllm_samples_from_the_trainers_policy_where_both_compute_in_fp32(kind: str, processes: int) -> None:
     assert run(kind, processes)["largest_difference"] < 1e-4
 
 
-def test_left_to_itself_it_samples_in_bf16_and_the_importance_weights_say_so() -> None:
+def test_by_default_vllm_samples_in_bf16_as_the_importance_weights_show() -> None:
     low, high = run("bf16")["ratio"]
     assert 0.8 < low < 1 - 1e-4
     assert 1 + 1e-4 < high < 1.25
 
 
-def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None:
+def test_bf16_sampling_changes_forward_far_less_than_its_error_bar() -> None:
     """Compared with the same rollouts without the ratios of the trainer's to vLLM's probabilities."""
     outcome = run("bf16")
     pairs = zip(outcome["forward"], outcome["forward_unweighted"], outcome["forward_se"], strict=True)
@@ -73,6 +73,6 @@ def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one() -> None:
     assert outcome["forward_resumed"] == outcome["forward"][-1]
 
 
-def test_prompts_that_teach_nothing_are_replaced() -> None:
+def test_prompts_without_mixed_rewards_are_replaced_under_vllm() -> None:
     outcome = run("filtered")
     assert all(filled > 0 for filled in outcome["filled"])

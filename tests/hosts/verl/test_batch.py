@@ -38,7 +38,7 @@ def two_rows(advantages: Any = ([0.5, 0.0, 0.5], [-0.5, -0.5])) -> TensorDict:
     return batch
 
 
-def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apart() -> None:
+def test_a_microbatch_is_read_with_left_padded_prompts_and_tool_tokens_masked() -> None:
     rollout = read_rollout(two_rows(), False, max_length=3, end_tokens=[2])
     assert rollout.prompt_ids.tolist() == [[5, 6], [0, 7]]
     assert rollout.prompt_mask.tolist() == [[1, 1], [0, 1]]
@@ -52,7 +52,7 @@ def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apa
 
 @pytest.mark.parametrize(("max_length", "end_tokens", "truncated"), [(3, [2], [False, False]), (3, [1], [True, False]),
                                                                      (2, [1], [True, True])])  # fmt: skip
-def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
+def test_a_response_of_maximum_length_without_an_end_token_is_truncated(
     max_length: int, end_tokens: list[int], truncated: list[bool]
 ) -> None:
     rollout = read_rollout(two_rows(), True, max_length, end_tokens)
@@ -73,7 +73,7 @@ def test_prompts_are_numbered_by_their_uid() -> None:
     assert len(set(first)) == 2
 
 
-def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
+def test_log_probabilities_are_read_from_verls_layout_and_written_back() -> None:
     """verl's flat tensor is shifted by one: entries 1, 2, 3 of five for the first sequence, 0 and 1 for the second."""
     data = two_rows()
     flat = torch.arange(8.0, requires_grad=True)
@@ -92,7 +92,7 @@ def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_ther
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_padding(packed: bool) -> None:
+def test_entropies_are_of_the_tempered_distributions_outside_padding(packed: bool) -> None:
     """With logits 0 and x at temperature 2, the odds are exp(x / 2)."""
     odds = torch.tensor([0.0, 1.0, 2.0])
     logits = torch.stack([torch.zeros(3), 2 * odds], dim=1)

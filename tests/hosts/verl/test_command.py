@@ -43,7 +43,7 @@ def composed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return compose
 
 
-def test_a_config_of_one_s_own_may_search_folders_of_its_own_and_flags_may_follow(composed: Any, tmp_path) -> None:
+def test_a_users_config_may_have_its_own_search_path_and_flags_in_any_place(composed: Any, tmp_path) -> None:
     (tmp_path / "groups" / "mine").mkdir(parents=True)
     (tmp_path / "groups" / "mine" / "fast.yaml").write_text(f"# @package {ACTOR}.optim\nlr: 0.25\n")
     (tmp_path / "own.yaml").write_text(
@@ -73,7 +73,7 @@ def test_the_default_is_all_and_a_choice_is_added_to_verl_s_settings() -> None:
 
 
 @pytest.mark.parametrize("installed", ["0.8.0", "0.10.1"])
-def test_another_version_of_verl_is_refused_before_its_modules_are_missed(installed: str, monkeypatch) -> None:
+def test_another_version_of_verl_is_refused_before_an_import_fails(installed: str, monkeypatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
     monkeypatch.setitem(sys.modules, "verl.workers.engine", None)  # importing it fails
     for name in [name for name in sys.modules if name.startswith("rl_training.hosts.verl")]:
@@ -82,7 +82,7 @@ def test_another_version_of_verl_is_refused_before_its_modules_are_missed(instal
         importlib.import_module("rl_training.hosts.verl")
 
 
-def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None:
+def test_our_extra_installs_what_verls_trainer_imports() -> None:
     """verl's wheel alone does not install what its trainer imports. Its extra verl-core does, with much for CUDA."""
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")

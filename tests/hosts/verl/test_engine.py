@@ -79,7 +79,7 @@ def test_training_is_bitwise_the_same_with_probes(name: str, ranks: Callable[...
 
 
 @pytest.mark.parametrize("name", [*(f"{name}_1" for name in COMPARED), *(f"{name}_2" for name in TOGETHER)])
-def test_the_rows_of_all_folds_make_up_the_gradient_of_the_optimizer(name: str, ranks: Callable[..., Any]) -> None:
+def test_the_fold_gradients_add_up_to_the_gradient_of_the_optimizer(name: str, ranks: Callable[..., Any]) -> None:
     for rank in ranks(name):
         for step in rank["kept"]:
             for parameter, mean in step["mean"].items():
@@ -87,7 +87,7 @@ def test_the_rows_of_all_folds_make_up_the_gradient_of_the_optimizer(name: str, 
                 assert off < 1e-6, (parameter, float(off))
 
 
-def test_microbatches_by_tokens_are_of_unlike_sizes_and_of_whole_prompts(ranks: Callable[..., Any]) -> None:
+def test_microbatches_by_token_count_have_unequal_sizes_and_whole_prompts(ranks: Callable[..., Any]) -> None:
     sizes = [step["sizes"] for step in ranks("groups_1")[0]["kept"]]
     assert any(len(set(sizes_of_step)) > 1 for sizes_of_step in sizes)
     assert all(size % G == 0 for sizes_of_step in sizes for size in sizes_of_step)
@@ -125,7 +125,7 @@ def estimates_of_a_plain_loop(other_sampler: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1", "sampled_1"])
-def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path) -> None:
+def test_estimates_equal_those_of_a_plain_loop(name: str, folder: Path) -> None:
     """At every step, to 1e-5 of the value or of its error bar, whichever is larger."""
     plain = enumerate(estimates_of_a_plain_loop(name.startswith("sampled")), start=1)
     expected = {
@@ -140,7 +140,7 @@ def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path)
     assert too_far(off) == {}
 
 
-def test_another_split_into_folds_moves_forward_within_its_error_and_backward_not_at_all(
+def test_another_fold_split_changes_forward_within_its_error_and_backward_not_at_all(
     ranks: Callable[..., Any],
 ) -> None:
     plain, groups = (ranks(f"{name}_1")[0]["latest"] for name in ("plain", "groups"))
@@ -148,7 +148,7 @@ def test_another_split_into_folds_moves_forward_within_its_error_and_backward_no
     assert abs(groups["delta_h/forward"].value - plain["delta_h/forward"].value) < plain["delta_h/forward"].stderr
 
 
-def test_prompts_that_microbatches_cut_have_predictions_too(ranks: Callable[..., Any]) -> None:
+def test_prompts_split_between_microbatches_have_predictions(ranks: Callable[..., Any]) -> None:
     """They agree with those of whole prompts within the errors, but use a different first response of each prompt."""
     plain, cut = (ranks(f"{name}_1")[0]["latest"] for name in ("plain", "dynamic"))
     for name in ("delta_h/forward", "delta_h/backward"):
@@ -156,7 +156,7 @@ def test_prompts_that_microbatches_cut_have_predictions_too(ranks: Callable[...,
         assert 0.0 < abs(cut[name].value - plain[name].value) < 2.0 * error
 
 
-def test_fresh_responses_are_missing_with_the_reason(ranks: Callable[..., Any]) -> None:
+def test_estimates_from_fresh_responses_are_missing_with_the_reason(ranks: Callable[..., Any]) -> None:
     truth = ranks("ended_1")[0]["latest"]["delta_h/true"]
     assert math.isnan(truth.value)
     assert "rollout server" in truth.reason
@@ -168,7 +168,7 @@ def test_a_second_step_on_a_rollout_is_off_policy_and_is_still_measured(ranks: C
     assert 0 < latest["ess/importance"].value < PROMPTS * G / 2
 
 
-def test_responses_learned_from_again_are_named_with_verl_s_own_setting(ranks: Callable[..., Any]) -> None:
+def test_a_second_epoch_on_the_same_responses_has_no_forward_estimate(ranks: Callable[..., Any]) -> None:
     forward = ranks("two_epochs_1")[0]["latest"]["delta_h/forward"]
     assert math.isnan(forward.value)
     assert forward.code == "reused"
@@ -184,7 +184,7 @@ def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., An
     assert math.isfinite(latest["intervention/nsr/delta_h"].value)
 
 
-def test_estimates_reach_verl_s_own_metrics(ranks: Callable[..., Any], folder: Path) -> None:
+def test_estimates_reach_verls_metrics(ranks: Callable[..., Any], folder: Path) -> None:
     for rank in ranks("plain_2"):
         values = rank["metrics"][-1]["delta_h/forward"]
         assert values == [rank["latest"]["delta_h/forward"].value] * 2  # one entry from each rank, like verl's own
@@ -197,7 +197,7 @@ def test_records_have_a_line_for_each_optimizer_step(folder: Path) -> None:
     assert all(math.isfinite(row[name]) for row in rows for name in ("loss", "grad_norm", "reward", "entropy"))
 
 
-def test_a_resumed_training_goes_on_as_if_never_stopped(ranks: Callable[..., Any]) -> None:
+def test_a_resumed_training_continues_as_if_never_stopped(ranks: Callable[..., Any]) -> None:
     ended, resumed = ranks("ended_1")[0], ranks("resumed_1")[0]
     assert not [n for n, p in ended["parameters"].items() if not torch.equal(p, resumed["parameters"][n])]
     for name, estimate in ended["latest"].items():
@@ -212,7 +212,7 @@ def same(first: Estimate, other: Estimate) -> bool:
     )
 
 
-def test_a_step_that_verl_skips_is_none_for_the_probes_either(ranks: Callable[..., Any], folder: Path) -> None:
+def test_a_step_that_verl_skips_is_skipped_by_the_probes(ranks: Callable[..., Any], folder: Path) -> None:
     """The second of three rollouts has an infinite advantage, so the third rollout makes the second step."""
     latest, rows = ranks("skipped_1")[0]["latest"], read_metrics(folder / "skipped_1" / "logs")
     assert [(row["step"], row["training/global_step"]) for row in rows] == [(1, 1), (2, 3)]

@@ -38,7 +38,7 @@ from rl_training.hosts.verl.trainer import (
 )
 
 
-def test_prompts_are_whole_and_ranks_have_like_work() -> None:
+def test_row_order_keeps_prompts_whole_and_balances_ranks() -> None:
     """Two long prompts and two short ones arrive, and each rank gets one of each."""
     keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("a-long", "b-short", "c-short", "d-long")]
     lengths = [100 if "long" in key else 10 for key in keys]
@@ -50,7 +50,7 @@ def test_prompts_are_whole_and_ranks_have_like_work() -> None:
 
 
 @pytest.mark.parametrize("keys", [["a_0_0", "a_1_0", "b_0_0"], ["a_0_0", "a_1_0"]])
-def test_prompts_that_do_not_share_out_stay_as_verl_has_them(keys: list[str]) -> None:
+def test_prompts_that_do_not_divide_evenly_keep_verls_order(keys: list[str]) -> None:
     assert whole_prompts_order(keys, [5] * len(keys), ranks=2) is None
 
 
@@ -65,7 +65,7 @@ def config_of(*words: str) -> DictConfig:
         return compose("ppo_trainer", overrides=[*FITTING, *words])
 
 
-def test_a_fitting_configuration_gets_the_engine_and_the_trainer_and_keeps_the_user_s_library() -> None:
+def test_a_supported_configuration_gets_engine_and_trainer_and_keeps_the_users_library() -> None:
     config = with_probes(config_of("actor_rollout_ref.model.external_lib=mine"))
     assert list(config.actor_rollout_ref.model.external_lib) == ["mine", "rl_training.hosts.verl"]
     assert config.trainer.v1.trainer_mode == TRAINER
@@ -89,7 +89,7 @@ ACTOR = "actor_rollout_ref.actor"
         ("~probes.simple", "probe=all"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_fix(setting: str, fix: str) -> None:
+def test_settings_that_cannot_be_measured_are_refused_with_the_fix(setting: str, fix: str) -> None:
     with pytest.raises(ValueError, match="main_ppo") as refused:
         with_probes(config_of(setting))
     assert fix in str(refused.value)
@@ -100,7 +100,7 @@ def tag(version: int) -> dict[str, int]:
     return {"min_global_steps": version, "max_global_steps": version}
 
 
-def test_the_engine_gets_what_it_cannot_know_about_a_rollout() -> None:
+def test_the_engine_receives_the_rollout_settings_it_cannot_see() -> None:
     settings = rollout_settings(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
     assert settings["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
     assert (settings["responses_per_prompt"], settings["rollout"], settings["fresh"], settings["end_tokens"]) == (
@@ -128,14 +128,16 @@ MICROBATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         ([*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=7999"], f"set {ACTOR}.ppo_max_token_len_per_gpu=8000 or more"),
     ],
 )
-def test_what_splits_the_responses_of_a_prompt_is_named_with_the_fix(settings: list[str], fix: str) -> None:
+def test_settings_that_split_the_responses_of_a_prompt_are_named_with_the_fix(settings: list[str], fix: str) -> None:
     reason = whole_prompts_fix(config_of(*EIGHT_GPUS, *settings))
     assert fix in reason
     assert bool(reason) == bool(fix)
 
 
 @pytest.mark.parametrize(("prompts", "group"), [(32, None), (64, 8)])
-def test_groups_are_forced_only_where_a_process_has_whole_prompts(prompts: int, group: int | None, monkeypatch) -> None:
+def test_prompt_groups_are_forced_only_where_a_process_has_whole_prompts(
+    prompts: int, group: int | None, monkeypatch
+) -> None:
     """On 64 GPUs a mini batch of 32 prompts with 8 responses gives each GPU 4 rows: verl cannot make groups of 8."""
     monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: batch)
     trainer = object.__new__(ProbedTrainer)
@@ -154,7 +156,7 @@ def test_groups_are_forced_only_where_a_process_has_whole_prompts(prompts: int, 
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimators_that_are_measured_give_one_advantage_per_response(name: str) -> None:
+def test_supported_estimators_give_one_advantage_per_response(name: str) -> None:
     """Two prompts have four responses each, of one to three tokens, with a reward on the last token."""
     mask = (torch.arange(3) < torch.tensor([1, 2, 3, 3, 2, 2, 1, 3]).unsqueeze(1)).long()
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 0.25])
@@ -172,13 +174,13 @@ def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) ->
     assert not rollout_settings(config_of(), tags, 5, None)["fresh"]
 
 
-def test_top_p_is_named_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -> None:
+def test_top_p_is_named_with_the_fix_and_normalized_advantages_are_not_dr_grpos() -> None:
     settings = rollout_settings(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
     assert settings["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
     assert not settings["plain_advantages"]
 
 
-def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
+def test_the_documented_command_is_supported_and_has_dr_grpos_loss() -> None:
     page = Path(__file__).parents[3] / "docs" / "how_to" / "verl.md"
     blocks = [part.split("```")[0] for part in page.read_text(encoding="utf-8").split("```bash\n")[1:]]
     block = next(block for block in blocks if "data.train_batch_size" in block)
@@ -220,5 +222,5 @@ def test_dr_grpo_s_loss_is_known_by_its_settings() -> None:
         {"policy_loss": PolicyLossConfig(loss_mode="gspo")},
     ],
 )
-def test_another_loss_is_not_taken_for_it(change: dict[str, Any]) -> None:
+def test_another_loss_is_not_mistaken_for_dr_grpos(change: dict[str, Any]) -> None:
     assert settings_of_loss(**change) is None

@@ -18,7 +18,7 @@ from rl_training.records.report import write_report
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_trains_measures_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_the_command_trains_measures_and_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     """Two processes take four steps, the last of them after resuming. Each prompt's responses are in one microbatch."""
     saving = ["trainer.save_freq=3", "trainer.resume_mode=auto"]
     for steps in (3, 4):
