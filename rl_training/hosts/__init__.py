@@ -3,6 +3,6 @@
 loop.py              a loop in plain PyTorch: the shortest host, so read it first. loop_progress.py tracks which call
                      may come next, loop_policy.py samples, loop_refusals.py raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
-estimate_writer.py   writes the results of a step, for all hosts; described.py lists the settings of a training
+estimate_writer.py   writes the results of a step, for all hosts; recorded_settings.py lists the settings
 equal_rewards.py     warns about a step that teaches nothing, with the likely cause
 """

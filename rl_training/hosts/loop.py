@@ -23,10 +23,10 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
-from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.hosts.loop_progress import LoopProgress, Phase
+from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard

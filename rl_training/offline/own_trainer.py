@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.compatibility import wrong_trainer_message
-from rl_training.hosts.trl.described import settings_of_trainer
+from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analysis import analyse_and_write
 from rl_training.offline.restored import restore

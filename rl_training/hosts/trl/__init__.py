@@ -8,7 +8,7 @@ Read in this order:
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
-    attached_run.py, described.py                            the folder of a run, and the settings written to it
+    attached_run.py, recorded_settings.py                    the folder of a run, and the settings written to it
     guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
     trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py, trained_loss.py and reward_functions.py
 """

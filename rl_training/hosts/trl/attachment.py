@@ -26,10 +26,10 @@ from rl_training.hosts.trl.announcements import hide_progress_bar, how_it_ended,
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
-from rl_training.hosts.trl.described import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.recorded_settings import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.step_hooks import StepHooks

@@ -211,16 +211,16 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
             for i in prompts[rank * most_empty : (rank + 1) * most_empty]
             for _ in range(size)
         ]
-        kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
+        earlier, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
         try:
             output, rewards = generate(rows)
         finally:
-            logged, trainer._metrics["train"] = trainer._metrics["train"], kept
+            logged, trainer._metrics["train"] = trainer._metrics["train"], earlier
         rewards = rewards.view(world, most_empty, size)
         output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
         buffer.learn(prompts, rewards.flatten(0, 1))
         mixed = torch.cat([mixed, are_mixed(rewards).cpu()], dim=1)
-        empty = [fill_slots(of_process, num_slots)[1] for of_process in mixed]
+        empty = [fill_slots(mixed_of_rank, num_slots)[1] for mixed_of_rank in mixed]
         tried += prompts
         outputs.append(output)
         metrics.append(logged)
@@ -245,12 +245,12 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
     `…_terminated_length` describes only sequences that ended by themselves, so it is averaged over those.
     """
     merged = {}
-    ended = [
+    num_terminated = [
         n * (1 - attempt["completions/clipped_ratio"][-1]) for attempt, n in zip(attempts, num_sequences, strict=True)
     ]
     for name in {name: None for attempt in attempts for name in attempt}:
         values = np.array([attempt.get(name, [math.nan])[-1] for attempt in attempts])
-        weights = np.array(ended if name.endswith("_terminated_length") else num_sequences)
+        weights = np.array(num_terminated if name.endswith("_terminated_length") else num_sequences)
         known = (weights > 0) & ~np.isnan(values)
         kind = name.rpartition("/")[2].partition("_")[0]
         if not known.any():

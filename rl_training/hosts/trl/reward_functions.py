@@ -14,7 +14,7 @@ from rl_training.engine.user_code import noting
 
 RewardFunction = Callable[..., Any]
 # Arguments that TRL passes to reward functions and that are not columns of the data set.
-OF_TRL = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+TRL_ARGUMENTS = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def named_rewards(trainer: GRPOTrainer) -> list[Any]:
@@ -33,16 +33,16 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
             return _numbers(function(*args, **kwargs))
 
     @functools.wraps(function)
-    async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
+    async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
         with noting(what, functools.partial(_columns, kwargs)):
             return _numbers(await function(*args, **kwargs))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return checked_later if is_async else checked
+    return checked_async if is_async else checked
 
 
 def _columns(arguments: Mapping[str, Any]) -> str:
-    columns = [key.replace("prompts", "prompt") for key in arguments if key not in OF_TRL]
+    columns = [key.replace("prompts", "prompt") for key in arguments if key not in TRL_ARGUMENTS]
     return f"; the data set has the columns {', '.join(columns)}" if "completions" in arguments else ""
 
 

@@ -34,18 +34,20 @@ class ScoringCalls:
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self._ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         self._shape = inputs["completion_ids"].shape
-        self._found: list[tuple[Tensor, Tensor | None]] = []
+        self._scores: list[tuple[Tensor, Tensor | None]] = []
 
-    def keep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def record(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass and return its output, and keep the scores if they are of this microbatch."""
         output = original(*args, **kwargs)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
         if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
-            asked = kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
-            self._found.append(read_scores(output, self._shape, asked))
+            has_entropies = (
+                kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
+            )
+            self._scores.append(read_scores(output, self._shape, has_entropies))
         return output
 
-    def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def scores_behind(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return the log-probabilities from which this loss is computed, with their entropies.
 
         Returns:
@@ -55,12 +57,12 @@ class ScoringCalls:
         Raises:
             UserError: If neither the log-probabilities nor the loss have a graph.
         """
-        with_graph = [scores for scores in self._found if scores[0].requires_grad]
-        if self._found and not with_graph:
+        with_graph = [scores for scores in self._scores if scores[0].requires_grad]
+        if self._scores and not with_graph:
             require_graph(loss)
         if len(with_graph) > 1 and loss.requires_grad:
             logps = [scores[0] for scores in with_graph]
             weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # stops at logps
             used = [scores for scores, weight in zip(with_graph, weights, strict=True) if weight is not None]
             with_graph = used or with_graph
-        return next(iter(with_graph or self._found), None)
+        return next(iter(with_graph or self._scores), None)

@@ -145,7 +145,7 @@ class StepHooks:
                 self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
-            wrap(trainer, compatibility.FORWARD_PASS, calls.keep, undo)
+            wrap(trainer, compatibility.FORWARD_PASS, calls.record, undo)
             loss = original(model, inputs, *args, **kwargs)
         if not self._guard.reason:
             with self._guard.watching():
@@ -156,7 +156,7 @@ class StepHooks:
         """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
-        rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.of(loss), None
+        rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.scores_behind(loss), None
         needs_scores = bool(step.probes or self._is_bounded or self._is_recorded())
         if self._loss.on_loss and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))

@@ -23,43 +23,44 @@ class Termination:
             write: Writes what was measured. It may be called at any point of the program, and must not be collective.
         """
         self._write = write
-        # The previous handler. Kept after `release`, because a later handler may still call this one.
-        self._before: Callable[..., object] | int = signal.SIG_DFL
-        self._is_listening = self._is_taking = False
-        self._process = 0  # process that listens; its forks inherit the handler but must not write
+        # Kept after `release`, because a later handler may still call this one.
+        self._previous_handler: Callable[..., object] | int = signal.SIG_DFL
+        self._is_listening = self._is_handling = False
+        self._listening_pid = 0  # its forks inherit the handler but must not write
 
     def listen(self) -> None:
         """Handle the signal, until `release`. Does nothing outside the main thread, where Python allows no handlers."""
-        before = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        current = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread() or current in (None, signal.SIG_IGN):
             return
-        self._is_listening, self._process = True, os.getpid()
-        if before != self._take:
-            self._before = before
-            signal.signal(signal.SIGTERM, self._take)
+        self._is_listening, self._listening_pid = True, os.getpid()
+        if current != self._handle:
+            self._previous_handler = current
+            signal.signal(signal.SIGTERM, self._handle)
 
     def release(self) -> None:
         """Restore the previous handler, unless someone else has set another one meanwhile."""
-        if signal.getsignal(signal.SIGTERM) == self._take:
-            signal.signal(signal.SIGTERM, self._before)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous_handler)
         self._is_listening = False
 
-    def _take(self, signum: int, frame: FrameType | None) -> None:
-        before = signal.SIG_DFL if self._is_taking else self._before  # if nested, the previous handler called this one
-        writes = self._is_listening and os.getpid() == self._process
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # If nested, the previous handler called this one.
+        previous = signal.SIG_DFL if self._is_handling else self._previous_handler
+        must_write = self._is_listening and os.getpid() == self._listening_pid
         self.release()  # a second signal ends the process at once
-        self._is_taking = True
+        self._is_handling = True
         try:
-            if writes:
+            if must_write:
                 with contextlib.suppress(Exception):  # no error may keep the process from ending
                     self._write()
-            if not callable(before):
+            if not callable(previous):
                 signal.signal(signum, signal.SIG_DFL)  # a later handler, which called this one, may still be set
                 os.kill(os.getpid(), signum)
                 return
-            before(signum, frame)
+            previous(signum, frame)
         finally:
-            self._is_taking = False
-        self._is_listening = writes  # the previous handler returned, so training goes on
-        if writes and signal.getsignal(signum) == before:
-            signal.signal(signum, self._take)
+            self._is_handling = False
+        self._is_listening = must_write  # the previous handler returned, so training goes on
+        if must_write and signal.getsignal(signum) == previous:
+            signal.signal(signum, self._handle)

@@ -96,9 +96,9 @@ class SaveBetweenRollouts(TrainerCallback):
         if state.global_step % every:
             notes.append(f"step {state.global_step}, where this run resumes, is inside one")
         if args.save_strategy == SaveStrategy.STEPS:
-            wanted, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
-            if state.save_steps != wanted:
-                notes.append(f"checkpoints are written every {state.save_steps} steps, not every {wanted}")
+            requested, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
+            if state.save_steps != requested:
+                notes.append(f"checkpoints are written every {state.save_steps} steps, not every {requested}")
             if state.max_steps % every:
                 notes.append(f"the last checkpoint, of step {state.max_steps}, is inside one")
         if notes and state.is_world_process_zero:
@@ -109,7 +109,7 @@ class SaveBetweenRollouts(TrainerCallback):
 
 
 @contextlib.contextmanager
-def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
+def keep_settings(trainer: GRPOTrainer) -> Iterator[None]:
     """Keep this trainer's settings while a checkpoint is loaded: only moments and the schedule's position change.
 
     Learning rates, betas, weight decay and save steps stay this trainer's.
@@ -189,14 +189,14 @@ class DrGRPOTrainer(GRPOTrainer):
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
-        self.branches_off = False  # whether it resumes from another run's checkpoint, but with its own settings
-        self.has_own_random_numbers = False  # whether to ignore the checkpoint's RNG state: a branch with another seed
+        self.is_branch = False  # whether it resumes from another run's checkpoint, but with its own settings
+        self.has_own_rng = False  # whether to ignore the checkpoint's RNG state: a branch with another seed
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
 
     @property
-    def loss_in_words(self) -> str:
+    def loss_description(self) -> str:
         """The name of the loss: "Dr-GRPO", and the settings and interventions by which it differs from that."""
         settings = loss_settings(self)
         differing = [f"{name}={getattr(self.args, name)}" for name in DR_GRPO if name in settings.differs]
@@ -214,22 +214,23 @@ class DrGRPOTrainer(GRPOTrainer):
         except RuntimeError as error:
             if "probability tensor contains" not in str(error):  # torch raises this when it samples from nan
                 raise
-            raise UserError(self._diverged("the policy's probabilities are nan")) from error
+            raise UserError(self._divergence_message("the policy's probabilities are nan")) from error
 
-    def _diverged(self, what: str) -> str:
-        typed = "trainer." if self.attachment.is_cli else ""
-        clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {typed}max_grad_norm=1"
-        also = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
+    def _divergence_message(self, what: str) -> str:
+        prefix = "trainer." if self.attachment.is_cli else ""
+        clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {prefix}max_grad_norm=1"
+        or_intervention = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
         return (
-            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely {typed}learning_rate="
-            f"{self.args.learning_rate:g} is too large{also}: lower it{clipping}"
+            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely {prefix}learning_rate="
+            f"{self.args.learning_rate:g} is too large{or_intervention}: lower it{clipping}"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        bad = [key for key in ("loss", "grad_norm") if not math.isfinite(float(logs.get(key, 0)))]
-        if bad:
-            raise UserError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
+        not_finite = [key for key in ("loss", "grad_norm") if not math.isfinite(float(logs.get(key, 0)))]
+        if not_finite:
+            name = not_finite[0]
+            raise UserError(self._divergence_message(f"{name} is {logs[name]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Return TRL's rewards, (sequences of all ranks, reward functions), once every sequence has a finite one.
@@ -243,15 +244,15 @@ class DrGRPOTrainer(GRPOTrainer):
             if "rewards, but" not in str(error) or getattr(error, "__notes__", None):
                 raise
             raise UserError(f"step {self.state.global_step + 1}: {error}") from error
-        bad = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
-        if bad.any():
-            row = int(bad.nonzero()[0])
+        is_invalid = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
+        if is_invalid.any():
+            row = int(is_invalid.nonzero()[0])
             values = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
-            local = row - self.accelerator.process_index * len(prompts)
-            where = f" for completion {completions[local]!r}" if 0 <= local < len(prompts) else ""
+            local_row = row - self.accelerator.process_index * len(prompts)
+            where = f" for completion {completions[local_row]!r}" if 0 <= local_row < len(prompts) else ""
             raise UserError(
-                f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
-                f"is {values}{where}. A reward function must return a finite number for every completion."
+                f"step {self.state.global_step + 1}: {int(is_invalid.sum())} of {len(rewards)} rewards are not finite: "
+                f"the first is {values}{where}. A reward function must return a finite number for every completion."
             )
         self._latest_rewards = total_rewards(self, rewards)
         return rewards
@@ -275,12 +276,12 @@ class DrGRPOTrainer(GRPOTrainer):
             save_buffer_state(self.buffer, Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not self.has_own_random_numbers:
+        if not self.has_own_rng:
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        own_settings = checkpoint is not None and (self.branches_off or self._sets_learning_rate)
-        with settings_kept(self) if own_settings else contextlib.nullcontext():
+        own_settings = checkpoint is not None and (self.is_branch or self._sets_learning_rate)
+        with keep_settings(self) if own_settings else contextlib.nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.buffer is not None and checkpoint is not None:
             load_buffer_state(self.buffer, Path(checkpoint))

@@ -26,9 +26,9 @@ from verl.workers.engine.utils import prepare_micro_batches
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.loss_check import LossInfo
-from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks

@@ -169,9 +169,9 @@ def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPO
 
 def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
     """Let the trainer continue from another run's checkpoint; warn if its order of prompts differs from that run's."""
-    trainer.branches_off = True
+    trainer.is_branch = True
     if changed := prompt_order_changes(cfg):
-        trainer.has_own_random_numbers = "seed=" in changed
+        trainer.has_own_rng = "seed=" in changed
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
 
 
@@ -187,7 +187,7 @@ def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
 def _stored_config(cfg: DictConfig, trainer: DrGRPOTrainer) -> dict[str, Any]:
     """Return the content of config.yaml and the dashboards: all settings without secrets, and the run's provenance."""
     config: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=True))
-    config["provenance"] = provenance() | {"loss": trainer.loss_in_words}
+    config["provenance"] = provenance() | {"loss": trainer.loss_description}
     if cfg.get("branch") is not None:
         branch = Path(cfg.branch)
         config["provenance"]["branch"] = f"of {branch.parents[1].name} at step {steps_taken(branch)}"

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
-from rl_training.hosts.trl.described import settings_of_trainer
+from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
 

@@ -145,8 +145,8 @@ def test_the_compute_entropy_argument_is_read_by_position(asked: bool) -> None:
     """It comes after the batch size, which has nothing to do with entropies."""
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
-    calls.keep(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
-    call = calls.of(scores.sum())
+    calls.record(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
+    call = calls.scores_behind(scores.sum())
     assert call is not None
     assert (call[0] is scores, call[1] is not None) == (True, asked)
 

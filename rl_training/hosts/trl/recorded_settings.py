@@ -12,7 +12,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.described import settings_of_model, settings_of_optimizer
+from rl_training.hosts.recorded_settings import settings_of_model, settings_of_optimizer
 from rl_training.parallel.ranks import all_ranks
 
 # Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
