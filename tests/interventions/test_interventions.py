@@ -126,7 +126,7 @@ FACTORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
+def test_log_probability_weights_equal_the_plain_twin(name: str) -> None:
     weights = parse_intervention(name).weights(make_loss())
     assert weights.entropies is None
     expected = plain()
@@ -135,7 +135,7 @@ def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
 
 
-def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> None:
+def test_the_entropy_bonus_is_its_strength_times_the_mean_token_entropy() -> None:
     weights = parse_intervention("bonus:0.03").weights(make_loss())
     assert weights.entropies is not None
     expected = [[-0.03 / (MICROBATCHES * sum(LENGTHS)) * (t < length) for t in range(L)] for length in LENGTHS]
@@ -144,7 +144,7 @@ def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> Non
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
-def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_policy: bool) -> None:
+def test_the_kl_term_is_the_k3_estimator_times_the_ratio(off_policy: bool) -> None:
     """The plain weights plus ∂/∂log π of ρ (π_ref/π − log(π_ref/π) − 1), by autograd."""
     logps = double(LOGPS).requires_grad_()
     ratio = (logps - (double(AT_SAMPLING) if off_policy else logps.detach())).exp()
@@ -155,13 +155,13 @@ def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_polic
     torch.testing.assert_close(weights.logps, double(plain(off_policy)) + pull, rtol=1e-10, atol=1e-15)
 
 
-def test_truncated_responses_are_put_in_as_if_they_had_never_been_hidden() -> None:
+def test_keep_truncated_gives_truncated_responses_their_plain_weights() -> None:
     weights = parse_intervention("keep_truncated").weights(make_loss(hides=True))
     torch.testing.assert_close(weights.logps, double(plain()), rtol=1e-12, atol=1e-18)
     assert not torch.allclose(make_loss(hides=True).weights.logps, weights.logps)
 
 
-def test_off_policy_a_higher_clip_is_the_loss_clipped_there() -> None:
+def test_off_policy_clip_higher_is_the_loss_clipped_at_that_bound() -> None:
     high = 20.0
     logps, mask = double(LOGPS).requires_grad_(), make_loss().scores.mask
     ratio = (logps - double(AT_SAMPLING)).exp()
@@ -173,7 +173,7 @@ def test_off_policy_a_higher_clip_is_the_loss_clipped_there() -> None:
     torch.testing.assert_close(weights.logps, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_off_policy_steer_s_estimate_has_the_ratio_in_it() -> None:
+def test_off_policy_steer_includes_the_importance_ratio() -> None:
     sizes = {(i, t): math.exp(LOGPS[i][t] - AT_SAMPLING[i][t]) * omega(i, t) for i, t in tokens()}
     expected = plain(off_policy=True)
     for (i, t), size in sizes.items():
@@ -215,7 +215,7 @@ CORRECTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
+def test_sampler_corrections_equal_the_plain_twin(name: str) -> None:
     """This holds whatever correction the loss itself has."""
     loss = make_loss()
     assert loss.settings is not None
@@ -230,13 +230,13 @@ def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, change in INTERVENTIONS.items() if change.nothing_on_policy])
-def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
+def test_on_policy_interventions_on_ratios_change_exactly_nothing(name: str) -> None:
     loss = make_loss()
     assert parse_intervention(name).weights(loss) is loss.weights
     assert "every ratio is 1" in RATIOS_ARE_ONE
 
 
-def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
+def test_optimizer_interventions_change_settings_and_no_loss_weight() -> None:
     lr, clip, bonus = map(parse_intervention, ("lr:0.5", "max_grad_norm:0.2", "bonus:0.2"))
     assert [(change.function is None, change.lr_factor, change.max_grad_norm) for change in (lr, clip, bonus)] == [
         (True, 0.5, None),
@@ -245,7 +245,7 @@ def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
     ]
 
 
-def test_what_is_missing_is_reported() -> None:
+def test_missing_inputs_of_an_intervention_are_reported() -> None:
     bare = LossInputs(
         make_loss().weights, make_loss().scores, make_loss().advantages, make_loss().prompt_index, MICROBATCHES, 1.0
     )
@@ -272,7 +272,7 @@ def test_what_is_missing_is_reported() -> None:
         assert words in parse_intervention(name).unavailable_reason(dr_grpo)
 
 
-def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> None:
+def test_a_token_without_a_sampler_log_probability_is_not_corrected() -> None:
     """As in TRL, an unknown ratio counts as 1."""
     sampled = double(AT_SAMPLING)
     sampled[0, 1] = math.nan
@@ -283,7 +283,7 @@ def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> No
     assert float(logps[0, 1]) == pytest.approx(plain()[0][1])
 
 
-def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
+def test_a_microbatch_is_weighted_by_its_share_of_the_sequences() -> None:
     """The loss is a mean over 6 sequences, 3 and 1.5 times as many as the microbatches of 2 and 4 have."""
     loss, rows = make_loss(), torch.arange(6)
     rollout = Rollout(
@@ -319,7 +319,7 @@ def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("later", ["tis:2", "mis:0.5,2", "exact", "clip_higher"])
-def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: str) -> None:
+def test_an_intervention_that_would_undo_others_must_come_first(later: str) -> None:
     assert [change.name for change in interventions_to_train([later, "psr"])] == [parse_intervention(later).name, "psr"]
     for names in (["psr", later], ["none", later]):
         with pytest.raises(ValueError, match=re.escape(f"{parse_intervention(later).name} would undo those before it")):
@@ -327,7 +327,7 @@ def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: 
 
 
 @pytest.mark.parametrize("name", ["std_norm", "length_norm", "clip_higher", "psr", "tis"])
-def test_what_a_weight_on_advantages_can_be_changed_with_others_can_too(name: str) -> None:
+def test_a_loss_that_an_intervention_reweights_can_be_changed_by_another(name: str) -> None:
     """A loss changed by one of these is still a weight on advantages. A loss with a KL term is not."""
     settings = dataclasses.replace(make_loss().settings, differs=frozenset({parse_intervention(name).differs}))  # type: ignore[type-var]
     assert parse_intervention("psr").unavailable_reason(dataclasses.replace(make_loss(), settings=settings)) == ""
@@ -395,7 +395,7 @@ def test_a_custom_function_in_a_file_is_an_intervention(custom_file: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "said"), REFUSED["own_intervention"].items())
-def test_a_custom_function_that_is_wrong_is_named_in_one_line(custom_file: Path, name: str, said: str) -> None:
+def test_a_faulty_custom_function_is_named_in_one_line(custom_file: Path, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         parse_intervention(f"{custom_file}:{name}").weights(make_loss())
     assert "\n" not in str(error.value)
@@ -409,20 +409,20 @@ def test_a_custom_function_that_is_wrong_is_named_in_one_line(custom_file: Path,
         ("from rl_training.interventions.loss import Remedied", "mine.py failed: ImportError: cannot import name"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, lines: str, said: str) -> None:
+def test_an_unreadable_file_is_named_in_one_line(tmp_path: Path, lines: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(lines, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         parse_intervention(f"{tmp_path}/mine.py:f")
     assert "\n" not in str(error.value)
 
 
-def test_a_module_without_a_dot_is_one(custom_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_name_without_a_dot_is_accepted(custom_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(custom_file.parent))
     assert parse_intervention("mine:softer:0.5").name == "softer:0.5"
 
 
 @pytest.mark.parametrize(("names", "said"), REFUSED["interventions"])
-def test_a_list_to_train_with_that_means_nothing_is_refused_in_one_line(names: Any, said: str) -> None:
+def test_an_invalid_list_of_interventions_is_refused_in_one_line(names: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         interventions_to_train(names)
     assert "\n" not in str(error.value)

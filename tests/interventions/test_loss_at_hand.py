@@ -60,7 +60,7 @@ class Pulled(GRPOTrainer):
         (Pulled, {}, {"psr": "advantages", "length_norm": "dr_grpo", "std_norm": "dr_grpo", "kl_cov": "unit"}),
     ],
 )
-def test_an_intervention_is_missing_where_the_weights_are_not_those_that_it_changes(
+def test_an_intervention_is_missing_where_the_loss_has_not_the_weights_it_changes(
     make_trainer: Any, kind: Any, settings: dict[str, Any], missing: dict[str, str]
 ) -> None:
     probe, trainer = InterventionsProbe(WHICH, every=1), make_trainer(kind, **STEP | settings)
@@ -73,7 +73,7 @@ def test_an_intervention_is_missing_where_the_weights_are_not_those_that_it_chan
             assert estimate.reason == NEEDS[missing[name]]
 
 
-def test_training_with_an_intervention_is_refused_where_a_subclass_has_a_loss_of_its_own(make_trainer: Any) -> None:
+def test_training_with_an_intervention_is_refused_for_a_subclass_with_its_own_loss(make_trainer: Any) -> None:
     class PerLength(DrGRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             return 5.0 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -84,7 +84,7 @@ def test_training_with_an_intervention_is_refused_where_a_subclass_has_a_loss_of
         make_trainer(PerLength, interventions=["length_norm"], **settings).train()
 
 
-def test_the_unit_of_a_step_is_that_of_the_longest_response_of_the_step(make_trainer: Any) -> None:
+def test_the_loss_weight_unit_uses_the_longest_response_of_the_step(make_trainer: Any) -> None:
     seen = Seen()
     trainer = make_trainer(GRPOTrainer, **STEP | {"max_steps": 3})
     trainer.add_callback(Longer(trainer))
@@ -105,7 +105,7 @@ def inputs_of(weights: list[list[float]], advantages: list[float]) -> LossInputs
     return LossInputs(LossWeights(table, None), scores, torch.tensor(advantages), prompts).with_loss_facts()
 
 
-def test_weights_of_advantages_have_their_signs_and_are_nothing_where_these_are() -> None:
+def test_weights_proportional_to_advantages_have_their_signs_and_their_zeros() -> None:
     assert inputs_of([[-1.0, -3.0], [2.0, 0.0], [0.0, 0.0]], [0.5, -0.5, 0.0]).is_of_advantages
     assert not inputs_of([[-1.0, 3.0], [2.0, 0.0]], [0.5, -0.5]).is_of_advantages
     assert not inputs_of([[-1.0, -3.0], [2.0, 0.1]], [0.5, 0.0]).is_of_advantages
@@ -113,7 +113,7 @@ def test_weights_of_advantages_have_their_signs_and_are_nothing_where_these_are(
     assert not inputs_of([[0.0, 0.0]], [0.0]).is_dr_grpo  # its settings are unknown
 
 
-def test_the_spread_of_a_group_s_rewards_is_that_of_those_that_are_there() -> None:
+def test_std_norm_uses_the_known_rewards_of_a_group() -> None:
     """1 and 3 have standard deviation √2. A single reward has none, as in TRL."""
     weights = LossWeights(torch.ones(5, 1), None)
     loss = LossInputs(

@@ -25,7 +25,7 @@ from rl_training.tasks.models import load_tiny
 SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
 
 
-def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_sampler_s_groups() -> None:
+def test_the_reward_gradient_is_exact_in_the_mean_over_groups_of_another_sampler() -> None:
     """Averages over all groups of two responses, weighted by the sampler's probability of drawing them."""
     pairs = list(itertools.product(range(len(OUTCOMES)), repeat=2))
     drawn = torch.tensor(pairs).flatten()

@@ -76,7 +76,7 @@ def plain_change(make_trainer: Callable[..., Any], **settings: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("names", "settings", "common"), TRL_S_OWN, ids=lambda value: str(value)[:30])
-def test_training_is_that_with_trl_s_own_setting(
+def test_training_equals_training_with_trls_own_setting(
     make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], common: dict[str, Any]
 ) -> None:
     """After two steps, the weights' changes agree to 1e-6, and differ from those of the plain training.
@@ -120,7 +120,7 @@ class LikeVLLM(DrGRPOTrainer):
         ("seq_mask:1.01", "sequence_mask", (None, 1.01)),
     ],
 )
-def test_training_with_a_correction_is_that_with_trl_s_own(
+def test_training_with_a_correction_equals_training_with_trls_own(
     make_trainer: Callable[..., Any], name: str, mode: str, bounds: tuple[float | None, ...]
 ) -> None:
     """The second step's responses come from the policy before the first step."""
@@ -157,7 +157,7 @@ class Weights(Seen):
         return reading
 
 
-def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_interventions_are_applied_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """Positive samples only, with half their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
     file = tmp_path / "mine.py"
     file.write_text(
@@ -177,7 +177,7 @@ def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[
         torch.testing.assert_close(probe.weights.entropies[part_rows], expected, rtol=1e-5, atol=1e-12)
 
 
-def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Callable[..., Any]) -> None:
+def test_prompts_without_advantage_are_counted_over_the_whole_rollout(make_trainer: Callable[..., Any]) -> None:
     """One of four prompts has advantages, so its weights become four times as large."""
 
     def only_one(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -191,7 +191,7 @@ def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Ca
     torch.testing.assert_close(probe.weights.logps, -4 * advantages / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)
 
 
-def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: Callable[..., Any]) -> None:
+def test_a_rollout_without_any_advantage_has_zero_weights(make_trainer: Callable[..., Any]) -> None:
     settings = SHAPE | {"reward": lambda completions, **kwargs: [1.0] * len(completions), "max_steps": 1}
     trainer = make_trainer(interventions=["dynamic_sampling"], **settings)
     first = trained_weights(trainer)
@@ -200,7 +200,7 @@ def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: C
     assert float((trained_weights(trainer) - first).norm() / first.norm()) < 1e-3  # only weight decay
 
 
-def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Callable[..., Any]) -> None:
+def test_predictions_are_for_the_loss_changed_by_the_intervention(make_trainer: Callable[..., Any]) -> None:
     """The float64 twin trains only on positive advantages. Its steps and its `forward` agree with ours."""
     probe, recorder = Answers(every=1, num_folds=4), Recorder()
     make_trainer(probes=[probe, recorder], interventions=["psr"], max_steps=2).train()
@@ -219,7 +219,7 @@ def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Cal
     assert probe.all[-1]["delta_h/forward"].value == pytest.approx(forward, rel=1e-3)
 
 
-def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) -> None:
+def test_training_with_intervention_none_is_bitwise_plain_training(make_trainer: Callable[..., Any]) -> None:
     """On-policy, interventions on ratios change nothing either, and a message says so."""
     assert differing(ending(make_trainer(**SHAPE)), ending(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
 
@@ -233,7 +233,7 @@ def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) ->
         (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: the loss is not Dr-GRPO's"),
     ],
 )
-def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
+def test_interventions_that_cannot_be_trained_with_are_refused_before_a_step(
     make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
@@ -241,7 +241,7 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
     assert "\n" not in str(error.value)
 
 
-def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(make_trainer) -> None:
+def test_the_bonus_in_the_short_last_step_of_an_epoch_counts_its_microbatches(make_trainer) -> None:
     """The weight is −β / (M tokens) with M = 2, and M = 4 in other steps. The logged loss stays the trainer's own."""
     probe, losses = Weights(), []
     for names in ([], ["bonus:0.1"]):
@@ -258,12 +258,12 @@ def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(m
     assert losses[0] == losses[1]
 
 
-def test_a_bonus_that_is_too_strong_is_blamed_beside_the_learning_rate(make_trainer: Callable[..., Any]) -> None:
+def test_a_bonus_that_is_too_strong_is_named_beside_the_learning_rate(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="or intervention=bonus:1e30 too strong"):
         make_trainer(interventions=["bonus:1e30"], **SHAPE).train()
 
 
-def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer, tmp_path) -> None:
+def test_a_resumed_training_has_the_requested_learning_rate(make_trainer, tmp_path) -> None:
     """With lr:0.5, a plain run's checkpoint continues at half the rate, and its own as if never stopped, bitwise."""
     settings = SHAPE | {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "linear"}
     halved = {"interventions": ["lr:0.5"]}
@@ -278,7 +278,7 @@ def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer
     assert rates == [0.25 * SHAPE["learning_rate"]] * 2  # half of the scheduled rate at the second of two steps
 
 
-def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callable[..., Any]) -> None:
+def test_the_arguments_of_a_trainer_are_not_modified(make_trainer: Callable[..., Any]) -> None:
     """Also the token, which a copy by pickling would lose: the trainer needs it to push to the Hub."""
     args = make_trainer(**SHAPE, hub_token="hf_abc").args
     changed = with_settings(args, [parse_intervention("lr:0.5"), parse_intervention("max_grad_norm:0.2")])
@@ -288,9 +288,7 @@ def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callab
     assert with_settings(args, [parse_intervention("psr")]) is args
 
 
-def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_custom_function_may_draw_and_write_in_place(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """If only measured, training is bitwise unchanged. If trained with, halving in place halves the loss weights."""
     (tmp_path / "mine.py").write_text(
         "import random\nimport numpy as np\nimport torch\n"
@@ -311,7 +309,7 @@ def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_w
     torch.testing.assert_close(probe.weights.logps, expected, rtol=1e-5, atol=1e-12)
 
 
-def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer_is_made_once(
+def test_kl_to_trls_reference_model_is_predicted_with_one_scorer(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe, scored = InterventionsProbe(["kl:5", "psr"], every=1, num_folds=8), []
@@ -331,7 +329,7 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer
     assert "trainer.beta=0" in answers["intervention/psr/delta_h"].reason
 
 
-def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_prompt_spans_microbatches(
+def test_interventions_that_need_whole_groups_are_missing_where_prompts_span_microbatches(
     make_trainer,
 ) -> None:
     """Part of a group has a different standard deviation, and a single response has none."""

@@ -167,7 +167,7 @@ def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_pa
     assert ended.lines[-1] == "error: IndexError: list index out of range (unexpected: the traceback is above)"
 
 
-def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
+def test_the_error_line_includes_the_notes_of_the_exception() -> None:
     error = KeyError("answer")
     error.add_note("reward function graded failed (own.py:3)")
     assert format_error(error) == "KeyError: 'answer'; reward function graded failed (own.py:3)"
@@ -180,7 +180,7 @@ def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
         "from rl_training.job.configuration.overrides import key_of; key_of(5)",
     ],
 )
-def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mistake: str) -> None:
+def test_a_bug_of_the_package_is_not_reported_as_the_users_mistake(tmp_path: Path, mistake: str) -> None:
     """Not even where commands treat errors raised by libraries as the user's mistakes."""
     script = tmp_path / "fails.py"
     lines = ["from rl_training.job.errors import as_user_errors, run_command", "def main():"]
@@ -192,7 +192,7 @@ def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mista
     assert ended.lines[-1].endswith(" (unexpected: the traceback is above)")
 
 
-def test_what_a_library_refuses_before_the_first_step_is_the_users() -> None:
+def test_a_library_error_before_the_first_step_is_reported_as_the_users_mistake() -> None:
     said = r"^JSONDecodeError: Expecting value.* \(--debug shows where\)$"
     with pytest.raises(UserError, match=said), as_user_errors():
         json.loads("")
@@ -200,13 +200,13 @@ def test_what_a_library_refuses_before_the_first_step_is_the_users() -> None:
         json.loads("")
 
 
-def test_a_mistake_in_code_is_not_the_users_before_the_first_step_either() -> None:
+def test_a_programming_error_is_never_reported_as_the_users_mistake() -> None:
     with pytest.raises(TypeError), as_user_errors():
         json.loads(object())
 
 
 @pytest.mark.parametrize(("rank", "is_printed"), [("0", True), ("1", False)])
-def test_a_process_of_a_launcher_hands_it_the_line_and_the_main_one_prints_it_too(
+def test_launched_processes_pass_the_error_line_to_the_launcher_and_the_main_one_prints_it(
     tmp_path: Path, rank: str, is_printed: bool
 ) -> None:
     handed = tmp_path / "error.json"
@@ -218,14 +218,14 @@ def test_a_process_of_a_launcher_hands_it_the_line_and_the_main_one_prints_it_to
     assert line in str(ChildFailedError("train.py", {int(rank): failure}))
 
 
-def test_a_process_without_a_launcher_to_tell_prints_its_line_whatever_its_rank(tmp_path: Path) -> None:
+def test_a_process_without_a_launcher_prints_its_error_line_at_any_rank(tmp_path: Path) -> None:
     ended = train(tmp_path, "seed=-1", RANK="1", LOCAL_RANK="1")
     assert ended.end() == 2
     assert len(ended.lines) == 1
 
 
 @pytest.mark.parametrize("value", ["/a b", "a=b", "(1)", "[x", "ä", "a,b", 'say "x"', "back\\", 'both\\"', "{", "'"])
-def test_the_line_to_type_for_a_path_gives_hydra_that_path(value: str) -> None:
+def test_the_suggested_quoting_of_a_path_gives_hydra_that_path(value: str) -> None:
     parser = OverridesParser.create()
     try:
         parser.parse_overrides([f"run_dir={value}"])
@@ -237,7 +237,7 @@ def test_the_line_to_type_for_a_path_gives_hydra_that_path(value: str) -> None:
     assert [override.value() for override in parser.parse_overrides(typed)] == [value]
 
 
-def test_garbage_is_collected_again_after_the_imports_also_of_what_is_not_there() -> None:
+def test_garbage_collection_is_enabled_again_after_a_failed_import() -> None:
     with pytest.raises(ImportError), importing():
         import no_such_library  # noqa: F401
     assert gc.isenabled()
@@ -260,7 +260,7 @@ def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum:
     assert command.lines == ["ready", f"ended by {signal.Signals(signum).name}"]
 
 
-def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_signal_in_training_finishes_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
     """This is Ctrl-C. For SIGTERM see the test below of a launcher that is gone."""
     run = tmp_path / "run"
     command = train(tmp_path, "trainer.max_steps=500", "probe=none", "trainer.save_steps=1000")
@@ -298,7 +298,7 @@ def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / TRAINING_STATE).glob("checkpoint-*"))
 
 
-def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
+def test_a_launcher_that_dies_leaves_no_orphan_process(tmp_path: Path) -> None:
     def launch() -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         command = train(tmp_path, "trainer.max_steps=5000", "probe=none", "trainer.save_steps=1000")
@@ -332,7 +332,7 @@ def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: 
 
 
 @pytest.mark.parametrize("moment", [(yaml, "dump"), (os, "fsync")], ids=["before", "in the middle"])
-def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(
+def test_a_run_interrupted_while_writing_its_config_leaves_none_and_can_restart(
     tmp_path, monkeypatch, moment: tuple[object, str]
 ) -> None:
     def interrupted(*arguments: object, **options: object) -> str:
@@ -352,7 +352,7 @@ def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_a
 
 
 @pytest.mark.parametrize(("typed", "meant"), {"trian": "train", "compare": "report", "evalute": "evaluate"}.items())
-def test_a_command_that_there_is_not_is_answered_with_the_one_that_is_close(capsys, monkeypatch, typed, meant) -> None:
+def test_an_unknown_command_is_answered_with_the_closest_one(capsys, monkeypatch, typed, meant) -> None:
     monkeypatch.setattr(package, "_leave_out_working_folder", lambda: None)  # it would change this process
     monkeypatch.setattr(sys, "argv", ["rl-training", typed, "runs/a", "runs/b"])
     with pytest.raises(SystemExit) as ended:
@@ -363,7 +363,7 @@ def test_a_command_that_there_is_not_is_answered_with_the_one_that_is_close(caps
     assert said.count("\n") == 1
 
 
-def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
+def test_only_one_of_two_concurrent_runs_in_a_folder_trains(tmp_path: Path) -> None:
     both = [
         start(tmp_path / f"log{i}", *SMALL, "probe=none", f"run_dir={tmp_path / 'run'}", f"seed={i}") for i in (1, 2)
     ]
@@ -376,7 +376,7 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
 
 
-def test_a_second_run_that_resumes_in_the_same_folder_ends_in_one_line_until_the_first_has_died(tmp_path: Path) -> None:
+def test_a_second_resumed_run_in_a_folder_ends_in_one_line_while_the_first_lives(tmp_path: Path) -> None:
     """Slurm may restart a job while the first one is still ending: it neither trains concurrently nor waits."""
     words = ["resume=auto", "probe=none"]
     first = train_with_own(tmp_path, *words, "+probes.waiting._target_=my_file.Waiting")
@@ -402,13 +402,13 @@ def lock_refuses(rank: int, run: str) -> None:
         find_run_folder(cfg)
 
 
-def test_of_a_launch_that_finds_the_folder_locked_every_process_ends(tmp_path: Path) -> None:
+def test_every_process_of_a_launch_ends_where_the_folder_is_locked(tmp_path: Path) -> None:
     """Only the main process checks the lock; without care the others would wait for it."""
     with locked(tmp_path / "run", ""):
         forks.start_ranks(lock_refuses, (str(tmp_path / "run"),), 2)
 
 
-def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
+def test_a_tilde_is_expanded_and_tokens_are_masked(tmp_path: Path) -> None:
     command = start(
         tmp_path / "log", *SMALL, "trainer.max_steps=1", "probe=none", 'run_dir="~/run"',
         "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
@@ -436,12 +436,12 @@ for name, (module, function, _) in COMMANDS.items():
 """
 
 
-def test_help_of_no_command_waits_for_a_slow_import() -> None:
+def test_no_command_help_waits_for_a_slow_import() -> None:
     ended = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert ended.stderr == ""
 
 
-def test_an_import_does_not_say_that_wandb_is_offline(monkeypatch, capsys) -> None:
+def test_importing_prints_nothing_about_wandb_being_offline(monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # restored at the end
     for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):

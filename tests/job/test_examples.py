@@ -29,7 +29,7 @@ def imports_of_the_package(code: str) -> list[str]:
     return [line.module for line in lines if line.module and line.module.startswith("rl_training")]
 
 
-def test_a_script_as_in_trls_quickstart_has_a_report_by_two_lines_more(tmp_path: Path) -> None:
+def test_two_lines_added_to_a_trl_script_give_it_a_report(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     rows = "\n".join(json.dumps({"prompt": f"{number}+1="}) for number in range(8))
     (tmp_path / "data" / "train.jsonl").write_text(rows, encoding="utf-8")
@@ -48,7 +48,7 @@ def test_a_script_as_in_trls_quickstart_has_a_report_by_two_lines_more(tmp_path:
     assert sum(line.endswith("# probes") for line in script.splitlines()) == 2
 
 
-def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
+def test_the_readmes_lines_around_a_trainer_write_a_report(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -60,11 +60,11 @@ def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
 
 
 @pytest.mark.parametrize("name", [*rl_training._HOME, *sorted(PROBES)])
-def test_a_public_name_is_what_its_module_calls_so(name: str) -> None:
+def test_a_public_name_is_the_name_in_its_module(name: str) -> None:
     assert getattr(rl_training, name).__name__ == name
 
 
-def test_a_star_import_brings_the_public_names_and_no_others() -> None:
+def test_a_star_import_brings_exactly_the_public_names() -> None:
     brought: dict[str, Any] = {}
     exec("from rl_training import *", brought)
     assert brought.keys() - {"__builtins__"} == {*rl_training._HOME} | PROBES
@@ -74,7 +74,7 @@ def test_every_probe_that_can_be_imported_is_built_in() -> None:
     assert {name for name in vars(rl_training.probes) if name.endswith("Probe")} - {"Probe"} == PROBES
 
 
-def test_a_name_that_no_module_has_cannot_be_imported() -> None:
+def test_an_unknown_name_cannot_be_imported() -> None:
     for name in ("analyse", "SimpelProbe"):
         with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'rl_training'"):
             exec(f"from rl_training import {name}")

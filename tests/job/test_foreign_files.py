@@ -110,7 +110,7 @@ def test_no_command_reads_or_writes_through_a_link_out_of_a_run(run: Path, place
 
 
 @pytest.mark.parametrize("place", ["logs/probes.jsonl", "report/report.html", "evaluations/mine"])
-def test_what_is_neither_a_file_nor_a_folder_is_not_waited_for(run: Path, place: str) -> None:
+def test_a_fifo_in_a_run_is_refused_without_waiting_for_it(run: Path, place: str) -> None:
     path = run / place
     path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def test_what_is_neither_a_file_nor_a_folder_is_not_waited_for(run: Path, place:
     assert_refused(run, COMMANDS, f"{path} is neither a file nor a folder")
 
 
-def test_links_within_a_run_and_to_it_and_weights_elsewhere_are_the_users_own(run: Path, tmp_path: Path) -> None:
+def test_links_within_a_run_to_a_run_and_to_weights_are_followed(run: Path, tmp_path: Path) -> None:
     (run / "report").mkdir()
     (run / "report" / "evaluations").symlink_to("../evaluations")
     weights = run / "training_state" / "checkpoint-1" / "model.safetensors"

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", [["train", "seed=x"], ["report", "nowhere"]])
-def test_no_module_of_the_working_folder_takes_a_librarys_place(folder: Path, words: list[str]) -> None:
+def test_no_module_of_the_working_folder_shadows_a_library(folder: Path, words: list[str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "rl_training", *words], capture_output=True, text=True, check=False, cwd=folder
     )
@@ -38,7 +38,7 @@ def test_no_module_of_the_working_folder_takes_a_librarys_place(folder: Path, wo
     assert not (folder.parent / "canary").exists()
 
 
-def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
+def test_child_processes_exclude_the_working_folder_from_the_path_too(folder: Path) -> None:
     """For example the processes that evaluate a checkpoint."""
     program = (
         "import os, sys; sys.argv = ['rl-training', '--version']\n"
@@ -56,18 +56,18 @@ def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
     ["intervention=a_task_of_mine:f"], ["intervention=a_task_of_mine.py:f:0.5"],
     ["intervention=[psr,a_task_of_mine:f]"], ["probe=interventions", "probes.interventions.which=[a_task_of_mine:f]"],
 ])  # fmt: skip
-def test_what_is_named_on_the_command_line_is_found_there(folder: Path, words: list[str]) -> None:
+def test_code_named_on_the_command_line_is_found_in_the_working_folder(folder: Path, words: list[str]) -> None:
     """It is searched after installed packages."""
     add_custom_code_to_path(composed("train", *words))
     assert sys.path[-1] == str(folder)
 
 
-def test_a_target_that_conf_ships_is_never_looked_for_there(folder: Path) -> None:
+def test_built_in_targets_are_never_looked_up_in_the_working_folder(folder: Path) -> None:
     add_custom_code_to_path(composed("train", "adapter=lora", "probe=all", "intervention=psr"))
     assert str(folder) not in sys.path
 
 
-def test_nothing_is_imported_from_a_run_nor_in_the_place_of_a_library(folder: Path) -> None:
+def test_custom_code_cannot_come_from_a_run_folder_or_shadow_a_library(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"peft\.IA3Config: peft is also the name of .*rename yours in"):
         add_custom_code_to_path(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
     (folder / "config.yaml").touch()

@@ -123,7 +123,7 @@ def test_there_is_a_process_for_each_gpu_of_each_node(tmp_path: Path, given: dic
         assert ended.stdout.split()[-3] == "train.py"  # then run_dir and resume
 
 
-def test_in_a_folder_that_is_no_checkout_it_runs_the_module_of_the_active_environment(tmp_path: Path) -> None:
+def test_outside_a_checkout_the_job_runs_the_module_of_the_active_environment(tmp_path: Path) -> None:
     eight = {"SLURM_GPUS_PER_NODE": "8"}
     ended = submitted(tmp_path, eight, environment_folder="bin")
     assert ended.stderr == f"error: there is no {tmp_path}/launch/ddp.yaml: rl-training launch-file ddp puts it there\n"
@@ -152,7 +152,7 @@ def submitted(tmp_path: Path, given: dict[str, str], environment_folder: str) ->
     return subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_a_first_node_that_has_no_address_is_said_at_once(cluster: Cluster) -> None:
+def test_a_first_node_without_an_address_is_reported_at_once(cluster: Cluster) -> None:
     job = cluster.submit("--export=ALL,MAIN_ADDRESS=nowhere.invalid", settings=[])
     cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=60)
     assert "has no address for the first node, nowhere.invalid" in cluster.said(job)
@@ -165,7 +165,7 @@ def test_a_vllm_server_that_dies_ends_the_job(cluster: Cluster) -> None:
     assert "error: the vLLM server on 127.0.0.2 has ended, so the training ends" in cluster.said(job)
 
 
-def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluster: Cluster) -> None:
+def test_a_job_that_gets_a_signal_requeues_itself_and_resumes(cluster: Cluster) -> None:
     """On two nodes, the script gets SIGTERM, as shortly before a time limit. Its folder and output stay the same."""
     job = cluster.submit("--gpus-per-node=1", settings=["trainer.max_steps=30"])
     cluster.wait(job, lambda: any(cluster.checkout.glob("runs/*/logs/metrics.jsonl")))
@@ -184,7 +184,7 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluste
     assert "resume=auto" in config["provenance"]["command"]
 
 
-def test_the_tasks_of_an_array_have_folders_of_their_own_and_their_numbers_as_seeds(cluster: Cluster) -> None:
+def test_array_tasks_have_their_own_folders_and_their_ids_as_seeds(cluster: Cluster) -> None:
     job = cluster.submit("--array=3-4", "--nodes=1", "--gres=gpu:1", settings=["trainer.max_steps=1"])
     cluster.wait(job, lambda: cluster.states(job) == {"COMPLETED"})
     for task in (3, 4):
@@ -193,7 +193,7 @@ def test_the_tasks_of_an_array_have_folders_of_their_own_and_their_numbers_as_se
         assert len(read_metrics(cluster.run_of(f"{job}_{task}") / "logs")) == 1
 
 
-def test_the_tasks_of_an_array_are_not_put_into_one_folder(cluster: Cluster) -> None:
+def test_array_tasks_with_one_folder_are_refused(cluster: Cluster) -> None:
     job = cluster.submit("--array=0", "--nodes=1", settings=["run_dir=runs/one"])
     cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=60)
     assert "leave out run_dir, or put ${oc.env:SLURM_ARRAY_TASK_ID} into it" in cluster.said(job)

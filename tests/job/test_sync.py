@@ -46,13 +46,13 @@ def test_the_script_has_at_most_fifteen_lines() -> None:
 
 
 @needs_rsync
-def test_a_run_comes_without_checkpoints_links_and_what_is_still_being_written(run_there: Path, tmp_path: Path) -> None:
+def test_a_run_is_copied_without_checkpoints_links_and_unfinished_files(run_there: Path, tmp_path: Path) -> None:
     assert sync(tmp_path, str(run_there)).returncode == 0
     assert files_in(tmp_path / "runs" / "first run") == FILES - CHECKPOINTS - UNFINISHED
 
 
 @needs_rsync
-def test_the_same_command_copies_what_changed_and_deletes_nothing(run_there: Path, tmp_path: Path) -> None:
+def test_syncing_again_copies_changed_files_and_deletes_nothing(run_there: Path, tmp_path: Path) -> None:
     sync(tmp_path, str(run_there))
     (run_there / "config.yaml").unlink()
     with (run_there / "logs" / "metrics.jsonl").open("a") as log:
@@ -65,21 +65,21 @@ def test_the_same_command_copies_what_changed_and_deletes_nothing(run_there: Pat
 
 @needs_rsync
 @pytest.mark.parametrize(("pattern", "steps"), [("checkpoint-*", {2, 4}), ("checkpoint-4", {4})])
-def test_checkpoints_come_on_request(run_there: Path, tmp_path: Path, pattern: str, steps: set[int]) -> None:
+def test_checkpoints_are_copied_on_request(run_there: Path, tmp_path: Path, pattern: str, steps: set[int]) -> None:
     sync(tmp_path, str(run_there), f"--include={pattern}")
     came = {name for name in files_in(tmp_path / "runs" / "first run") if name.startswith("training_state/")}
     assert came == {f"training_state/checkpoint-{step}/model.safetensors" for step in steps}
 
 
 @needs_rsync
-def test_a_slash_at_the_end_brings_all_runs_of_a_folder(run_there: Path, tmp_path: Path) -> None:
+def test_a_trailing_slash_copies_all_runs_of_a_folder(run_there: Path, tmp_path: Path) -> None:
     shutil.copytree(run_there, run_there.with_name("second"), symlinks=True)
     sync(tmp_path, f"{run_there.parent}/")
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first run", "second"}
 
 
 @needs_rsync
-def test_a_folder_that_is_not_there_is_rsyncs_own_error(tmp_path: Path) -> None:
+def test_a_missing_folder_gives_rsyncs_own_error(tmp_path: Path) -> None:
     ended = sync(tmp_path, str(tmp_path / "nowhere"))
     assert ended.returncode != 0
     assert "No such file or directory" in ended.stderr
@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_there_is_rsyncs_own_error(tmp_path: Path) -> None:
     ("arguments", "variables", "line"),
     [([], {}, "HOST:RUN_FOLDER"), (["a"], {"PATH": "/nowhere"}, "error: there is no rsync here")],
 )
-def test_a_command_that_cannot_be_says_what_is_missing(
+def test_an_incomplete_command_says_what_is_missing(
     tmp_path: Path, arguments: list[str], variables: dict[str, str], line: str
 ) -> None:
     ended = sync(tmp_path, *arguments, **variables)

@@ -41,7 +41,7 @@ def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
     assert list((folder / "logs" / "tensorboard").glob("events*"))
 
 
-def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
+def test_a_job_of_two_processes_leaves_one_run(tmp_path: Path) -> None:
     forks.run_on_ranks(("train.py", *SMALL, f"run_dir={tmp_path / 'run'}"), 2)
     rows = read_estimates(tmp_path / "run" / "logs")
     assert {row["world_size"] for row in rows} == {2}
@@ -52,7 +52,7 @@ def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
     assert all(row["stderr"] > 0 for row in forward)
 
 
-def test_help_says_what_can_be_chosen() -> None:
+def test_help_lists_the_choices() -> None:
     shown = train("--help")
     assert shown.returncode == 0
     groups = ("adapter: lora, none", "buffer: filtered, plain", "data: arithmetic, gsm8k")
@@ -61,7 +61,7 @@ def test_help_says_what_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_every_benchmark_has_help_and_imports_the_silence_before_libraries(program: Path) -> None:
+def test_every_benchmark_has_help_and_silences_libraries_before_importing_them(program: Path) -> None:
     shown = forks.run(str(program), "--help")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("usage:")

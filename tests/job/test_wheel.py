@@ -83,7 +83,7 @@ def _elsewhere() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_the_folders_that_come_with_it(wheel: Path) -> None:
+def test_the_wheel_holds_every_package_file_and_the_bundled_folders(wheel: Path) -> None:
     there = set(zipfile.ZipFile(wheel).namelist())
     files = [path for name in SOURCES for path in (ROOT / name).rglob("*") if path.is_file()]
     names = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
@@ -92,7 +92,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_folders_that_come_wit
     assert {name for name in there if ".dist-info/" not in name} == inside
 
 
-def test_its_description_has_no_relative_link_which_an_index_could_not_follow(wheel: Path) -> None:
+def test_the_wheels_description_has_no_relative_link(wheel: Path) -> None:
     files = zipfile.ZipFile(wheel)
     (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("METADATA"))
     targets = re.findall(r"\]\(([^)]+)\)|^\[[\w-]+\]: (\S+)", metadata, re.MULTILINE)
@@ -117,7 +117,7 @@ def test_a_run_is_trained_evaluated_reported_and_analyzed_without_a_checkout(env
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tmp_path: Path) -> None:
+def test_the_command_copies_the_bundled_files(environment: Path, tmp_path: Path) -> None:
     def said(*arguments: str) -> str:
         command = [environment / "bin" / "rl-training", *arguments]
         ended = subprocess.run(command, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
@@ -162,7 +162,7 @@ def test_version_changelog_and_citation_agree() -> None:
         ("job.errors", set()),  # and with it every command's --help
     ],
 )
-def test_what_is_imported_without_an_extra_comes_without_one(module: str, at_most: set[str]) -> None:
+def test_modules_import_only_libraries_that_are_installed_without_extras(module: str, at_most: set[str]) -> None:
     assert imported_with(f"rl_training.{module}") <= at_most
 
 
@@ -178,11 +178,11 @@ def requirements_of(extra: str) -> set[str]:
     return requirements
 
 
-def test_the_core_is_what_attach_needs() -> None:
+def test_the_core_requirements_are_what_attach_needs() -> None:
     assert requirements_of("") == {DISTRIBUTIONS.get(library, library) for library in CORE}
 
 
-def test_the_demo_is_installed_without_what_only_tests_and_rare_settings_need() -> None:
+def test_the_demo_installs_nothing_that_only_tests_or_rare_settings_need() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")
     [rule] = [rule for rule in rules if "\n$(VENV)/installed:" in rule]
     extras = re.findall(r"'\.\[(.*)\]'", rule)
@@ -192,7 +192,7 @@ def test_the_demo_is_installed_without_what_only_tests_and_rare_settings_need() 
 
 
 @pytest.mark.parametrize(("library", "extra"), EXTRA_OF.items())
-def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: str) -> None:
+def test_the_extra_named_in_a_message_installs_the_library(library: str, extra: str) -> None:
     assert DISTRIBUTIONS.get(library, library.replace("_", "-")) in requirements_of(extra)
 
 
@@ -206,7 +206,7 @@ def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: 
         ("hydra", "api.OfflineEntropyProbe", "FoundError: hydra is not installed: pip install 'rl-training[train]'"),
     ],
 )  # fmt: skip
-def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
+def test_a_missing_extra_is_reported_in_one_line_with_the_install_command(
     tmp_path: Path, without: str, program: str, line: str
 ) -> None:
     script = tmp_path / "script.py"

@@ -238,7 +238,7 @@ REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs"
         ({}, [SimpleEntropyProbe(), of_other_responses()], r"all probes share one entropy gradient.*'simple', 'other'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, probes, said) -> None:
+def test_settings_that_cannot_be_measured_are_refused_at_attach(make_trainer, settings, probes, said) -> None:
     with pytest.raises(ValueError, match=said):
         make_trainer(probes=probes, **settings)
 

@@ -48,7 +48,9 @@ def built(tmp_path: Path, *overrides: str) -> TrainingRun:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_config_composes_and_its_targets_can_be_instantiated(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = composed("train", option, *NEEDS.get(option, []), "run_dir=somewhere")
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     monkeypatch.chdir("/tmp")
@@ -58,7 +60,7 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
     assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
 
 
-def test_what_a_call_refuses_names_the_setting_and_a_mistake_in_ones_own_code_keeps_its_traceback(
+def test_a_refused_argument_names_its_setting_and_an_error_in_custom_code_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = "def task(lines):\n    return int(lines) or {}['question']\n"
@@ -75,7 +77,7 @@ def test_what_a_call_refuses_names_the_setting_and_a_mistake_in_ones_own_code_ke
     assert caught.traceback[-1].path == tmp_path / "a_task_of_mine.py"
 
 
-def test_a_mistake_in_the_package_while_hydra_composes_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_package_while_hydra_composes_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "conf_folders", lambda: [][0])
     monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
     with pytest.raises(IndexError):
@@ -110,7 +112,7 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
     assert (probe.every, probe.entropy.responses_per_prompt) == (5, 2)
 
 
-def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_may_be_a_slurm_array_task_id_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
     cfg = composed("train", "seed=${oc.env:SLURM_ARRAY_TASK_ID}")
     check_settings(cfg)
@@ -140,7 +142,7 @@ def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: s
 @pytest.mark.parametrize(
     ("sequences", "microbatch", "processes", "steps"), [(256, 32, 1, 8), (256, 32, 2, 4), (64, 8, 4, 2)]
 )
-def test_the_batch_is_given_once_for_all_processes(sequences, microbatch, processes, steps) -> None:
+def test_the_batch_size_is_given_for_all_processes_together(sequences, microbatch, processes, steps) -> None:
     assert accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8) == steps
 
 
@@ -176,7 +178,7 @@ def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation
     assert "\n" not in explain(raised.value)
 
 
-def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs_it() -> None:
+def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CONF.glob("hydra/help/*.yaml")]
     for page in pages:
         text = page.read_text(encoding="utf-8")
@@ -196,7 +198,7 @@ def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "content", [b"seed: [1", b"\xff\xfe", b"- 1", b""], ids=["no yaml", "no text", "a list", "empty"]
 )
-def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, content: bytes) -> None:
+def test_resuming_a_run_with_a_broken_config_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
         refuse_other_settings(composed("train"), tmp_path)
@@ -232,7 +234,7 @@ def test_the_config_in_the_run_folder_is_resolved(tmp_path: Path) -> None:
     assert json.dumps(OmegaConf.to_container(saved))
 
 
-def test_what_a_run_will_not_measure_is_said_with_the_settings_that_are_typed(tmp_path: Path, caplog) -> None:
+def test_a_run_starts_with_what_it_will_not_measure_and_the_overrides_to_type(tmp_path: Path, caplog) -> None:
     batch = ("batch.sequences_per_step=16", "batch.microbatch_size=16", "trainer.max_completion_length=8")
     built(tmp_path, *batch, "trainer.max_steps=1").train()
     [plan] = [line for line in caplog.messages if "fold" in line]
@@ -250,12 +252,12 @@ def test_what_a_run_will_not_measure_is_said_with_the_settings_that_are_typed(tm
         (["logger=wandb"], ["wandb"]),
     ],
 )
-def test_a_run_has_the_dashboards_of_all_loggers_that_are_named(words: list[str], kept: list[str]) -> None:
+def test_a_run_has_a_dashboard_for_every_named_logger(words: list[str], kept: list[str]) -> None:
     with composing():
         assert with_all_loggers(compose("train", words), words).trainer.report_to == kept
 
 
-def test_of_a_group_of_which_there_is_one_two_options_are_refused() -> None:
+def test_two_options_of_a_single_choice_group_are_refused() -> None:
     with (
         composing(),
         pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: only one is possible, give adapter=")),

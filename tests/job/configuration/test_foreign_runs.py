@@ -144,7 +144,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("gadget", GADGETS | OF_TRAINING)
-def test_no_gadget_runs_code_or_tells_a_secret(run: Path, gadget: str) -> None:
+def test_no_setting_of_a_foreign_run_executes_code_or_leaks_a_secret(run: Path, gadget: str) -> None:
     """An analysis does not need the run's probes, and an evaluation only needs task and model. The rest is ignored."""
     changes = (GADGETS | OF_TRAINING)[gadget]
     write_config(run, changes)
@@ -157,12 +157,12 @@ def test_no_gadget_runs_code_or_tells_a_secret(run: Path, gadget: str) -> None:
 
 
 @pytest.mark.parametrize("gadget", ["a shell in the place of the task", "an alias bomb", "an intervention in a file"])
-def test_the_offline_probe_refuses_what_an_analysis_refuses(run: Path, gadget: str) -> None:
+def test_the_offline_probe_refuses_the_same_foreign_settings_as_an_analysis(run: Path, gadget: str) -> None:
     write_config(run, GADGETS[gadget])
     assert re.search(REFUSAL, said(probe, run))
 
 
-def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
+def test_code_named_by_a_foreign_run_is_used_once_typed_on_the_command_line(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of its settings stay as in the run."""
@@ -183,7 +183,7 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
         branch(run, *named)
 
 
-def test_settings_are_read_as_they_were_written(run: Path) -> None:
+def test_settings_are_read_back_exactly_as_written(run: Path) -> None:
     """Text with a reference stays literal in provenance. A run with marked code resumes with the same settings."""
     strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
     settings = {"provenance": {**strange, "command": "echo ${HOME}"}, "data": {"path": "$HOME"}}
@@ -196,7 +196,7 @@ def test_settings_are_read_as_they_were_written(run: Path) -> None:
         refuse_other_settings(composed("train", "trainer.max_steps=2"), run)
 
 
-def test_a_file_of_the_offline_probe_is_not_its_users_command_line(run: Path, tmp_path: Path) -> None:
+def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "probe.yaml"
     for words in (["+data._target_=os.system"], ["data={_target_: os.system, command: x}"], ["intervention=own.py:f"]):
         file.write_text(yaml.dump({"overrides": words}))
@@ -213,7 +213,7 @@ def test_a_file_of_the_offline_probe_is_not_its_users_command_line(run: Path, tm
     {"r": "${oc.env:HF_TOKEN}"}, {"r": {"_target_": "os.system"}}, {"lora_alpha": "1"}, {"target_modules": [{"a": 1}]},
     {"target_modules": "${oc.env:HF_TOKEN}"}, {"target_modules": ["q", "x],data._target_=[os.system"]}, [],
 ])  # fmt: skip
-def test_an_adapter_of_somebody_else_names_modules_and_numbers_only(tmp_path: Path, content: Any) -> None:
+def test_a_foreign_adapter_may_give_only_module_names_and_numbers(tmp_path: Path, content: Any) -> None:
     whole = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(whole))
@@ -223,7 +223,7 @@ def test_an_adapter_of_somebody_else_names_modules_and_numbers_only(tmp_path: Pa
         OfflineEntropyProbe({}).overrides(tmp_path)
 
 
-def test_every_intervention_that_comes_with_the_package_is_no_code() -> None:
+def test_built_in_interventions_need_no_approval_as_code() -> None:
     assert not any(names_code(text) for name in INTERVENTIONS for text in (name, f"{name}:0.5", f"{name}:0.5,2"))
 
 

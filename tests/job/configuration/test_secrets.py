@@ -117,21 +117,21 @@ def test_no_command_writes_or_prints_a_secret_of_any_name(left: Left) -> None:
     ]
 
 
-def test_the_line_that_resumes_repeats_no_secret(left: Left) -> None:
+def test_the_printed_command_to_resume_contains_no_secret(left: Left) -> None:
     line = left.said("train").splitlines()[-1]
     assert line.endswith(" resume=latest")
     assert "hub_token" not in line
     assert "api_key" not in line
 
 
-def test_an_error_that_quotes_an_override_says_which_one(left: Left) -> None:
+def test_an_error_about_a_masked_override_names_its_key(left: Left) -> None:
     for name in ("unread", "listed"):
         assert f"trainer.hub_token={MASK}" in left.said(name), left.said(name)
     assert "seed=x" in left.said("wrong")
     assert "Traceback" in left.said("debugged")
 
 
-def test_settings_keep_all_but_the_secrets(left: Left) -> None:
+def test_settings_keep_everything_but_secrets(left: Left) -> None:
     shown = left.said("shown")
     assert "num_generations: " in shown
     assert shown.count(MASK) >= len(NAMES)
@@ -141,7 +141,7 @@ def test_settings_keep_all_but_the_secrets(left: Left) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_that_of_a_secret_in_any_case_and_at_any_depth(name: str) -> None:
+def test_a_secret_is_recognized_by_its_name_in_any_case_and_at_any_depth(name: str) -> None:
     for written in (name, name.lower(), name.upper(), name.replace("_", "-")):
         if written.upper() != name.upper().replace("_", "") or "_" in name or "-" in name or written == name:
             assert is_secret(written), written
@@ -153,7 +153,7 @@ def test_a_name_is_that_of_a_secret_in_any_case_and_at_any_depth(name: str) -> N
             ]
 
 
-def test_no_setting_of_the_trainer_and_of_conf_is_masked_but_the_token_of_the_hub() -> None:
+def test_of_trainer_and_conf_settings_only_the_hub_token_is_masked() -> None:
     """Whatever their values are. Nothing in the shipped files is a secret."""
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     assert {name for name in fields if is_secret(name, "text")} == {"hub_token"}
@@ -180,7 +180,7 @@ def test_a_name_that_only_resembles_one_is_not_masked(name: str) -> None:
     assert mask_words([f"a.{name}=text"]) == [f"a.{name}=text"]
 
 
-def test_a_special_token_and_what_is_no_text_or_number_stay_under_any_name() -> None:
+def test_special_tokens_booleans_and_null_are_never_masked() -> None:
     settings = {"my_token": "<|sep|>", "other_token": "[SEP]", "token": True, "password": None, "auth": False}
     assert without_secrets(settings) == settings
     assert without_secrets({"password": 123456}) == {"password": MASK}
@@ -205,23 +205,23 @@ def test_a_special_token_and_what_is_no_text_or_number_stay_under_any_name() -> 
         ("seed=1", "seed=1"),
     ],
 )
-def test_secrets_inside_a_word_are_masked_and_the_rest_stays(word: str, masked: str) -> None:
+def test_secrets_inside_an_override_are_masked_and_the_rest_is_kept(word: str, masked: str) -> None:
     assert mask_words([word]) == [masked]
     assert without_secrets({"run": [word]}) == {"run": [masked]}
 
 
-def test_the_word_behind_a_flag_is_its_secret_unless_the_flag_holds_it() -> None:
+def test_the_word_after_a_secret_flag_is_masked_unless_the_flag_has_a_value() -> None:
     assert mask_words(["--password", "S", "seed=1"]) == ["--password", "***", "seed=1"]
     assert mask_words(["--password=S", "seed=1"]) == ["--password=***", "seed=1"]
 
 
-def test_a_prompt_stays_as_it_is_among_settings() -> None:
+def test_a_prompt_template_in_settings_is_never_masked() -> None:
     """The settings must allow rebuilding the run."""
     prompt = "The password: {password}. Say token=5 or {token: 5}; write to me@host."
     assert without_secrets({"template": prompt}) == {"template": prompt}
 
 
-def test_a_line_is_masked_where_names_stand_before_values_and_where_the_value_is_known() -> None:
+def test_an_error_line_is_masked_after_secret_names_and_at_known_secret_values() -> None:
     assert mask_line("x.token='a b': no such setting") == "x.token=***: no such setting"
     assert mask_line("{'token': 'S', 'n': 1}") == "{'token': ***, 'n': 1}"
     assert mask_line("the tokenizer has no end-of-sequence token: set its eos_token") == (
@@ -237,6 +237,6 @@ def test_a_line_is_masked_where_names_stand_before_values_and_where_the_value_is
     assert mask_line("401 for typed99 and typed99-more", ["typed99", "typed99-more"]) == "401 for *** and ***"
 
 
-def test_of_settings_that_are_read_back_a_masked_one_is_as_if_it_were_not_given() -> None:
+def test_masked_settings_are_dropped_when_read_back() -> None:
     settings = {"hub_token": "S", "kw": [{"token": "S", "n": 1}], "n": 2}
     assert without_masks(without_secrets(settings)) == {"kw": [{"n": 1}], "n": 2}

@@ -21,7 +21,7 @@ CHECKS: dict[str, Any] = {
 }
 
 
-def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
+def test_checks_of_settings_import_neither_torch_nor_trl() -> None:
     modules = ("configuration.checks", "errors")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
@@ -33,13 +33,13 @@ def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
     ("command", "overrides", "message"),
     [(command, *row) for command, rows in REFUSED["values"].items() for row in rows.items()],
 )
-def test_what_makes_no_sense_is_refused(command: str, overrides: str, message: str) -> None:
+def test_invalid_settings_are_refused(command: str, overrides: str, message: str) -> None:
     check, *needed = CHECKS[command]
     with pytest.raises(ValueError, match=message):
         check(composed(command, *needed, *overrides.split()))
 
 
-def test_a_logger_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     fix = r"logger=trackio: trackio is not installed: pip install 'rl-training\[trackio\]', or choose another logger"
     with pytest.raises(ValueError, match=fix):
@@ -47,12 +47,12 @@ def test_a_logger_that_is_not_installed_is_said_before_anything_is_loaded(monkey
     check_run(composed("train", "logger=none", "run_dir=somewhere"))
 
 
-def test_settings_that_may_be_null_or_at_the_end_of_their_range_are_taken() -> None:
+def test_null_and_boundary_values_are_accepted_where_allowed() -> None:
     taken = ("++trainer.epsilon_high=null", "++trainer.top_p=1", "++trainer.min_p=0", "trainer.max_steps=-1")
     assert check_run(composed("train", *taken, "run_dir=somewhere")) == 8
 
 
-def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run(tmp_path: Path) -> None:
+def test_a_mistyped_folder_of_a_resumed_run_does_not_start_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "run_a" / "training_state").mkdir(parents=True)
     check_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
     with pytest.raises(
@@ -61,7 +61,7 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         check_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
 
 
-def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> None:
+def test_the_name_of_a_sweep_job_is_sanitized_without_changing_its_settings() -> None:
     assert check_analysis(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]")).evaluation.source == [
         3,
         4,
@@ -70,7 +70,7 @@ def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> Non
     assert name_of("mine-2_a.b") == "mine-2_a.b"
 
 
-def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(tmp_path: Path) -> None:
+def test_a_run_whose_config_lacks_data_is_analysed_with_given_data(tmp_path: Path) -> None:
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     cfg = composed("train", "run_dir=somewhere")

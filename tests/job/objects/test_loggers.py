@@ -101,7 +101,7 @@ def test_wandb_goes_on_in_the_same_run(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["../../x", "", " a", "a\n", "\ud800", "a" * 200, "a?b"])
-def test_a_file_that_names_no_run_of_wandb_is_named(tmp_path: Path, run_id: str) -> None:
+def test_an_invalid_wandb_run_id_file_is_named(tmp_path: Path, run_id: str) -> None:
     file = tmp_path / "logs" / "wandb_run_id"
     file.parent.mkdir()
     file.write_bytes(run_id.encode("utf-8", "surrogatepass"))
@@ -110,7 +110,7 @@ def test_a_file_that_names_no_run_of_wandb_is_named(tmp_path: Path, run_id: str)
     assert [*file.parent.iterdir()] == [file]
 
 
-def test_wandb_takes_the_optimizer_step_as_x_axis_of_everything(run_dir: Path) -> None:
+def test_wandb_uses_the_optimizer_step_as_x_axis_of_every_metric(run_dir: Path) -> None:
     for records in wandb_runs(run_dir):
         metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
         assert {(m.glob_name or m.name, m.step_metric) for m in metrics} >= {("*", "step"), ("step", "")}
@@ -126,7 +126,7 @@ def test_wandb_holds_the_resolved_configuration(run_dir: Path) -> None:
     assert {name: config[name] for name in saved} == saved
 
 
-def test_wandb_holds_the_pictures_of_the_report(run_dir: Path) -> None:
+def test_wandb_holds_the_figures_of_the_report(run_dir: Path) -> None:
     pictures = {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")}
     assert len(pictures) >= 3
     first, last = (
@@ -153,17 +153,17 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
 
 
-def test_tensorboard_has_the_reports_pictures(run_dir: Path) -> None:
+def test_tensorboard_holds_the_figures_of_the_report(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"))
     events.Reload()
     assert {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")} == set(events.Tags()["images"])
 
 
-def test_a_run_shows_the_core_numbers_where_nothing_else_is_asked_for() -> None:
+def test_a_run_logs_the_core_numbers_by_default() -> None:
     assert composed("train", "logger=wandb").logger.metrics == "core"
 
 
-def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
+def test_metrics_core_logs_the_core_numbers_alone(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, {}, CORE)
     logger.start(0)
     logger.on_log(None, TrainerState(global_step=1), None, {**dict.fromkeys(CORE, 1.0), "delta_h/layer/0": 2.0})
@@ -174,7 +174,7 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [WandbLogger, TensorBoardLogger])
-def test_a_file_in_the_place_of_a_dashboards_folder_is_named(tmp_path: Path, kind: Any) -> None:
+def test_a_file_where_a_dashboard_needs_a_folder_is_named(tmp_path: Path, kind: Any) -> None:
     """When a run is built, and when an analysis or an evaluation adds to a run's dashboard."""
     name = kind.__name__.removesuffix("Logger").lower()
     (tmp_path / "logs").mkdir()

@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "1+1=?"}]
 @pytest.mark.parametrize(
     ("prompt", "template", "is_said"), [("1+1=?", "x", True), (MESSAGES, "x", False), ("1+1=?", None, False)]
 )
-def test_a_chat_template_that_plain_prompts_leave_out_is_said(
+def test_a_chat_template_unused_by_plain_prompts_is_reported(
     make_trainer, caplog, prompt: object, template: str | None, is_said: bool
 ) -> None:
     tokenizer = load_tiny()[1]

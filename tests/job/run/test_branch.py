@@ -85,7 +85,7 @@ def test_optimizer_and_schedule_have_the_settings_of_the_branch(original: Path, 
     assert sorted(path.name for path in kept) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_path: Path) -> None:
+def test_a_branch_resumes_exactly_from_its_own_checkpoints(original: Path, tmp_path: Path) -> None:
     changed = ["intervention=[psr,lr:0.5]", "++trainer.entropy_coef=0.1", "probe=none"]
     whole = branch(original, tmp_path / "whole", *changed).run_dir
     assert load_file(checkpoint(whole, 3) / "model.safetensors").keys()
@@ -115,19 +115,19 @@ def test_what_cannot_be_a_branch_is_refused(original, tmp_path, overrides: str, 
 
 
 @pytest.mark.parametrize("given", ["", "latest", "auto"])
-def test_a_branch_of_nothing_says_what_to_give(tmp_path: Path, given: str) -> None:
+def test_a_branch_without_a_checkpoint_says_what_to_give(tmp_path: Path, given: str) -> None:
     with pytest.raises(ValueError, match=f"branch={given}: give RUN/training_state/checkpoint-N, or RUN"):
         run_of(tmp_path / "new", f"branch={given}")
 
 
-def test_a_branch_is_not_written_among_the_checkpoints_it_comes_from(original: Path) -> None:
+def test_a_branch_is_not_written_into_the_checkpoint_folder_of_its_origin(original: Path) -> None:
     for folder in (checkpoint(original, 1), checkpoint(original, 2), original / TRAINING_STATE):
         with pytest.raises(ValueError, match=f"run_dir={folder} lies among the checkpoints of another run"):
             run_of(folder, f"branch={checkpoint(original, 1)}")
         assert not (folder / CONFIG_FILE).exists()
 
 
-def test_a_branch_takes_what_is_typed_and_nothing_that_only_train_yaml_has(original: Path, tmp_path: Path) -> None:
+def test_a_branch_takes_typed_overrides_and_no_defaults_of_train_yaml(original: Path, tmp_path: Path) -> None:
     """The run has 16 sequences per step, no dashboard, and a probe with settings, unlike train.yaml."""
     changed = ["batch.microbatch_size=4", "probes.simple.every=2", "logger=tensorboard", "seed=7"]
     run = run_of(tmp_path / "new", f"branch={checkpoint(original, 1)}", *changed)
@@ -141,7 +141,7 @@ def test_a_branch_takes_what_is_typed_and_nothing_that_only_train_yaml_has(origi
     assert len(run.loggers) == 1
 
 
-def test_another_seed_draws_other_responses_and_says_that_the_order_of_prompts_changes(
+def test_another_seed_samples_other_responses_and_warns_of_another_prompt_order(
     original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -33,7 +33,7 @@ def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch
     assert "|#" in last
 
 
-def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_shows_its_progress_from_the_first_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a step of half a minute the bar is drawn before and after it, and at most every ten seconds in between."""
     screen, tqdm, clock = io.StringIO(), trainer_callback.tqdm, SimpleNamespace(now=0.0)
     monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
@@ -56,7 +56,7 @@ def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: py
     assert "sampling" not in last
 
 
-def test_what_is_logged_stands_on_a_line_of_its_own_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_messages_have_their_own_line_above_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     state = SimpleNamespace(max_steps=9, global_step=3, is_world_process_zero=True)
     bar = StepProgress()
     bar.on_train_begin(None, state, None)

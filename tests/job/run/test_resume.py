@@ -38,7 +38,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
+def test_a_run_killed_at_random_moments_ends_bitwise_equal_to_the_uninterrupted_one() -> None:
     """With real SIGKILLs: one at a random moment, one when a checkpoint starts being written."""
     short = [*QUICK, "batch.sequences_per_step=16", "trainer.max_steps=4"]
     ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", *short)
@@ -67,7 +67,9 @@ def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
     assert logged_numbers(resumed) == logged_numbers(whole)
 
 
-def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(make_trainer, tmp_path, caplog) -> None:
+def test_a_last_step_within_a_rollout_is_saved_with_a_warning_of_inexact_resuming(
+    make_trainer, tmp_path, caplog
+) -> None:
     settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
     make_trainer(**settings, max_steps=1).train()
     assert "the last checkpoint, of step 1, is inside one" in caplog.text
@@ -101,7 +103,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir, part: str, kept: float, caplog) -> None:
+def test_a_checkpoint_with_a_truncated_file_is_not_used(run_dir, part: str, kept: float, caplog) -> None:
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
     assert find_flaw(file.parent) == ""
     os.truncate(file, int(kept * file.stat().st_size))
@@ -113,7 +115,7 @@ def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir, part: str, kep
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.pt"])
-def test_64_flipped_bytes_are_found_and_the_file_is_named(run_dir: Path, part: str) -> None:
+def test_flipped_bytes_are_found_and_their_file_is_named(run_dir: Path, part: str) -> None:
     """They are in the middle of the file, within a tensor's numbers, where only a checksum can detect them."""
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
     content = bytearray(file.read_bytes())
@@ -125,7 +127,7 @@ def test_64_flipped_bytes_are_found_and_the_file_is_named(run_dir: Path, part: s
     assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
 
 
-def test_latest_without_a_run_is_the_run_with_the_latest_step_whatever_its_name(run_dir: Path) -> None:
+def test_latest_without_a_run_is_the_run_with_the_newest_checkpoint_whatever_its_name(run_dir: Path) -> None:
     named_last = Path(shutil.copytree(run_dir, run_dir.parent / "run_test"))
     dated = run_dir.rename(run_dir.parent / "run_2026-01-01_00-00-00_seed_0")
     for run, written in ((named_last, 1e9), (dated, 2e9)):
@@ -134,7 +136,7 @@ def test_latest_without_a_run_is_the_run_with_the_latest_step_whatever_its_name(
     assert find_checkpoint("latest", run_dir.parent / "new") == dated / TRAINING_STATE / "checkpoint-3"
 
 
-def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run_dir, caplog) -> None:
+def test_resuming_a_two_process_checkpoint_with_one_warns_of_inexactness(run_dir, caplog) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     run_of(run_dir, "resume=latest")
     assert "not bitwise" not in caplog.text
@@ -149,7 +151,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run
     ("probe", "part"),
     [(SimpleEntropyProbe(), "level"), (GradientNoiseScaleProbe(), "moments")],
 )
-def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
+def test_a_probe_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
         about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -170,7 +172,7 @@ def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None
     assert find_flaw(checkpoint) == ""
 
 
-def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
+def test_resuming_from_an_earlier_step_sets_later_checkpoints_aside(run_dir: Path) -> None:
     earlier = run_dir / TRAINING_STATE / "checkpoint-1"
     for _ in range(2):  # also if some with the same names are there already
         set_aside_later(run_dir, steps_taken(earlier))
@@ -180,7 +182,7 @@ def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
         shutil.copytree(aside / "checkpoint-2", run_dir / TRAINING_STATE / "checkpoint-2")
 
 
-def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_dir, caplog) -> None:
+def test_a_finished_run_takes_no_further_step_until_max_steps_is_raised(run_dir, caplog) -> None:
     for max_steps in (3, 5):
         run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
         run.train()
@@ -191,7 +193,7 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_di
         assert caplog.text.count("has taken its 3 steps: raise trainer.max_steps to train longer") == 1
 
 
-def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: Path) -> None:
+def test_resume_auto_starts_a_run_and_later_continues_it(trained: Path, tmp_path: Path) -> None:
     """resume=auto starts a run, starts over without a complete checkpoint, and resumes the newest complete one.
 
     Each ends like `trained`.
@@ -222,7 +224,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         run_of(folder, "resume=auto", "additional_steps=1")
 
 
-def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:
+def test_resume_auto_refuses_a_folder_named_by_the_time() -> None:
     with pytest.raises(ValueError, match="is named by the time: give run_dir=PATH"):
         check_resume(composed("train", "resume=auto"))
 
@@ -238,7 +240,7 @@ def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) ->
         run_of(run_dir.parent / "new", "additional_steps=1")
 
 
-def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(run_dir, monkeypatch) -> None:
+def test_the_config_records_the_command_of_the_latest_resume(run_dir, monkeypatch) -> None:
     """Also a command that looks like an OmegaConf interpolation, and resuming twice."""
     for command in ("run_dir=${now:%H}", "seed=0"):
         monkeypatch.setattr(sys, "argv", ["train.py", command])
@@ -258,7 +260,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
         Records(tmp_path).write_metrics(1, {"loss": 0.5})
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_within_a_line_corrupts_nothing(tmp_path: Path) -> None:
     records = Records(tmp_path)
     estimates = {f"a/{i}": Estimate(float(i), 0.5, 8) for i in range(9)}
     records.write_estimates(1, 1, "probe", estimates)
@@ -273,7 +275,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path:
     assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2] * 9
 
 
-def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(run_dir: Path) -> None:
+def test_a_full_disk_during_a_checkpoint_is_reported_and_the_previous_one_resumes(run_dir: Path) -> None:
     """It fills up in the weights, of 420 kB, or in the optimizer's state, which is twice as large."""
     way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then go on with resume=latest"
     for size in (50_000, 600_000):
@@ -289,7 +291,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_
     assert find_flaw(run_dir / TRAINING_STATE / "checkpoint-4") == ""
 
 
-def test_a_disk_that_is_full_when_a_run_goes_on_keeps_the_records(tmp_path: Path) -> None:
+def test_a_full_disk_when_resuming_keeps_the_records(tmp_path: Path) -> None:
     records = Records(tmp_path)
     for step in range(1, 99):
         records.write_metrics(step, {"loss": 0.1})

@@ -23,7 +23,7 @@ def ends_after(stop: StopAtStepEnd, step: int, steps_per_rollout: int = 1) -> bo
     return control.should_training_stop
 
 
-def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
+def test_training_stops_at_the_first_step_that_uses_up_a_rollout() -> None:
     """Three steps train on each rollout. Step 6 is the last for its rollout, so training can resume exactly there."""
     stop = StopAtStepEnd()
     assert not ends_after(stop, 3, steps_per_rollout=3)
@@ -33,7 +33,7 @@ def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
 
 
 @pytest.mark.parametrize("of_the_others", [(SIGINT, 0), (0, SIGINT)], ids=str)
-def test_a_process_that_was_asked_nothing_ends_with_the_one_that_was(
+def test_a_process_without_a_signal_stops_with_the_one_that_got_it(
     of_the_others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stopping, "gather", lambda flags: torch.cat([flags, torch.tensor(of_the_others)]))
@@ -42,6 +42,6 @@ def test_a_process_that_was_asked_nothing_ends_with_the_one_that_was(
     assert stop.signum == SIGINT
 
 
-def test_without_a_request_no_process_ends() -> None:
+def test_without_a_signal_no_process_stops() -> None:
     assert not ends_after(StopAtStepEnd(), 1)
     assert {SIGINT, SIGTERM} <= {int(signum) for signum in SIGNALS}

@@ -50,7 +50,7 @@ def one_is_late(rank: int, folder: str) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_line_names_the_process_that_is_waited_for_and_where_it_is(tmp_path: Path) -> None:
+def test_a_message_names_the_process_waited_for_and_where_it_is(tmp_path: Path) -> None:
     """First rank 0, then rank 1. While both compute for the same time, there is no line."""
     forks.start_ranks(one_is_late, (str(tmp_path),), 2)
     said = {rank: (tmp_path / f"said_{rank}").read_text(encoding="utf-8").splitlines() for rank in (0, 1)}
@@ -74,7 +74,7 @@ def never_comes(rank: int, folder: str) -> None:
     os._exit(7)
 
 
-def test_the_timeout_that_is_asked_for_holds_and_names_who_is_missing(tmp_path: Path) -> None:
+def test_the_requested_timeout_applies_and_names_the_missing_process(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="exit code 7"):
         forks.start_ranks(never_comes, (str(tmp_path),), 2)
     seconds, error = (tmp_path / "ended").read_text(encoding="utf-8").splitlines()
