@@ -15,20 +15,20 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import key_of, overrides_of_the_run, parsed, with_all_loggers
-from rl_training.job.configuration.run_settings import branched
+from rl_training.job.configuration.overrides import key_of, parse_overrides, select_run_overrides, with_all_loggers
+from rl_training.job.configuration.run_settings import resolve_branch
 from rl_training.job.configuration.shipped import CONF
 from rl_training.records.files.masking import mask_words
 
 
 def train() -> None:
     """Train with GRPO and probes, and write the report."""
-    of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # a branch takes its settings from its run
-    run_composed("train", _train, lambda word: not of_a_branch and key_of(word) != "trainer")
+    is_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # a branch takes its settings from its run
+    run_composed("train", _train, lambda word: not is_branch and key_of(word) != "trainer")
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
-    cfg = with_all_loggers(branched(cfg, overrides), overrides)
+    cfg = with_all_loggers(resolve_branch(cfg, overrides), overrides)
     check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
     with importing():
         from rl_training.job.run.training import build_run
@@ -41,18 +41,18 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
 
 def analyze() -> None:
     """Analyze checkpoints: predict and measure what the next step of each does to entropy."""
-    run_composed("offline", _analyze, lambda word: not overrides_of_the_run([word]))
+    run_composed("offline", _analyze, lambda word: not select_run_overrides([word]))
 
 
 def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
-    of_the_run = overrides_of_the_run(overrides)
+    run_overrides = select_run_overrides(overrides)
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
-    cfg.run = [*cfg.run, *of_the_run]
+    cfg.run = [*cfg.run, *run_overrides]
     if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, overrides):
         typed = [word for word in sys.argv[1:] if key_of(word)]
-        swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
-        apart = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept]
-        cfg.name = ",".join([cfg.name, *mask_words(apart)])  # otherwise all jobs would write into one folder
+        swept_keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()} - {"checkpoint"}
+        swept_overrides = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept_keys]
+        cfg.name = ",".join([cfg.name, *mask_words(swept_overrides)])  # otherwise all jobs would write into one folder
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
     with importing():
         from rl_training.job.run.analysis import analyse_checkpoints

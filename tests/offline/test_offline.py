@@ -21,7 +21,7 @@ from hydra import compose
 
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.errors import UserError
-from rl_training.job.configuration.overrides import overrides_of_the_run
+from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.analysis import analyse_checkpoints
@@ -195,7 +195,7 @@ def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_
 
 def test_settings_of_the_run_stand_beside_those_of_the_analysis() -> None:
     words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
-    assert overrides_of_the_run(words) == ["trainer.beta=0", 'data.path="a b.jsonl"']
+    assert select_run_overrides(words) == ["trainer.beta=0", 'data.path="a b.jsonl"']
 
 
 def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
 from rl_training import OfflineEntropyProbe
-from rl_training.job.configuration.overrides import settable
-from rl_training.job.configuration.run_settings import branched, run_settings
+from rl_training.job.configuration.overrides import force_add
+from rl_training.job.configuration.run_settings import resolve_branch, run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.evaluation_plan import EvaluationPlan, read_plan
 
@@ -83,12 +83,12 @@ def analyse(run: Path, *words: str) -> object:
 
 
 def evaluate(run: Path, *words: str) -> EvaluationPlan:
-    return read_plan(OmegaConf.merge(typed("evaluate", *map(settable, words)), {"run": str(run)}))
+    return read_plan(OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)}))
 
 
 def branch(run: Path, *words: str) -> DictConfig:
     settings = {"branch": str(run), "run_dir": str(run.parent / "branch")}
-    return branched(OmegaConf.merge(typed("train", *map(settable, words)), settings), words)
+    return resolve_branch(OmegaConf.merge(typed("train", *map(force_add, words)), settings), words)
 
 
 def probe(run: Path, *words: str) -> object:

@@ -20,23 +20,23 @@ from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.values import check_allowed, did_you_mean, quoted, refuse_other_kinds
+from rl_training.job.configuration.values import check_allowed, check_kinds, did_you_mean, quote_override
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
-PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
+PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name")
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
     "output_dir": "run_dir",
 }
-UNFIT = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
+INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 
 
 def check_run(cfg: DictConfig) -> int:
     """Run all checks that are possible without torch, and return the number of microbatches per step and process."""
     check_resume(cfg)
-    for key in PATHS:  # the shell does not expand `~` after `=`
+    for key in PATH_KEYS:  # the shell does not expand `~` after `=`
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
@@ -58,7 +58,7 @@ def check_settings(cfg: DictConfig) -> None:
     """Raise UserError for settings that are out of range, do not exist, or contradict another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise UserError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # their contents are checked below
+    check_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # their contents are checked below
     for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
@@ -68,7 +68,7 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
-            raise UserError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
+            raise UserError(f"{key}={value} is not a path: quote it, {quote_override(key, str(value))}")
     if cfg.model.get("quantization") and not cfg.adapter:
         raise UserError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
@@ -88,7 +88,7 @@ def check_values(cfg: DictConfig, command: str) -> None:
     unset = sorted(OmegaConf.missing_keys(cfg))
     if unset:
         raise UserError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
-    refuse_other_kinds(cfg, load_plain(CONF / f"{command}.yaml"))
+    check_kinds(cfg, load_plain(CONF / f"{command}.yaml"))
     for key, allowed in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
         if value is not ...:
@@ -105,7 +105,7 @@ def _check_probes(probes: Any) -> None:
             raise UserError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list 'probe=[…]'")
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
-            refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
+            check_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
 
 
 def _check_trainer(cfg: DictConfig) -> None:
@@ -128,26 +128,26 @@ def _check_trainer(cfg: DictConfig) -> None:
     if cfg.trainer.get("max_steps") == 0:
         raise UserError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
     for name, source in DERIVED_FIELDS.items():
-        if cfg.trainer[name] != value_of(cfg, name):
+        if cfg.trainer[name] != derived_value(cfg, name):
             raise UserError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
 
 
-def value_of(cfg: DictConfig, name: str) -> Any:
+def derived_value(cfg: DictConfig, name: str) -> Any:
     """Return the value that a trainer field in DERIVED_FIELDS must have."""
     return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, DERIVED_FIELDS[name])
 
 
 def check_resume(cfg: DictConfig) -> None:
     """Raise UserError if there is no run to resume, or no run to which `additional_steps` could be added."""
-    as_written: Any = OmegaConf.to_container(cfg, resolve=False)
-    is_given = "${now:" not in str(as_written["run_dir"])
-    if cfg.resume == "auto" and not is_given:
+    unresolved: Any = OmegaConf.to_container(cfg, resolve=False)
+    is_dir_given = "${now:" not in str(unresolved["run_dir"])
+    if cfg.resume == "auto" and not is_dir_given:
         raise UserError(
             "resume=auto continues the run in run_dir, or starts it there, but run_dir is named by the time: give "
             "run_dir=PATH"
         )
     run = Path(str(cfg.run_dir)).expanduser()
-    if cfg.resume == "latest" and is_given and not (run / TRAINING_STATE).is_dir():
+    if cfg.resume == "latest" and is_dir_given and not (run / TRAINING_STATE).is_dir():
         runs = {path.parent.name: f"run_dir={path.parent}" for path in run.parent.glob(f"*/{TRAINING_STATE}")}
         raise UserError(
             f"resume=latest: run_dir={cfg.run_dir} holds no run to continue; resume=auto would start one "
@@ -168,18 +168,18 @@ def accumulation_steps(
         UserError: If the sizes do not divide; the message names sizes that do.
     """
     if microbatch_size % responses_per_prompt:
-        fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
+        suggested = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
         raise UserError(
             f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
-            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
+            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={suggested}"
         )
     sequences_at_once = microbatch_size * num_processes
     if sequences_per_step % sequences_at_once or sequences_per_step < 1:
-        fitting = max(round(sequences_per_step / sequences_at_once), 1) * sequences_at_once
+        suggested = max(round(sequences_per_step / sequences_at_once), 1) * sequences_at_once
         raise UserError(
             f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
             f"{microbatch_size} x {num_processes} (processes) = {sequences_at_once}: use "
-            f"batch.sequences_per_step={fitting}"
+            f"batch.sequences_per_step={suggested}"
         )
     return sequences_per_step // sequences_at_once
 
@@ -192,23 +192,23 @@ def check_analysis(cfg: DictConfig) -> Settings:
     """
     check_values(cfg, "offline")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    name_of(str(values["name"]))
+    analysis_folder_name(str(values["name"]))
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
         raise UserError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
-    kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
-    return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
+    makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
+    return Settings(**{key: values[key] if make is MISSING else make(**values[key]) for key, make in makers.items()})
 
 
-def name_of(name: str) -> str:
+def analysis_folder_name(name: str) -> str:
     """Return the folder for an analysis of this name, or raise UserError if it is not a valid folder name.
 
     Text after a comma names a sweep job by its settings; characters that are invalid in folder names are removed.
     """
     typed = name.partition(",")[0]
-    if UNFIT.search(typed) or typed.startswith(".") or not typed:
+    if INVALID_IN_FOLDER_NAME.search(typed) or typed.startswith(".") or not typed:
         raise UserError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
-    return UNFIT.sub("", name)
+    return INVALID_IN_FOLDER_NAME.sub("", name)
 
 
 def check_evaluation(cfg: DictConfig) -> None:

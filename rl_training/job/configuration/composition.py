@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_training.errors import UserError
 from rl_training.job.configuration.custom_code import add_custom_code_to_path
 from rl_training.job.configuration.hydra_errors import explain
-from rl_training.job.configuration.overrides import settable
+from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_secrets
 
@@ -68,7 +68,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
             failures.append(error)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
-    sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
+    sys.argv[1:] = [word if is_listed(word) else force_add(word) for word in sys.argv[1:]]
     try:
         with _settings_shown_masked():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()

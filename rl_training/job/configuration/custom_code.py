@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import leaves
-from rl_training.job.configuration.stored import must_be_named, names_code
+from rl_training.job.configuration.stored import must_be_typed, names_code
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 
 
@@ -42,7 +42,7 @@ def _named_modules(cfg: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield (value, module) for each setting whose value names code that conf/ does not ship."""
     for keys, value in leaves(OmegaConf.to_container(cfg)):
         is_intervention = keys[0] == "intervention" or "which" in keys[2:3]
-        if isinstance(value, str) and keys[-1] == "_target_" and must_be_named(keys, value):
+        if isinstance(value, str) and keys[-1] == "_target_" and must_be_typed(keys, value):
             yield value, value
         elif isinstance(value, str) and is_intervention and names_code(value):
             place = value.partition(":")[0]

@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from rl_training.job.configuration.checks import choose_probes
 from rl_training.job.configuration.nested import flat, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
-from rl_training.job.configuration.values import did_you_mean, quoted
+from rl_training.job.configuration.values import did_you_mean, quote_override
 
 
 def explain(error: Exception) -> str:
@@ -55,7 +55,7 @@ def _explain_quotes(typed: str) -> str:
     if not equals:
         return f"{typed}: a setting is KEY=VALUE, see --help"
     signs = "signs like = ~ ( ) [ ] , { } and letters outside of ASCII"
-    return f"{typed}: {signs} need quotes: {quoted(key, value)}"
+    return f"{typed}: {signs} need quotes: {quote_override(key, value)}"
 
 
 def _explain_choice() -> str:

@@ -44,10 +44,10 @@ def dotted(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 
-def with_texts(settings: Any, change: Callable[[str], str]) -> Any:
+def map_strings(settings: Any, change: Callable[[str], str]) -> Any:
     """Return settings with `change` applied to each string value."""
     if isinstance(settings, Mapping):
-        return {name: with_texts(value, change) for name, value in settings.items()}
+        return {name: map_strings(value, change) for name, value in settings.items()}
     if isinstance(settings, list):
-        return [with_texts(value, change) for value in settings]
+        return [map_strings(value, change) for value in settings]
     return change(settings) if isinstance(settings, str) else settings

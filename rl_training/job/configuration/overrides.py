@@ -19,8 +19,8 @@ from rl_training.job.configuration.values import did_you_mean
 # Groups whose option can be changed, with their key in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
-ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
-UNLISTED = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
+SINGLE_OPTION_GROUPS = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
+OPEN_GROUPS = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
 
 
 def key_of(word: str) -> str:
@@ -28,17 +28,17 @@ def key_of(word: str) -> str:
     return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
-def settable(word: str) -> str:
+def force_add(word: str) -> str:
     """Prefix KEY=VALUE with ++, so that Hydra accepts settings missing from conf/. Keep GROUP=OPTION unchanged."""
     is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
     return f"++{word}" if is_plain else word
 
 
-def overrides_of_the_run(overrides: Sequence[str]) -> list[str]:
+def select_run_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of an analysis that are meant for its run: those that conf/offline.yaml does not define."""
     offline_keys = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
     return [word for word in overrides if key_of(word) not in offline_keys]
@@ -57,23 +57,23 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
         UserError: For a setting that does not exist or cannot be changed.
     """
     settings = settings.copy()
-    changes = [change for change in parsed(overrides) if not change.key_or_group.startswith("hydra")]
+    changes = [change for change in parse_overrides(overrides) if not change.key_or_group.startswith("hydra")]
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
         key, value = change.key_or_group, cast("Any", change.value())
         if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
             raise UserError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
         if key in GROUPS:
-            _choose(settings, key, [value] if isinstance(value, str) else value)
+            _apply_options(settings, key, [value] if isinstance(value, str) else value)
             continue
-        is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
-        if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
+        is_open = key_of(f"{key}=") in OPEN_GROUPS and settings.get(key_of(f"{key}="))
+        if not is_open and OmegaConf.select(settings, key, default=...) is ...:
             hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
             raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
         OmegaConf.update(settings, key, value, merge=False, force_add=True)
     return settings
 
 
-def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
+def _apply_options(settings: DictConfig, group: str, names: Sequence[str]) -> None:
     options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
     chosen, node = cast("DictConfig", OmegaConf.merge(*options)), GROUPS[group]
     is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
@@ -92,8 +92,8 @@ def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     Raises:
         UserError: If several options are given for a group that takes exactly one.
     """
-    typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(overrides)}
-    for group in ONE_OF:
+    typed = {change.key_or_group: cast("Any", change.value()) for change in parse_overrides(overrides)}
+    for group in SINGLE_OPTION_GROUPS:
         if isinstance(typed.get(group), list) and len(typed[group]) > 1:
             raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: only one is possible, give {group}=NAME")
     names = typed.get("logger")

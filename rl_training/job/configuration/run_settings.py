@@ -10,21 +10,21 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import DERIVED_FIELDS, value_of
+from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value
 from rl_training.job.configuration.nested import differences, flat
-from rl_training.job.configuration.overrides import key_of, settable, with_overrides
+from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.stored import as_written, load_settings, refuse_marked
+from rl_training.job.configuration.stored import load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 
-NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # by build_restored
-MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # from which the trainer is made
-ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
-KEPT = ("model.", "adapter.", "data.", "trainer.optim")
+REQUIRED_KEYS = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # that an analysis needs
+TRAINER_KEYS = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # from which the trainer is made
+BRANCH_OWN_KEYS = ("run_dir", "resume", "branch", "additional_steps")  # that a branch does not take from its run
+UNCHANGEABLE_PREFIXES = ("model.", "adapter.", "data.", "trainer.optim")  # of settings that a branch must not change
 # Settings that determine which prompts each step learns from.
-ORDER = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer.steps_per_generation",
-         "trainer.num_iterations")  # fmt: skip
+PROMPT_ORDER_KEYS = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer.steps_per_generation",
+                     "trainer.num_iterations")  # fmt: skip
 
 
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
@@ -35,31 +35,31 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     Raises:
         UserError: For a setting that does not exist, or if model or data must be named and are not.
     """
-    stored = checkpoint.resolve().parents[1] / CONFIG_FILE
-    if not stored.is_file():
+    config_file = checkpoint.resolve().parents[1] / CONFIG_FILE
+    if not config_file.is_file():
         missing = [f"{group}=…" for group in ("model", "data") if group not in {key_of(word) for word in changes}]
         if missing:
             raise UserError(
-                f"{checkpoint} is not in a run (there is no {stored}): give {' '.join(missing)}, and adapter=lora if "
-                "it is an adapter; see --help"
+                f"{checkpoint} is not in a run (there is no {config_file}): give {' '.join(missing)}, and "
+                "adapter=lora if it is an adapter; see --help"
             )
-        return compose("train", overrides=[settable(word) for word in changes])
-    cfg = with_overrides(load_settings(stored), changes, f"the run in {stored.parent}")
-    missing = [key for key in NEEDED if key not in cfg]
+        return compose("train", overrides=[force_add(word) for word in changes])
+    cfg = with_overrides(load_settings(config_file), changes, f"the run in {config_file.parent}")
+    missing = [key for key in REQUIRED_KEYS if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
-        raise UserError(f"{stored} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
+        raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
     return cfg
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     """Raise UserError if a run would be resumed with different settings, some of which would be ignored."""
-    stored = run_dir / CONFIG_FILE
-    if not stored.is_file():
+    config_file = run_dir / CONFIG_FILE
+    if not config_file.is_file():
         return
-    started = load_settings(stored)
-    both = (without_masks(without_secrets(as_written(OmegaConf.to_container(c, resolve=True)))) for c in (started, cfg))
+    stored = load_settings(config_file)
+    both = (without_masks(without_secrets(unmarked(OmegaConf.to_container(c, resolve=True)))) for c in (stored, cfg))
     before, now = (
         {key: value for key, value in flat(settings).items() if not key.startswith(NOT_OF_TRAINING)}
         for settings in both
@@ -71,7 +71,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         )
 
 
-def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return cfg, or for branch=CHECKPOINT the settings of the checkpoint's run with the overrides applied.
 
     Weights, optimizer state, random state and position in the data come from the checkpoint: a branch without changes
@@ -86,28 +86,31 @@ def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if cfg.get("branch") is None:
         return cfg
     checkpoint = checkpoint_in_a_run("branch", cfg.branch)
-    stored = checkpoint.parents[1] / CONFIG_FILE
-    started = load_settings(stored)
-    started.pop("provenance", None)
+    config_file = checkpoint.parents[1] / CONFIG_FILE
+    stored = load_settings(config_file)
+    stored.pop("provenance", None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
-    changes = [word for word in overrides if key_of(word) not in ITS_OWN]
-    settings = with_overrides(started, changes, f"the run in {stored.parent}")
-    before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
+    changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
+    settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
+    before, now = (
+        {key: unmarked(value) for key, value in flat(cfg).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
+        for cfg in (stored, settings)
+    )
     if changed := differences(before, now):
         raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
-    refuse_marked(settings, *MADE, "probes")  # before anything is written
-    settings.merge_with({key: as_given[key] for key in ITS_OWN})
+    refuse_marked(settings, *TRAINER_KEYS, "probes")  # before anything is written
+    settings.merge_with({key: as_given[key] for key in BRANCH_OWN_KEYS})
     if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
         raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # in config.yaml, ${seed} is resolved
-        if isinstance(node, DictConfig) and node.get("seed") == started.seed:
+        if isinstance(node, DictConfig) and node.get("seed") == stored.seed:
             node.seed = settings.seed
     for name in DERIVED_FIELDS:
-        settings.trainer[name] = value_of(settings, name)
+        settings.trainer[name] = derived_value(settings, name)
     return settings
 
 
@@ -132,6 +135,8 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
 
 def prompt_order_changes(cfg: DictConfig) -> str:
     """Name the settings of a branch that change the order of prompts relative to its run; "" if none do."""
-    started = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
-    before, now = ({key: settings[key] for key in ORDER if key in settings} for settings in (started, flat(cfg)))
+    stored = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
+    before, now = (
+        {key: settings[key] for key in PROMPT_ORDER_KEYS if key in settings} for settings in (stored, flat(cfg))
+    )
     return differences(before, now)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.nested import Keys, dotted, leaves, load_plain, with_texts
+from rl_training.job.configuration.nested import Keys, dotted, leaves, load_plain, map_strings
 from rl_training.job.configuration.shipped import conf_folders
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks
@@ -35,8 +35,8 @@ from rl_training.records.folder import CONFIG_FILE
 MARK = "not named on this command line: "
 PROVENANCE = "provenance"  # no objects are made from it, so the command line in it may contain any text
 # By group of conf/, the key of a run's settings that holds its `_target_`, directly or (probes) one level below.
-PLACES = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
-          "probe": "probes"}  # fmt: skip
+KEY_OF_GROUP = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
+                "probe": "probes"}  # fmt: skip
 OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
 SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys that change how Hydra calls a target
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is literal text
@@ -57,7 +57,7 @@ def load_settings(path: Path) -> DictConfig:
     if not isinstance(settings, DictConfig) or not settings:
         raise UserError(f"{path} holds no settings: mend or delete it")
     plain: dict[Any, Any] = without_masks(OmegaConf.to_container(settings))
-    for name in (*PLACES.values(), *OTHER_GROUPS):
+    for name in (*KEY_OF_GROUP.values(), *OTHER_GROUPS):
         if not isinstance(plain.get(name) or {}, Mapping):
             raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: mend or delete it")
     for keys, value in leaves(plain):
@@ -68,18 +68,18 @@ def load_settings(path: Path) -> DictConfig:
     return OmegaConf.create(_marked(plain, (), path))
 
 
-def literal(settings: Any) -> Any:
+def escape_interpolations(settings: Any) -> Any:
     """Escape ${…} in settings, which OmegaConf would take for a reference when it reads them from a file.
 
-    >>> literal({"command": ["echo ${HOME}"]})
+    >>> escape_interpolations({"command": ["echo ${HOME}"]})
     {'command': ['echo \\\\${HOME}']}
     """
-    return with_texts(settings, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+    return map_strings(settings, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
-def as_written(settings: Any) -> Any:
+def unmarked(settings: Any) -> Any:
     """Remove the marks from settings, to compare or record them. Never make objects from the result."""
-    return with_texts(settings, lambda text: text.removeprefix(MARK))
+    return map_strings(settings, lambda text: text.removeprefix(MARK))
 
 
 def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
@@ -94,7 +94,7 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
             named = value.removeprefix(MARK)
             typed = f"{dotted(keys)}={named}"
             if isinstance(keys[-1], int):  # an element of a list, which must be typed whole
-                within = as_written(functools.reduce(operator.getitem, keys[:-1], plain))
+                within = unmarked(functools.reduce(operator.getitem, keys[:-1], plain))
                 typed = f"{dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
             raise UserError(
                 f"{dotted(keys)}={named} is in the settings of the run, and would run code or send data somewhere. "
@@ -107,7 +107,7 @@ def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
     for change in OverridesParser.create().parse_overrides(list(overrides)):
         keys = tuple(re.split(r"[.@]", change.key_or_group))
         for inner, value in leaves(change.value(), keys):
-            if must_be_named(inner, value):
+            if must_be_typed(inner, value):
                 raise UserError(
                     f"{path}: {dotted(inner)}={value} would run code or send data somewhere, and a file is not your "
                     "command line: if you trust it, give it in Python, OfflineEntropyProbe({'overrides': [...], ...})"
@@ -125,7 +125,7 @@ def names_code(name: str) -> bool:
 
 
 # Settings other than `_target_` that can run code or send data somewhere, and the values for which they do.
-NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
+DANGEROUS_SETTINGS: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("intervention", ""): lambda value: names_code(str(value)),
     ("probes", "which"): lambda value: names_code(str(value)),
     ("model", "attn_implementation"): lambda value: "/" in str(value),  # a kernel of the Hub: compiled code
@@ -140,19 +140,20 @@ NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
 }
 
 
-def must_be_named(keys: Keys, value: Any) -> bool:
+def must_be_typed(keys: Keys, value: Any) -> bool:
     """Return whether a setting with these keys and this value is accepted only if it was typed."""
     if keys[-1] == "_target_":
         return value not in _shipped_targets(keys[:-1])
     return any(
-        keys[0] == group and (not name or name in keys[1:3]) and tells(value) for (group, name), tells in NAMED.items()
+        keys[0] == group and (not name or name in keys[1:3]) and is_dangerous(value)
+        for (group, name), is_dangerous in DANGEROUS_SETTINGS.items()
     )
 
 
 def _shipped_targets(place: Keys) -> frozenset[str]:
     """Return the targets that the files of conf/ and --config-dir use at this place of the settings."""
     depths = {"probes": 2}
-    group = next((group for group, key in PLACES.items() if place[:1] == (key,)), None)
+    group = next((group for group, key in KEY_OF_GROUP.items() if place[:1] == (key,)), None)
     if group is None or len(place) != depths.get(place[0], 1):
         return frozenset()
     return _targets_of(tuple(folder / group for folder in conf_folders()))
@@ -174,7 +175,7 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if isinstance(node, list):
         return [_marked(value, (*keys, number), path) for number, value in enumerate(node)]
     if not isinstance(node, Mapping):
-        return f"{MARK}{node}" if must_be_named(keys, node) else node
+        return f"{MARK}{node}" if must_be_typed(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
         raise UserError(f"{path}: {dotted(keys)}._target_ is not a name: mend or delete it")
     marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}

@@ -44,7 +44,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
             raise UserError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
 
 
-def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
+def check_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
     """Raise UserError for a value whose type differs from the default's: text for a number, a number for a list.
 
     Settings whose default is null, unset or absent may have any value. Settings whose default is text may have any
@@ -60,7 +60,7 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
-        refuse_other_kinds(value, default, f"{key}.")
+        check_kinds(value, default, f"{key}.")
     elif isinstance(default, list | ListConfig):
         if not isinstance(value, list | ListConfig):
             raise UserError(f"{key}={value} must be a list: '{key}=[…]'")
@@ -78,12 +78,12 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
         raise UserError(f"{key}={value} must be finite{hint}")
 
 
-def quoted(key: str, value: str) -> str:
+def quote_override(key: str, value: str) -> str:
     """Quote KEY=VALUE for the shell and for Hydra, so that the value is taken literally."""
-    return shlex.quote(f"{key}={as_text(value)}")
+    return shlex.quote(f"{key}={quote_value(value)}")
 
 
-def as_text(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote a text so that Hydra's grammar takes it literally."""
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # escape quotes and the backslashes before them
     value = re.sub(r"(\\+)$", r"\1\1", value)  # escape backslashes before the closing quote
@@ -97,5 +97,5 @@ def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str
         options: Names of the options, or a mapping from each name to the text that the hint shows for it.
     """
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    said = options if isinstance(options, Mapping) else {}
-    return f"; did you mean {said.get(close[0], close[0])}?" if close else ""
+    labels = options if isinstance(options, Mapping) else {}
+    return f"; did you mean {labels.get(close[0], close[0])}?" if close else ""

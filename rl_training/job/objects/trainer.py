@@ -12,7 +12,7 @@ from transformers.utils import logging
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.configuration.checks import check_settings
-from rl_training.job.configuration.run_settings import MADE
+from rl_training.job.configuration.run_settings import TRAINER_KEYS
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import as_user_errors
 from rl_training.job.objects.make import make
@@ -48,7 +48,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
             "log_completions_hub_repo": None,
         }  # fmt: skip
         OmegaConf.update(cfg, "trainer", silent, merge=True, force_add=True)
-        refuse_marked(cfg, *MADE)
+        refuse_marked(cfg, *TRAINER_KEYS)
         check_settings(cfg)
         check_fields(cfg.trainer)
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)

@@ -13,9 +13,9 @@ from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import check_analysis, name_of
+from rl_training.job.configuration.checks import analysis_folder_name, check_analysis
 from rl_training.job.configuration.run_settings import run_settings
-from rl_training.job.configuration.stored import as_written
+from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analysis import analyse_and_write
@@ -69,7 +69,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
                 "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
             )
     checkpoints = resolve_checkpoints(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
-    name = name_of(str(values["name"]))
+    name = analysis_folder_name(str(values["name"]))
     folders = {}
     for checkpoint in checkpoints:
         owner = _run_of(checkpoint) or checkpoint.resolve().parent
@@ -98,7 +98,7 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])
     restored = build_restored(run, checkpoint, overrides["learning_rate"])
-    values = without_secrets({"offline": overrides, "run": as_written(OmegaConf.to_container(run, resolve=True))})
+    values = without_secrets({"offline": overrides, "run": unmarked(OmegaConf.to_container(run, resolve=True))})
     analyse_and_write(restored, path, settings, values, start)
     del restored
     gc.collect()  # reference cycles would keep this model in memory while the next one is loaded

@@ -29,7 +29,7 @@ from rl_training.evaluation.metrics import by_row, custom_metrics, response_metr
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.run_folder import on_main_process
-from rl_training.job.configuration.stored import as_written
+from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.job.run.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.records.evaluated import TABLE_FILE, consolidate, estimates_in, largest_pass_at, read_table, write_step
@@ -189,7 +189,7 @@ class Evaluation:
 
     def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
         if self.loggers is None:
-            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, as_written(self.plan.config))
+            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, unmarked(self.plan.config))
             for dashboard in self.loggers:
                 dashboard.start(after_step=0)
         named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}

@@ -26,7 +26,7 @@ from rl_training.evaluation.responses import Response, batches_of, choose_rows, 
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import differences
-from rl_training.job.configuration.stored import MARK, as_written, load_settings, refuse_marked
+from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
 from rl_training.job.objects.make import make
 from rl_training.job.run.evaluated_checkpoints import find_checkpoints
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
@@ -125,7 +125,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     if num_rows == 0:
         raise UserError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
     settings = {str(key): value for key, value in options.items() if key not in FREE}
-    settings |= {"metrics": metrics, **{group: as_written(config.get(group)) for group in GROUPS}}
+    settings |= {"metrics": metrics, **{group: unmarked(config.get(group)) for group in GROUPS}}
     plan = EvaluationPlan(
         run=run,
         config=config,
@@ -179,7 +179,7 @@ def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str
         laid[group] = given if is_chosen else {**stored, **given}
     if not laid["data"].get("_target_"):
         raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
-    is_task_of_run = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
+    is_task_of_run = unmarked(laid["data"])["_target_"] == unmarked(config.get("data") or {}).get("_target_")
     if not is_task_of_run:  # the task's response length comes with it
         laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
     return laid, is_task_of_run

@@ -17,7 +17,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.configuration.run_settings import refuse_other_settings
-from rl_training.job.configuration.stored import literal
+from rl_training.job.configuration.stored import escape_interpolations
 from rl_training.job.objects.trainer_checks import check_number_of_processes
 from rl_training.job.run.waiting import watch_for_waiting
 from rl_training.records.checkpoints import (
@@ -150,6 +150,6 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     def save() -> None:
         if (run_dir / CONFIG_FILE).exists() and not is_its_own:  # cannot change after this: the folder is locked
             raise UserError(ANOTHERS.format(run_dir))
-        write_config(run_dir, literal(config), fix="make room, or choose another run_dir")
+        write_config(run_dir, escape_interpolations(config), fix="make room, or choose another run_dir")
 
     on_main_process(save)

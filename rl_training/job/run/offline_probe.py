@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flat, load_plain
-from rl_training.job.configuration.overrides import overrides_of_the_run
+from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
-from rl_training.job.configuration.values import as_text, check_kind, did_you_mean
+from rl_training.job.configuration.values import check_kind, did_you_mean, quote_value
 from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import CONFIG_FILE
 
@@ -94,11 +94,11 @@ class OfflineEntropyProbe:
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
             raise UserError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
-        overrides = [f"checkpoint={as_text(str(path))}", *ALWAYS]
+        overrides = [f"checkpoint={quote_value(str(path))}", *ALWAYS]
         for key, setting in SETTINGS.items():
             if key in self._given:
                 value = self._given[key]
-                text = as_text(value) if isinstance(value, str) else str(value).lower()
+                text = quote_value(value) if isinstance(value, str) else str(value).lower()
                 overrides.append(f"{setting}={CHOICES[key][value] if key in CHOICES else text}")
         overrides += _adapter_overrides(Path(path))
         if self._given.get("detailed_logging.enabled") is False:
@@ -131,9 +131,9 @@ class OfflineEntropyProbe:
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             overrides = self.overrides(checkpoint_path)
-            of_the_run = overrides_of_the_run(overrides)
-            cfg = compose("offline", overrides=[word for word in overrides if word not in of_the_run])
-            cfg.run = of_the_run
+            run_overrides = select_run_overrides(overrides)
+            cfg = compose("offline", overrides=[word for word in overrides if word not in run_overrides])
+            cfg.run = run_overrides
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
@@ -194,6 +194,6 @@ def _adapter_overrides(checkpoint: Path) -> list[str]:
     check_kind(f"{file}: target_modules", names, [])
     if not all(isinstance(name, str) and re.fullmatch(MODULES, name) for name in names):
         raise UserError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
-    texts = [as_text(name) for name in sorted(names)]
+    texts = [quote_value(name) for name in sorted(names)]
     target = texts[0] if isinstance(modules, str) else f"[{','.join(texts)}]"
     return ["adapter=lora", f"adapter.r={rank}", f"adapter.lora_alpha={alpha}", f"adapter.target_modules={target}"]

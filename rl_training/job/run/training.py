@@ -19,7 +19,7 @@ from rl_training.hosts.trl.run_folder import RunFolder
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import prompt_order_changes
-from rl_training.job.configuration.values import quoted
+from rl_training.job.configuration.values import quote_override
 from rl_training.job.errors import Interrupted, as_user_errors
 from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
 from rl_training.job.objects.make import make
@@ -112,7 +112,8 @@ class TrainingRun:
     def _resuming(self) -> str:
         """Return overrides that make the same command resume this run. The last override of a setting wins."""
         run_dir = str(self.run_dir)
-        folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
+        is_plain = re.fullmatch(r"[\w./-]+", run_dir, re.ASCII)
+        folder = f"run_dir={run_dir}" if is_plain else quote_override("run_dir", run_dir)
         words = [folder, "resume=latest"]
         if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added again
             words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
@@ -123,7 +124,7 @@ EVAL_BATCH = 4  # microbatches per evaluation batch, which needs no memory for a
 
 
 def build_run(cfg: DictConfig) -> TrainingRun:
-    """Return the training run that a configuration describes. The configuration of a branch comes from `branched`.
+    """Return the training run that a configuration describes. That of a branch comes from `resolve_branch`.
 
     Raises:
         UserError: For every mistake in the configuration.

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from rl_training import OfflineEntropyProbe
 from rl_training.interventions.named import INTERVENTIONS
 from rl_training.job.configuration.run_settings import refuse_other_settings
-from rl_training.job.configuration.stored import MARK, literal, load_settings, names_code
+from rl_training.job.configuration.stored import MARK, escape_interpolations, load_settings, names_code
 
 ROOT = Path(__file__).parents[3]
 PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
@@ -187,7 +187,7 @@ def test_settings_are_read_back_exactly_as_written(run: Path) -> None:
     """Text with a reference stays literal in provenance. A run with marked code resumes with the same settings."""
     strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
     settings = {"provenance": {**strange, "command": "echo ${HOME}"}, "data": {"path": "$HOME"}}
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(settings))))
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(settings))))
     assert OmegaConf.to_container(load_settings(run / "config.yaml"), resolve=True) == settings
     write_config(run, {"data._target_": "a_task_of_mine.task"})
     assert load_settings(run / "config.yaml").data._target_ == f"{MARK}a_task_of_mine.task"

@@ -11,7 +11,7 @@ import pytest
 from configs import REFUSED, composed, composing
 from omegaconf import OmegaConf
 
-from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run, name_of
+from rl_training.job.configuration.checks import analysis_folder_name, check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.run_settings import run_settings
 
 CHECKS: dict[str, Any] = {
@@ -66,8 +66,8 @@ def test_the_name_of_a_sweep_job_is_sanitized_without_changing_its_settings() ->
         3,
         4,
     ]
-    assert name_of("default,run=['data.path=/x/y z']") == "default,run=data.path=xyz"
-    assert name_of("mine-2_a.b") == "mine-2_a.b"
+    assert analysis_folder_name("default,run=['data.path=/x/y z']") == "default,run=data.path=xyz"
+    assert analysis_folder_name("mine-2_a.b") == "mine-2_a.b"
 
 
 def test_a_run_whose_config_lacks_data_is_analysed_with_given_data(tmp_path: Path) -> None:

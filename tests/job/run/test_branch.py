@@ -14,8 +14,8 @@ from configs import QUICK, REFUSED, composing
 from hydra import compose
 from safetensors.torch import load_file
 
-from rl_training.job.configuration.overrides import settable
-from rl_training.job.configuration.run_settings import branched
+from rl_training.job.configuration.overrides import force_add
+from rl_training.job.configuration.run_settings import resolve_branch
 from rl_training.job.run.training import TrainingRun, build_run
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics
@@ -29,9 +29,9 @@ SMALL = [
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
     words = [f"run_dir={folder}", *overrides]
-    typed = [settable(word) for word in words] if overrides[0].startswith("branch=") else words
+    typed = [force_add(word) for word in words] if overrides[0].startswith("branch=") else words
     with composing():
-        return build_run(branched(compose("train", overrides=typed), words))
+        return build_run(resolve_branch(compose("train", overrides=typed), words))
 
 
 @pytest.fixture(scope="module")
