@@ -191,7 +191,7 @@ def test_prompts_without_advantage_are_counted_over_the_whole_rollout(make_train
     torch.testing.assert_close(probe.weights.logps, -4 * advantages / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)
 
 
-def test_a_rollout_without_any_advantage_has_zero_weights(make_trainer: Callable[..., Any]) -> None:
+def test_a_rollout_without_any_advantage_trains_by_weight_decay_alone(make_trainer: Callable[..., Any]) -> None:
     settings = SHAPE | {"reward": lambda completions, **kwargs: [1.0] * len(completions), "max_steps": 1}
     trainer = make_trainer(interventions=["dynamic_sampling"], **settings)
     first = trained_weights(trainer)

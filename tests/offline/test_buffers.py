@@ -16,7 +16,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
 
 
-def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
+def test_a_prompt_counts_as_in_u_if_any_process_has_it() -> None:
     """Rank 0 has the prompts "5" and "7 7", rank 1 has "9", and no rank has "7". Padding is on the left."""
     prompts = {0: [[0, 5], [7, 7]], 1: [[9]]}
 
@@ -31,7 +31,7 @@ def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
         assert in_update.tolist() == [True, False, True, True]
 
 
-def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_own_random_numbers() -> None:
+def test_the_filter_of_u_copies_the_trained_buffer_and_has_its_own_random_stream() -> None:
     known = FilteredBuffer(max_attempts=5, floor=0.3, half_life=7.0, seed=1)
     known.start(3)
     known.learn([0, 1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
@@ -61,7 +61,7 @@ def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
-def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overlap: str) -> None:
+def test_prompts_of_e_can_exclude_or_repeat_those_of_u(restored, analysed, overlap: str) -> None:
     update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
     evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts([row["prompt"] for row in evaluation.rows])[0]
@@ -71,7 +71,7 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overl
     assert len(in_update) == 8 <= total
 
 
-def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
+def test_e_may_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
     data = restored.trainer.train_dataset
     given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
     assert given.rows == (data[5], data[5], data[7], data[7])  # the reward needs the rows' other columns
@@ -81,7 +81,7 @@ def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(rest
         sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
 
 
-def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(restored, analysed) -> None:
+def test_u_has_the_rewards_and_the_filter_of_training(restored, analysed) -> None:
     rollout = analysed.update_buffer.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)

@@ -61,13 +61,13 @@ def test_moments_and_settings_are_joined_from_the_shards_of_ranks(run, tmp_path,
         assert state.weight_decay == (0.0 if "bias" in name or "norm" in name else 0.1), name
 
 
-def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(run, tmp_path, restored) -> None:
+def test_shards_in_another_order_are_refused_because_their_weights_do_not_match(run, tmp_path, restored) -> None:
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, restored, 2, swap=True))
     with pytest.raises(ValueError, match=r"joined from the ranks' shards, differs from the model's weight"):
         restored_at(copy, 1)
 
 
-def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, restored: RestoredTrainer) -> None:
+def test_missing_shards_are_refused(run: Path, tmp_path: Path, restored: RestoredTrainer) -> None:
 
     def lose_one(folder: Path) -> None:
         write_shards(folder, restored, 3, swap=False)

@@ -51,7 +51,7 @@ def dot(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", written_out())
-def test_each_direction_has_the_real_steps_length_or_its_gain(name: str) -> None:
+def test_each_direction_is_scaled_to_the_real_steps_length_or_gain(name: str) -> None:
     restored, update, direction = asked()
     row = {row["name"]: row for row in condition(restored, update, direction)}[name]
     step, real, g = written_out()[name], update.delta.tolist(), [CLIP * value for value in G]

@@ -58,7 +58,7 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(restored, a
 
 
 @pytest.mark.parametrize("settings", [[], ["++trainer.gradient_checkpointing=true", "++trainer.bf16=true"]])
-def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_and_autocast(
+def test_the_prediction_is_made_without_dropout_and_autocast(
     run: Path, restored: RestoredTrainer, analysed: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     other = restored_at(run, 1, *settings) if settings else restored
@@ -72,7 +72,7 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
     assert other.trainer.accelerator.native_amp == bool(settings)
 
 
-def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(analysed) -> None:
+def test_splits_add_up_and_the_product_of_means_is_entropy_gradient_times_step(analysed) -> None:
     results = analysed.results
     for split in ("part", "layer", "kind"):
         keys = [k for k in results if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
@@ -96,7 +96,7 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(analyse
     assert results["w_min"] < 1 < results["w_max"]
 
 
-def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(restored, analysed, capsys) -> None:
+def test_the_terminal_warns_only_where_first_order_fails(restored, analysed, capsys) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
         results = {**analysed.results, **results_of(-1.0, measured, 0.1)}
         print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
@@ -106,7 +106,7 @@ def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not
 
 
 @pytest.mark.parametrize("size", [3, 32])
-def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, analysed: Analysis, size: int) -> None:
+def test_results_do_not_depend_on_the_microbatch_size(restored: RestoredTrainer, analysed: Analysis, size: int) -> None:
     other = analyse(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
     for key, value in analysed.results.items():
         if key.startswith("deltaH") and not key.endswith("_se"):
@@ -136,7 +136,7 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
     assert results.truth.at[0].forward.true.without.shape == (10, 2)
 
 
-def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer) -> None:
+def test_results_that_were_not_requested_are_nan_with_the_reason(restored: RestoredTrainer) -> None:
     only = dataclasses.replace(SMALL, truth=TruthSettings(enabled=False))
     predicted = analyse(restored, only)
     assert math.isnan(predicted.results["deltaH_true"])
@@ -152,7 +152,7 @@ def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer)
     assert "fewer than 8" in few.reasons["deltaH1_se"]
 
 
-def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_terminal_says_so(
+def test_a_step_too_large_for_importance_weights_is_measured_on_fresh_sequences(
     run: Path, analysed: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     far = restored_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
@@ -167,7 +167,7 @@ def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_ter
     assert results["deltaH_true_se"] > 0
 
 
-def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> None:
+def test_conditioning_rows_of_adam_and_sgd_follow_from_the_same_buffers(analysed: Analysis) -> None:
     rows = {row["name"]: row for row in analysed.tables["conditioning"]}
     assert rows["adam"]["delta_h1"] == pytest.approx(analysed.results["deltaH1"], rel=1e-4)
     assert rows["adam"]["cosine"] == pytest.approx(1.0)
@@ -179,7 +179,7 @@ def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> Non
     assert float(norms[2]) > 0  # weight decay is part of the step
 
 
-def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
+def test_without_any_advantage_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
     small = dataclasses.replace(SMALL, update=UpdateConfig(prompts=2), truth=TruthSettings(enabled=False))
     results = analyse(restored_at(run, 1, "trainer.max_completion_length=1"), small)
     assert not results.update.gradient.any()
@@ -193,12 +193,12 @@ def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_the_run_stand_beside_those_of_the_analysis() -> None:
+def test_results_hold_the_settings_of_the_run_and_of_the_analysis() -> None:
     words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
     assert select_run_overrides(words) == ["trainer.beta=0", 'data.path="a b.jsonl"']
 
 
-def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
+def test_an_analysis_uses_the_settings_of_the_run_except_overridden_ones(run: Path) -> None:
     changed = run_settings(checkpoint(run, 1), ["trainer.temperature=0.7", "seed=5"])
     assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
     with pytest.raises(ValueError, match=r"have it; did you mean batch.microbatch_size\?"):
@@ -218,7 +218,7 @@ def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path,
     assert restored.learning_rate == pytest.approx(2e-4)
 
 
-def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Path) -> None:
     all_of_them = [checkpoint(run, step) for step in (1, 2, 3)]
     assert resolve_checkpoints(str(run), tmp_path) == all_of_them[-1:]
     assert resolve_checkpoints(str(run / "training_state"), tmp_path) == all_of_them
@@ -245,7 +245,7 @@ def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, anal
     assert path.read_bytes() == before
 
 
-def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, capsys) -> None:
+def test_two_processes_give_the_results_sweeps_and_logs_of_one(run, tmp_path, capsys) -> None:
     overrides = [
         f"checkpoint={checkpoint(run, 1)}",
         "evaluation.prompts=24",

@@ -26,7 +26,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("phase", ["sample U", "sample E", "gradient of U", "gradient of E", "truth"])
-def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
+def test_a_phase_that_runs_out_of_memory_names_the_setting_to_lower(
     restored: RestoredTrainer, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A real allocation by torch fails in the model after the phase has begun."""
@@ -51,7 +51,7 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
     assert str(caught.value).endswith(LOWER[phase])
 
 
-def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:
+def test_a_process_short_of_memory_ends_with_the_setting_to_lower(run: Path) -> None:
     ended = forks.run(
         "tests/support/killed.py", "memory:30", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
         "evaluation.prompts=4096", "update.prompts=64", "memory.microbatch_size=4096", "memory.generation_size=4096",
@@ -62,7 +62,7 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
     assert not (run / "offline" / "short").exists()
 
 
-def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:
+def test_an_analysis_killed_at_any_moment_leaves_only_complete_files(run: Path, tmp_path: Path) -> None:
     """Three analyses write to one folder; SIGKILL comes in the middle of measuring and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (("said:truth", 0, 0), ("rename:analyses.html", 1, 1)):

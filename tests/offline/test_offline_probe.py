@@ -54,7 +54,7 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 1))
 
 
-def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
+def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
     overrides = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with composing():
         (path,) = analyse_checkpoints(
@@ -71,7 +71,7 @@ def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], 
     assert (probed["B_E"], probed["B_U"], probed["G"]) == (16, 8, 4)
 
 
-def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
+def test_true_and_importance_probes_return_only_the_measured_part(run: Path, tmp_path: Path) -> None:
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
     results = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
         checkpoint(run, 2)
@@ -82,7 +82,7 @@ def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
+def test_the_example_configs_run_and_cover_every_option(run: Path) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
@@ -96,19 +96,19 @@ def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "says"), REFUSED["offline_probe"])
-def test_a_key_or_value_that_means_nothing_is_an_error_with_the_nearest(config: dict[str, Any], says: str) -> None:
+def test_an_unknown_key_or_value_is_refused_with_the_closest_valid_one(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         OfflineEntropyProbe(config)
 
 
-def test_old_names_of_models_and_data_sets_are_known() -> None:
+def test_old_names_of_models_and_data_sets_are_accepted() -> None:
     old = {"checkpoint": {"backbone": "qwen2_5_15"}, "batch_config": {"dataset_name": "gsm8k_r1_template"}}
     assert {"model=qwen2_5_1_5b", "data=gsm8k"} <= set(OfflineEntropyProbe(old).overrides("C"))
     with pytest.raises(ValueError, match=r"checkpoint\.checkpoint_path is not set"):
         OfflineEntropyProbe({}).overrides()
 
 
-def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path: Path) -> None:
+def test_an_adapter_folder_uses_the_optimizer_state_of_its_parent(tmp_path: Path) -> None:
     built = composed("train", f"run_dir={tmp_path / 'run'}", *RUN[:-1], "adapter=lora", "adapter.r=4")
     run = build_run(built)
     run.train()
@@ -137,7 +137,7 @@ def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path:
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(probed: dict[str, Any]) -> None:
+def test_a_debug_log_holds_matching_sequences_tokens_and_tensors(probed: dict[str, Any]) -> None:
     tables = read_probe_log(probed["log"])
     results = tables["results"].set_index("name")
     assert results["value"]["deltaH_snis_sequence"] == probed["deltaH_true"]
@@ -159,7 +159,7 @@ def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(
     assert float(raw["direction"][1] @ raw["delta"]) == pytest.approx(probed["deltaH1"], rel=1e-4)
 
 
-def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
+def test_a_quantity_unknown_for_one_sequence_has_no_statistics() -> None:
     """A mean over the known ones would describe different sequences. E and U may have different numbers of them."""
     e, u = (
         [{"length": length} for length in (1.0, 2.0, 6.0)],
@@ -179,7 +179,7 @@ def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
     assert all(map(math.isnan, statistics["reward"].values()))
 
 
-def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:
+def test_higher_log_levels_hold_more_and_sequences_can_be_left_out(run: Path, tmp_path: Path) -> None:
     sizes = []
     for level in ("minimal", "detailed"):
         logging = {"level": level, "log_sequences": False, "compress": False}
@@ -197,7 +197,7 @@ def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_p
     assert table["deltaH1"].notna().all()
 
 
-def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / "day" / name for name in ("a.json.gz", "a_config.yaml", "a_summary.json")]
     with files_of_at_most(100), pytest.raises(UserError, match="make room"):
         write_atomically(dict(zip(paths, (b"x", b"x", b"x" * 1000), strict=True)))

@@ -22,7 +22,7 @@ NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(stand_in: Path, tmp_path: Path, adapter: str) -> None:
+def test_an_adapter_on_gsm8k_is_analysed_in_bf16(stand_in: Path, tmp_path: Path, adapter: str) -> None:
     run = tmp_path / "run"
     trained = experiment(stand_in, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
     trained.train()

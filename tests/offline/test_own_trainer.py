@@ -43,7 +43,7 @@ class Keeps(Probe):
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
-def test_the_step_that_is_analysed_is_the_one_that_training_made(
+def test_the_analysed_step_is_the_one_that_training_took(
     make_trainer: Callable[..., Any], tmp_path: Path, loss: str
 ) -> None:
     """The second step is recomputed from its responses and the first step's checkpoint."""
@@ -59,7 +59,7 @@ def test_the_step_that_is_analysed_is_the_one_that_training_made(
     assert float(off) < 1e-3
 
 
-def test_an_attached_runs_checkpoint_has_results_and_pages_as_those_of_the_command(
+def test_analyze_writes_results_and_pages_for_a_checkpoint_of_an_attached_run(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     trainer = make_trainer(**PLAIN)
@@ -90,7 +90,9 @@ def test_a_loss_whose_step_cannot_be_analysed_is_refused_with_what_to_set(
         )
 
 
-def test_commands_say_of_an_attached_run_what_to_do_instead(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_commands_refuse_an_attached_run_with_the_function_to_call(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1)
     with attach(trainer, tmp_path / "run", "ess"):
         trainer.train()

@@ -26,7 +26,7 @@ from rl_training.policy.rollout import Rollout, take_rows
 # --- restored ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
+def test_the_analysed_adam_step_is_the_one_that_training_took(restored: RestoredTrainer) -> None:
     """With the same sequences, these agree: gradient, clipping, Adam's moments and their order, the learning rate."""
     real = SEEN[2]
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
@@ -37,7 +37,7 @@ def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: Rest
     assert close(update.delta, real["delta"]) < 1e-4  # the rounding of θ + δθ − θ in fp32
 
 
-def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None:
+def test_the_analysed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> None:
     folder = tmp_path / "run_sgd"
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
     run = build_run(composed("train", f"run_dir={folder}", *RUN, *sgd))
@@ -53,7 +53,7 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     assert results.tables["conditioning"] == []  # it exists only for Adam
 
 
-def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:
+def test_an_analysis_changes_no_state_of_the_trainer(restored: RestoredTrainer, analysed: Analysis) -> None:
     def state() -> list[Tensor]:
         moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
         rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
@@ -86,7 +86,7 @@ def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, an
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
+def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
     """18 prompts in 16 folds: the first and the ninth have two. Leaves out one of these, and one of the others."""
     rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
@@ -103,7 +103,7 @@ def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrai
 # --- the guards -------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_fix(run: Path) -> None:
+def test_a_finished_schedule_is_refused_with_a_learning_rate_as_the_fix(run: Path) -> None:
     with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
         restored_at(run, 3)
     assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
@@ -137,7 +137,7 @@ def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
         restored_at(run, 1, "adapter=lora")
 
 
-def test_each_guard_says_what_is_wrong(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
+def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
     policy, parameters, device = restored.policy, restored.parameters, restored.device
     with torch.no_grad(), pytest.raises(ValueError, match=r"G2: the scores have no gradient .*no_grad"):
         refuse_without_gradients(policy, parameters, device)
@@ -191,7 +191,7 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
     assert close(update.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
 
 
-def test_a_run_that_samples_with_vllm_makes_the_step_of_responses_of_the_policy_itself(run: Path) -> None:
+def test_the_step_of_a_vllm_run_is_analysed_without_a_sampler_correction(run: Path) -> None:
     """TRL's loss then includes a ratio to that sampler, which is 1."""
     restored = restored_at(run, 1)
     buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []
@@ -201,6 +201,6 @@ def test_a_run_that_samples_with_vllm_makes_the_step_of_responses_of_the_policy_
     assert torch.equal(*gradients)
 
 
-def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:
+def test_a_loss_term_unknown_at_a_checkpoint_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match=r"differs in entropy_coef, use_adaptive_entropy: give .*entropy=False"):
         restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")

@@ -47,7 +47,7 @@ def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
     return table.iloc[0]
 
 
-def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.DataFrame) -> None:
+def test_sweep_rows_with_all_of_e_and_the_same_u_equal_the_analysis(run: Path, swept: pd.DataFrame) -> None:
     for step in (1, 2):
         at = swept[swept["step"] == step]
         whole = only(at, kind="whole")
@@ -68,7 +68,7 @@ def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.Da
         assert other["deltaH1"] != whole["deltaH1"]
 
 
-def test_half_of_e_is_known_less_well_and_fractions_of_the_step_do_less(swept: pd.DataFrame) -> None:
+def test_half_of_e_has_larger_errors_and_smaller_steps_have_smaller_effects(swept: pd.DataFrame) -> None:
     errors = swept[swept["kind"] == "size"].groupby("evaluation_size")["deltaH1_se"].mean()
     assert errors[8] > errors[16]
     at = swept[swept["step"] == 1]
@@ -80,7 +80,7 @@ def test_half_of_e_is_known_less_well_and_fractions_of_the_step_do_less(swept: p
     assert fit > 0.999
 
 
-def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
+def test_the_log_slope_of_a_power_law_is_its_exponent_and_noise_lowers_the_fit() -> None:
     etas = np.array([0.125, 0.25, 0.5, 1.0])
     assert log_slope(etas, -3.0 * etas**1.5) == pytest.approx((1.5, 1.0))
     assert log_slope(etas, etas * np.array([1.0, 2.0, 0.5, 1.0]))[1] < 0.9
@@ -93,7 +93,7 @@ def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
         (math.nan, "is not known: "),
     ],
 )
-def test_an_analysis_page_begins_with_its_verdict_also_where_first_order_holds_or_is_unknown(
+def test_an_analysis_page_begins_with_its_verdict(
     run: Path, swept: pd.DataFrame, tmp_path: Path, measured: float, words: str
 ) -> None:
     content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
@@ -111,7 +111,7 @@ def test_an_analysis_page_begins_with_its_verdict_also_where_first_order_holds_o
     assert places == sorted(places)
 
 
-def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(
+def test_a_failure_of_first_order_opens_the_analysis_page_and_the_report(
     run: Path, swept: pd.DataFrame, tmp_path: Path
 ) -> None:
     content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
@@ -130,7 +130,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     assert report.index("The predictions hold so far") < report.index(told) < report.index("<table")
 
 
-def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:
+def test_the_sweep_is_in_a_self_contained_page_in_the_report_and_in_a_table(run: Path, swept: pd.DataFrame) -> None:
     folder = run / "offline" / "sweep"
     table = pd.read_csv(folder / "sweep.csv")
     assert list(table) == ANALYSIS_COLUMNS
@@ -145,7 +145,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
         assert not re.search(r'(src|href)="(?!data:|#)', page_text)
 
 
-def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swept: pd.DataFrame) -> None:
+def test_dashboards_have_the_core_results_at_the_step_of_the_checkpoint(run: Path, swept: pd.DataFrame) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
@@ -154,7 +154,7 @@ def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swe
     assert told == pytest.approx({step: only(swept, kind="whole", step=step)["deltaH1"] for step in (1, 2)})
 
 
-def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:
+def test_a_multirun_writes_each_analysis_to_its_own_folder(run: Path) -> None:
     asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
     asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
     ended = forks.run("offline.py", "-m", *asked)
@@ -165,7 +165,7 @@ def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> No
     assert not list(ROOT.glob("multirun*"))
 
 
-def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_with_the_same_result_folder_are_refused(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "training_state"
     shutil.copytree(checkpoint(run, 1), other / "checkpoint-1")
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"

@@ -77,7 +77,7 @@ def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
 
 
 @pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
-def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(far: float) -> None:
+def test_measurements_on_several_responses_leave_out_whole_prompts(far: float) -> None:
     line = Line(far)
     measurement = measured(line, evaluation(line, responses=2))
     at = measurement.at[0]
@@ -97,12 +97,12 @@ def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(
     assert tokens.tolist() == pytest.approx((1 + (off.sum() - off) / (lengths.sum() - lengths)).tolist(), rel=1e-12)
 
 
-def test_of_one_prompt_alone_its_responses_are_left_out() -> None:
+def test_with_a_single_prompt_its_responses_are_left_out() -> None:
     line = Line()
     assert measured(line, evaluation(line, responses=8)).before.without.shape == (8, 2)
 
 
-def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_are_so_many() -> None:
+def test_blocks_are_whole_prompts_filling_a_microbatch_and_at_least_32_where_possible() -> None:
     def blocks(prompts: int, responses: int, microbatch: int) -> list[int]:
         n = prompts * responses
         scores = Scores(*(torch.zeros(n, 1),) * 3)
@@ -118,7 +118,7 @@ def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_
 
 
 @pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
-def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same_prompts(far: float) -> None:
+def test_a_part_of_e_gives_the_measurement_of_a_smaller_e_with_these_prompts(far: float) -> None:
     line = Line(far)
     e = evaluation(line, responses=2)
     row, whole = over_sizes(measured(line, e), [6, 8])
@@ -137,7 +137,7 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
 # --- sums over blocks, by hand ----------------------------------------------------------------------------------------
 
 
-def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mean_over_the_sequences_left() -> None:
+def test_leaving_out_a_block_divides_by_the_tokens_or_sequences_that_remain() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
     sums = torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])  # (2 blocks, 1 label, per token and per sequence)
     replicates = without_blocks(sums, mask, JackknifeUnits.of_rows(mask).in_blocks(2))
@@ -148,7 +148,7 @@ def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mea
     ]
 
 
-def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> None:
+def test_the_error_of_a_prediction_adds_those_of_both_buffers_in_quadrature() -> None:
     left_out = torch.tensor([1.0, -1.0] * 4).view(8, 1, 1).expand(8, 1, 2)  # standard error √(7/8 · 8)
     both = [Replicates(torch.zeros(1, 2), size * left_out) for size in (3.0, 4.0)]
     prediction = FirstOrder(("whole",), *both, direction=torch.zeros(2, 1))
@@ -159,7 +159,7 @@ def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> 
 
 
 @pytest.mark.parametrize(("far", "ess", "afresh"), [(0.3, 7.70, False), (0.4, 7.47, True)])
-def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
+def test_importance_weights_are_used_down_to_an_effective_sample_size_of_95_percent(
     far: float, ess: float, afresh: bool
 ) -> None:
     weights = [math.exp(far * sum(row[:length])) for row, length in zip(ALONG.tolist(), LENGTHS.tolist(), strict=True)]
@@ -171,7 +171,7 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
     assert (1.0 in line.drawn_at) == afresh
 
 
-def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
+def test_a_backward_step_is_sampled_at_its_own_weights() -> None:
     line = Line(far=3.0)
     measurement = measured(line, evaluation(line), eta=2.0)
     assert line.drawn_at == [2.0, -2.0]
@@ -181,7 +181,7 @@ def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
     assert float(at.odd.value[0]) == pytest.approx(2 * 2)
 
 
-def test_the_floor_is_between_scorings_whose_batches_hold_other_sequences() -> None:
+def test_the_noise_floor_compares_scorings_with_differently_composed_batches() -> None:
     line = Line()
     places = torch.empty(8)
     places[LENGTHS.argsort(stable=True)] = torch.arange(4.0).repeat(2)  # two batches: short sequences and long ones

@@ -11,7 +11,7 @@ from rl_training.offline.results import ROWS
 from rl_training.records.report.checkpoint_analyses import KEYS, verdict
 
 
-def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:
+def test_a_second_order_that_cancels_the_first_is_reported_with_a_smaller_step_to_use() -> None:
     """The difference is .97 of the prediction, and .48 of it at half the step. Errors are .46 and .209, times 1.96."""
     assert verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
@@ -27,7 +27,7 @@ def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_t
         (1.0, -0.9, "outweigh", "1/4"), (-1.0, 1.5, "outweigh", "1/8"), (-1.0, -2.1, "add to", "1/4"),
     ],
 )  # fmt: skip
-def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
+def test_the_advised_fraction_of_the_step_halves_the_share_of_second_order(
     predicted: float, measured: float, does: str, fraction: str
 ) -> None:
     """The difference's share of the prediction (.5, .99, 1, 1.9, 2.5 and −1.1) halves when the step is halved."""
@@ -44,13 +44,13 @@ def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
         (0.01, -0.05, 0.001, 0.4),  # six times a prediction that is pure noise, and small compared with that noise
     ],
 )
-def test_what_is_small_or_noise_is_no_failure(
+def test_small_or_insignificant_differences_are_not_reported(
     predicted: float, measured: float, stderr: float, of_predicted: float
 ) -> None:
     assert verdict(1, results_of(predicted, measured, stderr, of_predicted)) == ""
 
 
-def test_what_is_not_known_is_no_failure_and_a_prediction_may_lack_its_error() -> None:
+def test_unknown_differences_are_not_reported_and_the_prediction_needs_no_error_bar() -> None:
     without_bar = {**results_of(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
     assert "cancel the first" in verdict(1, without_bar)
     assert "cancel the first" in verdict(1, {**without_bar, "deltaH1_se": math.nan})

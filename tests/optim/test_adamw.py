@@ -36,7 +36,7 @@ def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Te
 @every_hyperparameter
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_delta_is_what_torch_does_to_the_parameters_at_each_of_25_steps_from_a_cold_start(
+def test_delta_equals_torchs_update_at_each_of_25_steps_from_a_cold_start(
     variant: dict[str, bool], dtype: torch.dtype, hyper: dict[str, Any]
 ) -> None:
     """Gradients of varying size, one step without any gradient, one element that never has one.
@@ -78,7 +78,7 @@ def test_each_part_equals_the_scalar_twin(hyper: dict[str, Any], step: int) -> N
 
 
 @every_hyperparameter
-def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
+def test_leading_gradient_dimensions_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
     param, _, exp_avg, exp_avg_sq = random_state(2, 3)
     grads = torch.randn(4, 5, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     stacked = adamw_delta(param, grads, exp_avg, exp_avg_sq, 12, **hyper)
@@ -91,7 +91,7 @@ def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hy
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
-def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
+def test_the_clip_coefficient_equals_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
     """These gradients have norm √0.91: smaller thresholds scale them, larger ones do not."""
     grads = [
         torch.full((2, 3), 0.3, dtype=dtype),
@@ -109,7 +109,7 @@ def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype
     assert (float(coefficient) < 1) == (max_norm < 0.95)
 
 
-def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
+def test_each_norm_has_its_own_clip_coefficient() -> None:
     """The coefficient is min(1, 2/(norm + 1e-6)): norms 0 and 1 are not scaled, and 4 is halved."""
     norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
     expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
@@ -117,7 +117,7 @@ def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_before: int) -> None:
+def test_a_parameter_without_any_gradient_is_not_updated_as_in_torch(steps_before: int) -> None:
     """Despite momentum and decay. Its moments stay, and it adds nothing to norms in Adam's metric, cold or warm."""
     common = {"lr": 0.1, "weight_decay": 0.3}
     states: list[OptimizerState] = []
@@ -149,7 +149,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
     assert square_norms(layout, [zeros.unsqueeze(0)], sqrt_metric).tolist() == [[[0.0, 0.0]]]
 
 
-def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
+def test_square_norms_do_not_depend_on_how_gradients_share_buckets() -> None:
     """One large enough for its own bucket, two with the same settings, one with others, and one that is still cold."""
     sizes = {"large": CHUNK_SIZE_CPU, "one": 7, "two": 5, "other": 6, "cold": 3}
     gradients, states, expected = {}, {}, []

@@ -17,7 +17,7 @@ of_every_optimizer = pytest.mark.parametrize(
 
 
 @of_every_optimizer
-def test_the_steps_of_a_formula_are_those_of_the_library_from_the_first(formula, settings) -> None:
+def test_the_steps_of_a_formula_equal_those_of_the_library_from_the_first(formula, settings) -> None:
     """Up to rounding of the parameters and the parts. One entry never has a gradient."""
     trained = Trained(formula, settings, SHAPES)
     weights = trained.model["w"]
@@ -36,7 +36,7 @@ def test_the_steps_of_a_formula_are_those_of_the_library_from_the_first(formula,
 
 
 @of_every_optimizer
-def test_the_gradients_part_is_a_factor_times_the_gradient_and_no_factor_is_above_0(formula, settings) -> None:
+def test_the_gradient_part_is_a_non_positive_factor_times_the_gradient(formula, settings) -> None:
     trained = Trained(formula, settings, SHAPES)
     for _ in range(3):
         trained.step()
@@ -49,7 +49,7 @@ def test_the_gradients_part_is_a_factor_times_the_gradient_and_no_factor_is_abov
 
 
 @of_every_optimizer
-def test_several_gradients_are_steps_of_their_own_and_nothing_is_modified(formula, settings) -> None:
+def test_several_gradients_give_separate_steps_and_nothing_is_modified(formula, settings) -> None:
     trained = Trained(formula, settings, SHAPES)
     for _ in range(3):
         trained.step()

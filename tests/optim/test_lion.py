@@ -56,7 +56,7 @@ def test_each_part_equals_the_scalar_twin_and_the_total_is_their_sum() -> None:
     assert (parts.gradient == 0).sum() > 5
 
 
-def test_the_steady_state_factor_is_what_a_lasting_change_of_gradients_comes_to_in_the_direction() -> None:
+def test_the_steady_state_factor_is_the_effect_of_a_lasting_gradient_change() -> None:
     """Checked by running the momentum with and without adding 1 to every gradient."""
     beta1, beta2 = SETTINGS["betas"]
     for steps in (0, 1, 6):
@@ -69,7 +69,7 @@ def test_the_steady_state_factor_is_what_a_lasting_change_of_gradients_comes_to_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_those_of_bitsandbytes_from_the_first(dtype: torch.dtype) -> None:
+def test_lion_steps_equal_those_of_bitsandbytes_from_the_first(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.randn(500).to(dtype))
@@ -90,7 +90,7 @@ def test_steps_are_those_of_bitsandbytes_from_the_first(dtype: torch.dtype) -> N
         exp_avg = torch.tensor(moments, dtype=torch.float64)
 
 
-def test_moments_of_8_bits_have_no_formula() -> None:
+def test_lion_with_8_bit_or_paged_moments_has_no_formula() -> None:
     model = torch.nn.Linear(2, 2)
     for optimizer in (
         bitsandbytes.optim.Lion(model.parameters(), optim_bits=8),
@@ -103,7 +103,7 @@ def test_moments_of_8_bits_have_no_formula() -> None:
         assert view.limit.code == "no_formula"
 
 
-def test_a_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) -> None:
+def test_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) -> None:
     """The optimizer is chosen by its name in transformers."""
     settings = {"optim": "lion_32bit", "learning_rate": 1e-4, "max_grad_norm": 0.05, **FEW}
     trainer = make_trainer(probes=[SimpleEntropyProbe()], **settings)
@@ -114,9 +114,7 @@ def test_a_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) ->
 
 
 @pytest.mark.parametrize(("turned", "is_predicted"), [(1, True), (2000, False)])
-def test_a_sign_that_rounding_has_turned_does_not_make_a_step_another_one(
-    make_trainer, turned: int, is_predicted
-) -> None:
+def test_a_few_signs_flipped_by_rounding_do_not_fail_verification(make_trainer, turned: int, is_predicted) -> None:
     rate, model = 1e-4, load_tiny()[0]
     optimizer = bitsandbytes.optim.Lion(model.parameters(), lr=rate)
 

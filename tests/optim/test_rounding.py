@@ -19,7 +19,7 @@ def nearest_bf16(value: float) -> float:
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 1e-2])
-def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) -> None:
+def test_the_rounded_update_equals_rounding_to_nearest_in_float64(rate: float) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = (0.02 * torch.randn(2000, generator=generator)).bfloat16()
     change = rate * torch.randn(3, 2000, generator=generator)
@@ -38,6 +38,6 @@ def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_as_exact_as_the_change_keep_all_of_it(dtype: torch.dtype) -> None:
+def test_weights_of_full_precision_keep_the_whole_update(dtype: torch.dtype) -> None:
     change = torch.randn(5, dtype=dtype)
     assert rounded_update(torch.randn(5, dtype=dtype), change) is change

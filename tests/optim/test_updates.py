@@ -44,7 +44,7 @@ def drawn(formula: StepFormula) -> tuple[dict[str, Tensor], dict[str, OptimizerS
 
 @of_every_optimizer
 @pytest.mark.parametrize("longest", [21, 8])
-def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
+def test_the_update_in_pieces_equals_the_updates_of_single_parameters(
     formula: StepFormula, longest: int, monkeypatch
 ) -> None:
     """Similar small neighbours are one piece (AdamW: even if weight decay differs). Longer than `longest` is split."""
@@ -80,7 +80,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
 
 @pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
 @of_every_optimizer
-def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
+def test_updates_without_a_fold_are_those_of_the_other_folds(
     max_grad_norm: float, formula: StepFormula, monkeypatch
 ) -> None:
     """Three folds of different sizes: for each, gradient, clipping by its norm, and step of the other two."""
@@ -104,7 +104,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
         torch.testing.assert_close(without_fold, torch.cat(expected))
 
 
-def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
+def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> None:
     """In fp32 the squared norms cancel to less than their rounding error, or below 0."""
     generator = torch.Generator().manual_seed(0)
     sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
@@ -130,7 +130,7 @@ def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped
     ],
 )
 @pytest.mark.parametrize("rate", [1e-5, 1e-3])
-def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settings: Any, alike: float, rate) -> None:
+def test_steps_of_bf16_weights_equal_those_of_torch(optimizer: Any, settings: Any, alike: float, rate) -> None:
     """They agree in nearly all entries that move, starting from the bf16 moments that torch keeps."""
     torch.manual_seed(0)
     model = nn.Module()
@@ -155,7 +155,7 @@ def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate
     return PreviousUpdate(shard_of(parameters), EntropySettings(), state=state)
 
 
-def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
+def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
     history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
     assert history.limit(1).code == "first_step"
     history.keep(4, update, nowhere)
@@ -169,13 +169,13 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         history_of(2, state)
 
 
-def test_a_state_that_lacks_the_update_of_its_step_is_refused_and_not_taken_for_none() -> None:
+def test_a_state_that_lacks_the_update_of_its_step_is_refused() -> None:
     """A process without entries would treat it as no update, and then miss the collectives of the others."""
     with pytest.raises(UserError, match="does not match the 3 numbers that are trained"):
         history_of(3, UpdateState(step=4))
 
 
-def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averaged_later() -> None:
+def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages() -> None:
     """Backward is the product with the previous step, so this step does not matter."""
     history, nowhere = history_of(3), {"w": torch.zeros(3)}
     averages = []
@@ -191,7 +191,7 @@ def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averag
         assert [average[number] for average in averages] == pytest.approx(expected)
 
 
-def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
+def test_a_step_without_a_formula_is_the_parameter_difference_after_it() -> None:
     history = history_of(2)
     weights = {"w": torch.tensor([1.0, 2.0])}
     history.keep(1, None, weights)

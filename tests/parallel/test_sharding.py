@@ -62,13 +62,13 @@ def test_training_is_bitwise_the_same_with_and_without_probes(trained, name: str
 
 
 @every_case
-def test_all_processes_have_the_same_estimates(trained, name: str) -> None:
+def test_all_processes_compute_the_same_estimates(trained, name: str) -> None:
     first, *rest = (repr(rank["estimates"]) for rank in trained(name, CASES[name]))
     assert all(estimates == first for estimates in rest)
 
 
 @every_case
-def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: str) -> None:
+def test_estimates_equal_those_of_one_process_with_the_same_folds(trained, name: str) -> None:
     """To 1e-10 of an estimate or its error. Parts of ΔH, which cancel, to 1e-10 of the whole.
 
     Slices agree to 1e-6, because they are scored without training's padding and the model's position table is fp32.
@@ -89,7 +89,7 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
     assert too_far(off, tolerance) == {}
 
 
-def test_no_group_of_processes_outlives_a_training_and_none_is_made_where_nothing_is_sent(trained) -> None:
+def test_process_groups_are_released_after_training_and_made_only_where_needed(trained) -> None:
     for name in TWO:
         (_, after), (during, _) = (trained(case, 2)[0]["groups"] for case in (name, f"{name}_bare"))
         assert after == during
@@ -100,7 +100,7 @@ def by_step_and_name(trace: Found) -> dict[tuple[int, str], tuple[float, float]]
     return {(step, name): row[:2] for step, rows in enumerate(trace["estimates"]) for name, row in rows.items()}
 
 
-def test_where_fsdp2_reduces_each_backward_probes_send_only_gradients_of_some_processes_alone(trained) -> None:
+def test_with_fsdp2_probes_send_only_gradients_of_a_subset_of_processes(trained) -> None:
     """With the same folds, DDP sends all of them. The rest is sent by gns, which splits single-process prompts, and by
     the sampler probe."""
     reduced, sent = (trained(name, 2)[0]["sent"] for name in ("fsdp2_sampler", "ddp_last_sampler"))

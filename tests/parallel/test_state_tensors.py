@@ -34,19 +34,19 @@ FULL = Outer(3, 0.1, Inner(torch.ones(2, 2), True), {"a.b": Inner(torch.ones(1, 
 
 
 @pytest.mark.parametrize("state", [None, 2, 0.1, torch.ones(2), {"a": 1}, FULL])
-def test_a_state_comes_back_as_it_was(state: Any) -> None:
+def test_a_state_round_trips_unchanged(state: Any) -> None:
     like = Outer() if state is FULL else state
     assert repr(from_tensors(like, to_tensors(state))) == repr(state)
 
 
-def test_names_are_the_paths_to_the_tensors() -> None:
+def test_tensors_are_named_by_their_paths() -> None:
     assert [*to_tensors(FULL)] == [
         "count", "mean", "inner.values", "inner.is_full",
         "named.a.b.values", "named.a.b.is_full", "named.a.values", "named.a.is_full",
     ]  # fmt: skip
 
 
-def test_of_a_mapping_what_was_not_there_begins_and_what_is_not_there_any_more_is_left_out() -> None:
+def test_new_keys_of_a_mapping_start_fresh_and_removed_ones_are_dropped() -> None:
     before = dataclasses.replace(FULL, named={"a": Inner(is_full=True), "gone": Inner()})
     after = from_tensors(Outer(), to_tensors(before))
     assert (after.named["a"].is_full, after.named["a.b"].is_full) == (True, False)
@@ -64,12 +64,12 @@ def test_of_a_mapping_what_was_not_there_begins_and_what_is_not_there_any_more_i
         (Inner(), Inner(torch.zeros(4)), r"values has shape \(4,\), not \(0, 2\)"),
     ],
 )
-def test_a_state_of_another_kind_is_refused_by_what_differs(like: Any, state: Any, said: str) -> None:
+def test_a_state_of_another_kind_is_refused_naming_the_difference(like: Any, state: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         from_tensors(like, to_tensors(state))
 
 
-def test_what_no_checkpoint_can_hold_is_refused_with_its_place_and_the_probe() -> None:
+def test_a_value_that_no_checkpoint_can_hold_is_refused_with_its_path_and_probe() -> None:
     with pytest.raises(UserError, match=r"^probe 'mine': a state consists of tensors, .* but inner is a list$"):
         tensors_by_name({"mine": dataclasses.replace(FULL, inner=[1])})
     with pytest.raises(UserError, match=r"^probe 'mine': a state has both a dictionary 'a' and a name .* 'a\.'"):

@@ -31,7 +31,7 @@ def joined(parts: list[Rollout], ranks: Ranks = ALONE) -> Rollout:
     return StepRecorder(1, [], rollouts=list(parts), scores=scores).join_rollouts(ranks)
 
 
-def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabilities() -> None:
+def test_joined_with_off_policy_samples_on_policy_ones_get_the_policys_log_probabilities() -> None:
     rollout = joined([FRESH, STALE])
     assert not rollout.on_policy
     for name in ("sampling_logps", "old_logps"):
@@ -39,12 +39,12 @@ def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabili
 
 
 @pytest.mark.parametrize("parts", [[FRESH, STALE], [STALE, FRESH]], ids=["stale last", "stale first"])
-def test_rollouts_of_which_one_is_stale_are_not_on_policy_together(parts: list[Rollout]) -> None:
+def test_a_joined_rollout_with_a_stale_part_is_not_on_policy(parts: list[Rollout]) -> None:
     assert not join_rollouts(parts).on_policy
     assert join_rollouts([FRESH, FRESH]).on_policy
 
 
-def test_fresh_samples_alone_have_no_sampler_and_an_engine_s_no_policy_of_before() -> None:
+def test_fresh_samples_have_no_sampling_logps_and_those_of_an_engine_no_old_logps() -> None:
     rollout = joined([FRESH, FRESH])
     assert rollout.on_policy
     assert rollout.sampling_logps is rollout.old_logps is None
@@ -61,7 +61,7 @@ def test_one_microbatch_of_an_unknown_policy_leaves_the_ratios_of_all_unknown() 
     assert rollout.rewards is not None
 
 
-def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
+def test_one_microbatch_without_rewards_leaves_all_rewards_unknown() -> None:
     assert joined([FRESH, dataclasses.replace(FRESH, rewards=None)]).rewards is None
 
 
@@ -73,7 +73,7 @@ def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
         (dataclasses.replace(FRESH, rewards=None), [1.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_what_one_process_knows_or_lacks_holds_on_all(of_second_rank: Rollout, expected: list[float]) -> None:
+def test_all_processes_agree_on_which_rollout_fields_are_known(of_second_rank: Rollout, expected: list[float]) -> None:
     """This holds for on-policy, sampler's and old log-probabilities, and rewards. Otherwise ranks would deadlock."""
 
     def known_on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -84,7 +84,7 @@ def test_what_one_process_knows_or_lacks_holds_on_all(of_second_rank: Rollout, e
     assert [flags.tolist() for flags in on_two_ranks(known_on_rank)] == [expected] * 2
 
 
-def test_what_is_said_of_one_microbatch_s_origin_is_said_of_the_step() -> None:
+def test_limits_of_one_microbatchs_origin_apply_to_the_step() -> None:
     drawn, unlike = Limit("not_generated", "drawn elsewhere"), Limit("uneven_prompts", "unlike")
     parts = [Origin(), Origin(drawn, None, True), Origin(None, unlike, False)]
     assert join_origins(parts) == Origin(drawn, unlike, True)

@@ -62,7 +62,7 @@ def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = one_rank, rollout: 
     return PaddingCheck().limit(rollout or sampled(), policy, reduce)
 
 
-def test_one_token_that_is_far_off_is_no_reason() -> None:
+def test_one_token_with_a_large_difference_is_not_reported() -> None:
     """One of 1000 tokens is off by 5, so the mean is .005."""
     padded = torch.zeros(SEQUENCES, TOKENS)
     padded[1, 17] = -5.0
@@ -73,7 +73,7 @@ def test_one_token_that_is_far_off_is_no_reason() -> None:
     ("difference", "rounded", "matters"),
     [(0.009, "", False), (0.011, "", True), (0.09, "bf16", False), (0.11, "bf16", True), (torch.nan, "bf16", True)],
 )
-def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
+def test_the_mean_difference_decides_with_more_tolerance_for_rounded_weights(
     difference: float, rounded: str, matters: bool
 ) -> None:
     padded = torch.full((SEQUENCES, TOKENS), difference)
@@ -81,7 +81,7 @@ def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
     assert bool(answer(Said(padded, rounding_reason=rounded))) == matters
 
 
-def test_what_stands_behind_the_end_of_a_response_does_not_count() -> None:
+def test_tokens_after_the_end_of_a_response_do_not_count() -> None:
     padded = torch.full((SEQUENCES, TOKENS), torch.nan)
     padded[:, 0] = 0.0
     assert answer(Said(padded, mask=(torch.arange(TOKENS) < 1).expand(SEQUENCES, -1).long())) is None
@@ -102,12 +102,12 @@ def absolute() -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "reason"), [(lambda: load_tiny()[0], None), (absolute, PADDING_MATTERS)])
-def test_absolute_positions_are_told_from_rounding(dtype: torch.dtype, model: Any, reason: str) -> None:
+def test_absolute_positions_are_distinguished_from_rounding(dtype: torch.dtype, model: Any, reason: str) -> None:
     model = model().to(dtype)
     assert answer(Scoring(model, Scorer(model), 4), rollout=sampled(tokens=60)) == reason
 
 
-def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most_padding() -> None:
+def test_padding_is_checked_at_measured_steps_1_10_and_100_on_the_most_padded_rows() -> None:
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
@@ -118,7 +118,7 @@ def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most
     assert policy.asked == [[0, 1, 2, 3]] * 3
 
 
-def test_what_it_has_found_it_keeps() -> None:
+def test_a_padding_dependence_once_found_is_kept() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
     rollout = sampled()
     for _ in range(12):
@@ -127,7 +127,7 @@ def test_what_it_has_found_it_keeps() -> None:
 
 
 @pytest.mark.parametrize(("of_other", "matters"), [(0.0, False), (1.0, True)])
-def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_other: float, matters: bool) -> None:
+def test_a_rank_with_empty_responses_joins_the_reduction_and_agrees(of_other: float, matters: bool) -> None:
     zeros = torch.zeros(SEQUENCES, TOKENS)
     ranks = Said(zeros, mask=zeros), Said(torch.full((SEQUENCES, TOKENS), of_other))
     sent: list[Tensor] = []
@@ -143,6 +143,6 @@ def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_o
     assert said == {PADDING_MATTERS if matters else None}
 
 
-def test_empty_responses_everywhere_are_no_reason() -> None:
+def test_empty_responses_on_all_ranks_are_not_reported() -> None:
     zeros = torch.zeros(SEQUENCES, TOKENS)
     assert answer(Said(zeros, mask=zeros)) is None

@@ -161,7 +161,7 @@ def test_fp32_scores_and_gradients_are_those_of_float64_to_1e_6(family: str) -> 
     ],
     ids=["q and v", "all linear", "on the head", "a head of its own"],
 )
-def test_adapters_are_scored_with_and_the_head_s_too(adapter: dict[str, Any]) -> None:
+def test_adapters_including_those_on_the_head_are_scored(adapter: dict[str, Any]) -> None:
     model = with_adapter(model_of("untied"), **adapter).double()
     if "modules_to_save" in adapter:
         for name, param in model.named_parameters():
@@ -194,7 +194,7 @@ def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
     assert "computes in bfloat16" in scorer.rounding_reason
 
 
-def test_types_of_tokens_go_with_the_tokens_and_counts_stay_behind() -> None:
+def test_token_types_are_passed_to_the_model_and_image_counts_are_not() -> None:
     model = model_of("untied")
     sequences = sampled()
     tokens = torch.cat([sequences.prompt_ids, sequences.completion_ids], dim=1)
@@ -241,7 +241,7 @@ class Bodiless(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("family", [Louder, Cut, Pivoted, Fused, Bodiless, transformers.MiniCPM3ForCausalLM])
-def test_a_model_that_does_something_else_is_scored_by_its_own_logits(family: Any) -> None:
+def test_a_model_with_its_own_head_computation_is_scored_by_its_logits(family: Any) -> None:
     torch.manual_seed(0)
     of_minicpm = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     of_minicpm |= {"num_key_value_heads": 4, "dim_model_base": 16}  # it halves what goes into its head
@@ -255,7 +255,7 @@ def test_a_model_that_does_something_else_is_scored_by_its_own_logits(family: An
 
 @pytest.mark.parametrize("by_all_logits", [False, True], ids=["head", "all logits"])
 @pytest.mark.parametrize("family", ["tied", "softcap", "divided"])
-def test_logits_of_tokens_are_over_the_temperature_as_those_of_the_scores_are(family: str, by_all_logits: bool) -> None:
+def test_token_logits_are_divided_by_the_temperature_like_the_scores(family: str, by_all_logits: bool) -> None:
     model, sequences = model_of(family).double(), sampled()
     logps = Scorer(model, TEMPERATURE, whole_logits=by_all_logits).token_logits(sequences, ROWS).log_softmax(-1)
     twin = plain(model, sequences, ROWS)
@@ -288,7 +288,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("call_head", [False, True], ids=["weight", "called"])
-def test_no_more_logits_than_a_chunk_exist_in_forward_and_backward(call_head: bool) -> None:
+def test_forward_and_backward_hold_one_chunk_of_logits_at_a_time(call_head: bool) -> None:
     model = model_of("untied", vocab_size=3000)
     rows = ROWS.repeat(6)
     scorer = Scorer(model, call_head=call_head, chunk_logits=len(rows) * 3000)  # one column if the head is called
@@ -300,7 +300,7 @@ def test_no_more_logits_than_a_chunk_exist_in_forward_and_backward(call_head: bo
     assert largest.size <= weights < logits / 2
 
 
-def test_a_graph_serves_twice_and_parameters_beside_it_get_zero() -> None:
+def test_a_graph_can_be_used_twice_and_unrelated_parameters_get_zero() -> None:
     model = model_of("tied").double()
     beside = torch.ones(3, requires_grad=True)
     values = of_tokens(Scorer(model).score(sampled(), ROWS))
@@ -312,7 +312,7 @@ def test_a_graph_serves_twice_and_parameters_beside_it_get_zero() -> None:
     assert torch.equal(both[1], torch.zeros(3))
 
 
-def test_hooks_on_a_called_head_see_each_sequence_by_itself() -> None:
+def test_hooks_on_a_called_head_see_each_sequence_separately() -> None:
     model = model_of("untied").double()
     scorer = Scorer(model, call_head=True, chunk_logits=2 * 3 * VOCABULARY)
     scorer.verify()
@@ -345,7 +345,7 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), [module.training for module in model.modules()]
 
 
-def test_training_s_dropout_is_in_training_s_scores_alone_and_nothing_is_left_behind() -> None:
+def test_dropout_affects_training_scores_alone_and_measuring_leaves_no_trace() -> None:
     model = model_of("absolute positions", resid_pdrop=0.3).train()
     model.transformer.h[0].eval()  # this module's mode must be kept
     scorer, sequences = Scorer(model), sampled()
@@ -363,7 +363,7 @@ def bf16() -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-def test_autocast_is_in_training_s_scores_alone() -> None:
+def test_autocast_affects_training_scores_alone() -> None:
     model = model_of("untied")
     plainly = of_tokens(Scorer(model).score(sampled(), ROWS, graph=False))[0]
     scorer = Scorer(model, autocast=bf16)
@@ -375,7 +375,7 @@ def test_autocast_is_in_training_s_scores_alone() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_checkpointed_layers_stay_so_in_a_measurement_unless_they_could_drop_out(dropout: float) -> None:
+def test_checkpointing_stays_on_in_a_measurement_unless_there_is_dropout(dropout: float) -> None:
     model = model_of("untied", attention_dropout=dropout)
     expected = gradients(model, of_tokens(Scorer(model).score(sampled(), ROWS)))
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -406,7 +406,7 @@ def tf32() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "after an error"])
-def test_a_measurement_is_ieee_fp32_and_settings_are_put_back(tf32: None, fails: bool) -> None:
+def test_a_measurement_is_in_ieee_fp32_and_restores_the_settings(tf32: None, fails: bool) -> None:
     model = model_of("untied").train()
     scorer = Scorer(model)
     scorer.verify()
@@ -435,7 +435,7 @@ def refuses_fp32(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) ->
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["bare", "adapter"])
-def test_an_attention_that_refuses_fp32_is_not_asked_in_a_measurement(adapter: bool) -> None:
+def test_an_attention_without_fp32_is_replaced_in_a_measurement(adapter: bool) -> None:
     AttentionInterface.register("flash_stand_in", refuses_fp32)
     AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
     model: Any = model_of("untied")
@@ -451,7 +451,7 @@ def test_an_attention_that_refuses_fp32_is_not_asked_in_a_measurement(adapter: b
     torch.testing.assert_close(rounded, expected[0], rtol=0.1, atol=0.1)
 
 
-def test_why_a_measurement_is_no_fp32_one_names_the_weights() -> None:
+def test_the_reason_for_rounded_scores_names_the_weights() -> None:
     assert Scorer(model_of("untied")).rounding_reason == ""
     half = with_adapter(model_of("untied").bfloat16(), target_modules=["q_proj"])
     assert "embed_tokens.weight is bfloat16" in Scorer(half).rounding_reason  # the adapters are fp32
@@ -469,7 +469,7 @@ def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:
     torch.testing.assert_close(entropy.double(), expected, rtol=0.01, atol=0)
 
 
-def test_a_bias_is_rounded_as_the_factors_are() -> None:
+def test_a_bias_is_rounded_like_the_factors() -> None:
     """bf16 cannot represent 1.001, so the logits are 1 and 0."""
     bias = torch.tensor([1.001, 0.0])
     logps, _ = scores_of_hidden(
@@ -500,7 +500,7 @@ def of_trl(trainer: Any, sequences: Sampled, rows: Tensor) -> Scores:
 
 # Under bf16, TRL rounds the logits, of size 8 here, to bf16: by 1/32 at most. The scorer does not.
 @pytest.mark.parametrize(("half", "tolerance"), [(False, 1e-6), (True, 3e-2)], ids=["fp32", "bf16 autocast"])
-def test_scores_are_those_that_training_has(make_trainer: Callable[..., Any], half: bool, tolerance: float) -> None:
+def test_scores_equal_those_of_training(make_trainer: Callable[..., Any], half: bool, tolerance: float) -> None:
     trainer = make_trainer(**FEW, bf16=half, temperature=TEMPERATURE)
     sequences = sampled(prompts=(6,) * 5)  # TRL pads on the left, which shifts positions and with them the rounding
     scorer = Scorer(trainer.model, TEMPERATURE, autocast=trainer.accelerator.autocast)

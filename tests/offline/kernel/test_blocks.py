@@ -29,7 +29,7 @@ def frobenius_error(products: Tensor, a: Tensor, b: Tensor) -> float:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def test_products_of_long_fp32_rows_are_right_to_2e_6_where_one_plain_product_is_not() -> None:
+def test_products_of_long_fp32_rows_are_within_2e_6_where_a_plain_product_is_not() -> None:
     length = 6 * 2**16 + 11
     a, b = rows(5, length, 0) + 1.0, rows(7, length, 1) + 1.0
     products = row_products(a, b)
@@ -37,7 +37,7 @@ def test_products_of_long_fp32_rows_are_right_to_2e_6_where_one_plain_product_is
     assert frobenius_error(products, a, b) < 2e-6
 
 
-def test_rows_stored_in_bf16_cost_a_fraction_of_a_thousandth() -> None:
+def test_rows_stored_in_bf16_lose_less_than_four_thousandths() -> None:
     a, b = rows(5, 2**17, 0), rows(7, 2**17, 1)
     both_fp32 = a.double() @ b.double().T
     error = float((row_products(a.bfloat16(), b) - both_fp32).norm() / both_fp32.norm())
@@ -54,7 +54,7 @@ def test_weighted_sums_are_in_fp64() -> None:
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_fit_the_budget_and_are_even() -> None:
+def test_blocks_fit_the_memory_budget_and_are_balanced() -> None:
     for memory_bytes in (700, 1000, 2000, 10_000):
         blocks = plan_blocks(10, 10, memory_bytes=memory_bytes, microbatch=2)
         assert 4 * 10 * (2 + 2 * len(blocks[0])) <= memory_bytes
@@ -69,12 +69,12 @@ def test_each_rank_has_a_block() -> None:
     ]  # fmt: skip
 
 
-def test_bf16_holds_twice_the_rows() -> None:
+def test_bf16_doubles_the_rows_of_a_block() -> None:
     sizes = [len(plan_blocks(100, 10, memory_bytes=880, microbatch=2, bytes_per_entry=b)[0]) for b in (4, 2)]
     assert sizes == [10, 20]
 
 
-def test_a_budget_below_one_row_names_one_that_would_do() -> None:
+def test_a_budget_below_one_row_is_refused_with_a_sufficient_one() -> None:
     with pytest.raises(ValueError, match=r"at least kernel.memory_gb=2.4, or a smaller microbatch"):
         plan_blocks(10, 10**8, memory_bytes=1e9, microbatch=4)
     assert len(plan_blocks(10, 10**8, memory_bytes=2.4e9, microbatch=4)) == 10
@@ -104,14 +104,14 @@ def plain_sketch(row: list[float], seed: int, number: int, buckets: int) -> list
     return sketch
 
 
-def test_sketches_are_what_plain_integers_give() -> None:
+def test_sketches_equal_those_of_plain_integer_arithmetic() -> None:
     row = rows(1, sum(SIZES.values()), 0)
     sketches = CountSketches(SIZES, buckets=64, repeats=10, seed=7)(row)
     for number in (0, 8, 9):  # the first and the last of the nine that share a hash, and the one after
         assert sketches[0, number].tolist() == pytest.approx(plain_sketch(row[0].tolist(), 7, number, 64), abs=1e-3)
 
 
-def test_sketches_do_not_depend_on_the_order_of_parameters_on_rows_or_on_blocks_of_columns() -> None:
+def test_sketches_ignore_parameter_order_other_rows_and_column_blocks() -> None:
     sizes = {"a": 3, "b": COLUMNS + 5}
     x = rows(4, sum(sizes.values()), 0)
     whole = CountSketches(sizes)(x)
@@ -126,7 +126,7 @@ def test_sketches_do_not_depend_on_the_order_of_parameters_on_rows_or_on_blocks_
     assert not torch.allclose(whole, CountSketches(sizes, seed=1)(x))
 
 
-def test_error_bars_cover_and_the_error_is_one_over_the_root_of_the_size() -> None:
+def test_sketch_errors_are_covered_and_fall_as_one_over_the_root_of_the_size() -> None:
     """Over 20 seeds and all pairs of 24 rows: 95 % intervals cover .93 to .97, cosines have error 1/√(S m), no bias."""
     length = sum(SIZES.values())
     x = rows(24, length, 0)
@@ -146,7 +146,7 @@ def test_error_bars_cover_and_the_error_is_one_over_the_root_of_the_size() -> No
     assert abs(float(error.mean())) < 4 * float(error.mean(dim=1).std()) / math.sqrt(20)
 
 
-def test_side_by_side_they_are_a_sparse_johnson_lindenstrauss_transform() -> None:
+def test_concatenated_sketches_are_a_sparse_johnson_lindenstrauss_transform() -> None:
     x = rows(3, sum(SIZES.values()), 0)
     sketches = CountSketches(SIZES, repeats=4)(x)
     joined = sketches.flatten(1).double() / 2.0
@@ -161,7 +161,7 @@ def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_differenc
     assert (float(value), float(stderr)) == pytest.approx((5.5, 2.5))
 
 
-def test_sketches_that_could_not_answer_are_refused() -> None:
+def test_invalid_sketch_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"buckets=500 must be a power of two: use 512"):
         CountSketches(SIZES, buckets=500)
     with pytest.raises(ValueError, match="no error bar"):

@@ -117,7 +117,7 @@ def test_cosines_within_a_buffer_are_those_of_its_gradients(structure: Structure
     assert math.isnan(rows["E", "same text"]["cosine_mean"])
 
 
-def test_changes_of_log_probability_stand_beside_what_was_measured(structure: Structure) -> None:
+def test_predicted_log_probability_changes_are_listed_beside_measured_ones(structure: Structure) -> None:
     rows = predictions(structure)
     assert [row["measured"] for row in rows] == pytest.approx([0.9 * row["predicted"] + 0.01 for row in rows])
     assert rows[2]["momentum"] == float(structure.kernel.tensors["products"][2, 0])
@@ -142,13 +142,13 @@ def test_edit_distance(a: str, b: str, distance: int) -> None:
     assert edit_distance([ord(c) for c in a], [ord(c) for c in b]) == distance
 
 
-def test_a_kernel_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_truncated_kernel_file_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / KERNEL_FILE).write_bytes((folder / KERNEL_FILE).read_bytes()[:-9])
     with pytest.raises(ValueError, match=f"{KERNEL_FILE} is damaged .* remove it"):
         load_kernel(tmp_path)
 
 
-def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> None:
+def test_participation_ratio_is_not_biased_by_sketch_noise() -> None:
     """64 orthogonal vectors in sketches of 128 entries: plain squared cosines would give 64/(1 + 63/128) = 43."""
     x = torch.eye(64, 4096)
     sketches = CountSketches({"w": 4096}, buckets=16, repeats=8)(x).double()
@@ -157,7 +157,7 @@ def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> N
     assert participation_ratio(torch.ones(2, 5, 5)) == pytest.approx(1.0)
 
 
-def test_clusters_are_those_of_two_plain_groups() -> None:
+def test_two_plain_groups_are_found_as_two_clusters() -> None:
     cosines: Tensor = torch.full((5, 5), -0.1)
     cosines[:2, :2] = cosines[2:, 2:] = 0.9
     cosines.fill_diagonal_(1.02)  # estimates may exceed 1
@@ -168,7 +168,7 @@ def test_clusters_are_those_of_two_plain_groups() -> None:
     assert set(order[:2].tolist()) in ({0, 1}, {2, 3}, {2, 4}, {3, 4})
 
 
-def test_texts_of_a_cell_are_there_with_their_number(structure: Structure) -> None:
+def test_distinct_texts_are_listed_with_their_number(structure: Structure) -> None:
     distinct = distinct_texts(structure)
     assert {row["hash"]: row["times"] for row in distinct.rows}["shared/a0"] == 2
     assert math.isclose(float(distinct.cosines[0, 0]), 1.0)
@@ -194,7 +194,7 @@ def test_the_command_prints_a_kernel_and_follows_kernels_over_training(asked: tu
     assert (out / "evolution.html").read_text(encoding="utf-8").count('<figure class="chart"') >= 5
 
 
-def test_the_evolution_is_in_the_order_of_steps_and_begins_with_the_first(structure: Structure, tmp_path: Path) -> None:
+def test_the_evolution_starts_at_the_first_step_and_is_ordered_by_step(structure: Structure, tmp_path: Path) -> None:
     """The later kernel is given first. Its gradients within E differ, and its cosines are compared with the first's."""
     tensors = dict(structure.kernel.tensors)
     tensors["sketches"] = tensors["sketches"].flip(2)

@@ -161,7 +161,7 @@ def test_rows_are_the_gradients_of_each_sequence_alone(name: str, ids: Tensor) -
     assert rows.abs().amin(dim=1).max() < rows.abs().amax(dim=1).min()  # entries of a row are not all alike
 
 
-def test_a_norm_with_a_bias_and_an_entry_of_0_is_right(ids: Tensor) -> None:
+def test_rows_are_right_for_a_layer_norm_with_a_bias_and_a_zero_weight(ids: Tensor) -> None:
     torch.manual_seed(0)
     embed, norm = nn.Embedding(VOCABULARY, 4).double(), nn.LayerNorm(4).double()
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_a_norm_with_a_bias_and_an_entry_of_0_is_right(ids: Tensor) -> None:
     assert_equal(room, expected, 1e-12)
 
 
-def test_checkpointing_calls_modules_again_and_nothing_is_counted_twice(ids: Tensor) -> None:
+def test_modules_recomputed_by_checkpointing_are_not_counted_twice(ids: Tensor) -> None:
     for model in (qwen(), lora(qwen())):
         expected = one_by_one(model, scorer, ids)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -186,7 +186,7 @@ def test_checkpointing_calls_modules_again_and_nothing_is_counted_twice(ids: Ten
         assert_equal(by_hooks(model, scorer(model, ids), weights_of(ids)), expected, 1e-12)
 
 
-def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
+def test_several_backward_payloads_share_one_forward(ids: Tensor) -> None:
     """Also under checkpointing, where each backward recomputes the middle."""
     model = lora(qwen())
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -203,7 +203,7 @@ def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
     assert_equal(rows[1], by_hooks(model, scorer(model, ids), twice), 1e-12)
 
 
-def test_nothing_is_left_on_the_model_and_no_gradient_of_a_parameter_is_touched(ids: Tensor) -> None:
+def test_no_hook_is_left_on_the_model_and_no_parameter_gradient_is_touched(ids: Tensor) -> None:
     model = lora(qwen())
     fired: list[str] = []
     for name, p in trained(model).items():
@@ -251,7 +251,7 @@ def test_an_output_without_graph_is_refused(reentrant: bool, ids: Tensor) -> Non
         by_hooks(model, score, weights_of(ids))
 
 
-def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
+def test_a_module_that_gets_no_gradient_is_named(ids: Tensor) -> None:
     model = lora(qwen())
     _, recording = SequenceGradients(model, trained(model)).record(scorer(model, ids))
     other = model.get_input_embeddings()(ids)
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_assigned_to_sequences_is_refused_by_name(what: str, ids: Tensor) -> None:
+def test_modules_that_mix_sequences_are_refused_by_name(what: str, ids: Tensor) -> None:
     make, message = REFUSED[what]
     model = make()
     with pytest.raises(ValueError, match=message):
@@ -310,7 +310,7 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_modules_that_do_not_see_the_batch_are_refused_by_name(flat: bool, ids: Tensor) -> None:
+def test_modules_without_a_batch_dimension_are_refused_by_name(flat: bool, ids: Tensor) -> None:
     model = Positions(flat)
     recorder = SequenceGradients(model, trained(model))
     with pytest.raises(ValueError, match=rf"^{'head' if flat else 'positions'} was given .* batch of {BATCH}"):
@@ -330,7 +330,7 @@ class Scaled(nn.Module):
         return x * self.weight * factor
 
 
-def test_a_module_with_other_inputs_too_is_refused_by_name(ids: Tensor) -> None:
+def test_an_unknown_module_with_several_inputs_is_refused_by_name(ids: Tensor) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "scaled": Scaled(), "head": nn.Linear(6, VOCABULARY)})
     model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"scaled.weight belongs to a Scaled \(scaled\), whose gradient is not known"):
@@ -350,7 +350,7 @@ class Full(Scaled):
         return x * self.weight
 
 
-def test_short_memory_is_not_taken_for_an_unknown_gradient(ids: Tensor) -> None:
+def test_running_out_of_memory_is_not_reported_as_an_unknown_gradient(ids: Tensor) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "full": Full(), "head": nn.Linear(6, VOCABULARY)})
     model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
     said = pytest.raises(ValueError, match="out of memory in phase 'kernel': lower kernel")

@@ -161,7 +161,7 @@ def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, fini
     assert float(metadata["delta_h/part/gradient"]) != 0.0
 
 
-def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(cases: Any) -> None:
+def test_kernel_rows_keep_training_checkpointing_and_disable_dropout(cases: Any) -> None:
     """Each layer is recomputed in each backward, and every flag is restored."""
     case = cases("adapter, checkpointing")
     layers = [m for m in case.trainer.model.modules() if getattr(m, "gradient_checkpointing", False)]
@@ -206,7 +206,7 @@ def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["full", "adapter"])
-def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, cases: Any, finished: Any) -> None:
+def test_kernel_entries_equal_those_of_single_backwards_and_plain_adamw(name: str, cases: Any, finished: Any) -> None:
     tensors = load_kernel(finished(name)).tensors
     kernel, entropy_kernel, moves = plain_kernels(cases(name))
     for ours, plain in ((tensors["kernel"], kernel), (tensors["entropy_kernel"], entropy_kernel)):
@@ -214,7 +214,7 @@ def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, 
     assert torch.allclose(tensors["products"].sum(dim=1), moves, rtol=1e-4, atol=1e-4 * float(moves.abs().max()))
 
 
-def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_path: Path) -> None:
+def test_the_kernel_does_not_depend_on_blocks_and_microbatches(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, whole = cases("adapter"), load_kernel(finished("adapter")).tensors
     parts = calculated(case, tmp_path / "parts", in_blocks_of(case, 2))
     calculate_kernel(case.rows(4), case.inputs, SETTINGS, tmp_path / "fours")
@@ -224,13 +224,15 @@ def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_pa
             assert float((other[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
 
 
-def test_rows_held_in_bf16_cost_less_than_a_hundredth(cases: Any, finished: Any, tmp_path: Path) -> None:
+def test_rows_held_in_bf16_change_the_kernel_by_less_than_a_hundredth(
+    cases: Any, finished: Any, tmp_path: Path
+) -> None:
     exact = load_kernel(finished("full")).tensors["kernel"]
     rounded = calculated(cases("full"), tmp_path / "bf16", dataclasses.replace(SETTINGS, dtype="bfloat16"))["kernel"]
     assert 1e-6 < float((rounded - exact).norm() / exact.norm()) < 1e-2
 
 
-def test_sketches_answer_for_the_kernels_cosines(cases: Any, tmp_path: Path) -> None:
+def test_sketches_approximate_the_cosines_of_the_kernel(cases: Any, tmp_path: Path) -> None:
     """Compared between E and U, where the kernel is exact. A cosine's error is 1/√4096."""
     tensors = calculated(cases("adapter"), tmp_path, KernelSettings())
     exact = tensors["kernel"] / (tensors["sq_norms"][:, None] * tensors["update_sq_norms"]).sqrt()
@@ -267,7 +269,7 @@ class Killed(KernelRows):
         return super().logp_gradients(rollout, rows)
 
 
-def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_killed_run_resumes_after_its_last_block(cases: Any, tmp_path: Path, capsys: Any) -> None:
     """It is killed by SIGKILL in a separate process. The result is then bitwise the same."""
     case = cases("adapter")
     settings = in_blocks_of(case, 3)
@@ -313,7 +315,7 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
+def test_two_processes_compute_the_kernel_of_one(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, stored = cases("adapter"), load_kernel(finished("adapter")).tensors
     port = get_free_port()
     processes = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
@@ -336,9 +338,7 @@ def refused(rank: int, port: int, case: Case, folder: Path) -> None:
         calculate_kernel(case.rows(), case.inputs, SETTINGS, folder)
 
 
-def test_a_block_of_another_kernel_is_refused_by_all_processes_before_one_calculates(
-    cases: Any, tmp_path: Path
-) -> None:
+def test_a_block_of_another_kernel_is_refused_by_all_processes_at_the_start(cases: Any, tmp_path: Path) -> None:
     save_tensors({}, tmp_path / "block-00001.safetensors", {"max_length": "25"})
     port = get_free_port()
     processes = [FORK.Process(target=refused, args=(rank, port, cases("adapter"), tmp_path)) for rank in range(2)]
@@ -353,7 +353,7 @@ def test_a_block_of_another_kernel_is_refused_by_all_processes_before_one_calcul
 # --- over training ----------------------------------------------------------------------------------------------------
 
 
-def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(run, tmp_path) -> None:
+def test_fixed_texts_are_kept_over_checkpoints_and_estimate_only_their_own_policys_entropy(run, tmp_path) -> None:
     asked = Settings(
         Evaluation(prompts=6), UpdateConfig(prompts=2), truth=TruthSettings(enabled=False), conditioning=False
     )
@@ -397,7 +397,7 @@ class Mixing(KernelRows):
 
 
 @pytest.mark.parametrize(("broken", "message"), [(Forgetful, "differs from the batch gradient"), (Mixing, "its own")])
-def test_rows_that_are_wrong_end_the_run(broken: type[KernelRows], message: str, cases: Any, tmp_path: Path) -> None:
+def test_wrong_rows_end_the_run(broken: type[KernelRows], message: str, cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     with pytest.raises(ValueError, match=message):
         calculate_kernel(broken(case.trainer, case.parameters, 4), case.inputs, SETTINGS, tmp_path)
