@@ -71,7 +71,7 @@ def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: d
     assert (probed["B_E"], probed["B_U"], probed["G"]) == (16, 8, 4)
 
 
-def test_true_and_importance_probes_return_only_the_measured_part(run: Path, tmp_path: Path) -> None:
+def test_without_a_prediction_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
     results = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
         checkpoint(run, 2)

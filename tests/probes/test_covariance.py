@@ -44,7 +44,7 @@ def plain(step: StepData, rows: list[int]) -> list[float]:
     return [-float(torch.tensor(pairs, dtype=torch.float64).T.cov(correction=0)[0, 1]) for pairs in (tokens, sequences)]
 
 
-def test_it_is_the_entropys_derivative_along_the_natural_gradient_of_a_softmax() -> None:
+def test_the_covariance_is_the_entropy_derivative_along_a_softmaxs_natural_gradient() -> None:
     """Eight one-token responses occur exactly as often as the policy says, so the batch is the population."""
     counts = torch.tensor([4, 2, 1, 1])
     logits = (counts / 8).double().log().requires_grad_()
@@ -67,7 +67,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return probe
 
 
-def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
+def test_the_covariance_is_centred_over_the_whole_batch(answers: Answers) -> None:
     for step, answer in zip(answers.steps, answers.all, strict=True):
         values = [answer[name].value for name in NAMES]
         assert values == pytest.approx(plain(step, list(range(32))), rel=1e-6)
@@ -76,7 +76,7 @@ def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
         assert centred_within != pytest.approx(values[0], rel=1e-2)
 
 
-def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
+def test_the_error_is_the_jackknife_over_folds(answers: Answers) -> None:
     step, answer = answers.steps[-1], answers.all[-1]
     folds = step.batch.fold.tolist()
     assert len(set(folds)) == 8
@@ -85,7 +85,7 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
     assert [answer[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
+def test_folds_that_split_prompts_give_a_value_without_an_error(answers: Answers) -> None:
     ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
     spread = dataclasses.replace(ctx.step.limits, split_prompts="spread")
     reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)), None)
@@ -95,7 +95,7 @@ def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -
         assert estimate.reason == "spread"
 
 
-def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
+def test_few_folds_give_a_value_without_an_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
     assert {estimate.code for estimate in probe.all[0].values()} == {"few_folds"}

@@ -74,28 +74,28 @@ def values(answer: dict[str, Estimate]) -> dict[str, float]:
         ([4.0, 3.0, 0.0, 0.0, 0.0], 49 / 25),  # sequences without weight do not count
     ],
 )
-def test_kish_size_is_what_one_gets_by_hand(weights: list[float], size: float) -> None:
+def test_kish_size_equals_the_value_by_hand(weights: list[float], size: float) -> None:
     assert kish_size(torch.tensor(weights)) == pytest.approx(size, rel=1e-15)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 0.3, 1e20])
-def test_equal_weights_give_their_number_and_one_weight_gives_1_on_any_scale(scale: float) -> None:
+def test_equal_weights_give_their_number_and_a_single_weight_gives_1_at_any_scale(scale: float) -> None:
     assert kish_size(torch.full((7,), scale)) == pytest.approx(7, rel=1e-12)
     assert kish_size(torch.tensor([0.0, -scale, 0.0])) == pytest.approx(1, rel=1e-12)
 
 
-def test_no_weight_at_all_has_no_size() -> None:
+def test_all_zero_weights_have_no_size() -> None:
     assert math.isnan(kish_size(torch.zeros(5)))
 
 
 @pytest.mark.parametrize("sizes", [[32], [8] * 4, [5, 27], [1] * 32])
-def test_size_of_the_summed_sums_does_not_depend_on_how_the_batch_is_split(sizes: list[int]) -> None:
+def test_the_size_from_summed_parts_does_not_depend_on_the_split_of_the_batch(sizes: list[int]) -> None:
     weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
     total, squares = sum(kish_sums(part) for part in weights.split(sizes)).tolist()
     assert kish_size_of_sums(total, squares) == pytest.approx(plain_size(weights.tolist()), rel=1e-12)
 
 
-def test_only_a_prompt_with_equal_advantages_has_its_rounding_removed() -> None:
+def test_only_rounding_in_a_prompt_with_equal_advantages_is_removed() -> None:
     rewards = torch.tensor([[0.1] * 8, [0.1] * 7 + [0.2]])
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     assert 0 < advantages[0].abs().max() < 1e-7  # otherwise there is nothing to remove
@@ -125,7 +125,7 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
         assert row["ess/zero_advantage_prompts"] == pytest.approx(row["frac_reward_zero_std"], rel=1e-6)
 
 
-def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
+def test_all_zero_advantages_have_no_size_but_a_reason(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=constant, num_generations=8, max_steps=1).train()
     # Eight rewards of 0.1 leave only rounding, which must not count as a weight.
@@ -138,7 +138,7 @@ def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
     assert answer["ess/importance"].value == 32
 
 
-def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(make_trainer) -> None:
+def test_importance_size_of_an_off_policy_step_is_kishs_size_of_the_policy_ratios(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
@@ -153,7 +153,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     assert off_policy["ess/advantage"].value == pytest.approx(on_policy["ess/advantage"].value)  # the same rollout
 
 
-def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
+def test_ratios_beyond_float64_have_no_size_but_a_reason(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
     ctx, batch = probe.contexts[0], probe.steps[0].batch
@@ -163,7 +163,7 @@ def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
     assert reading.estimates["ess/importance"].code == "no_ratio"
 
 
-def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -> None:
+def test_prompts_spread_over_steps_have_no_share_but_a_fix(make_trainer) -> None:
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
     with attach(trainer, probes=[probe]):
         trainer.train()

@@ -197,7 +197,7 @@ def assert_near(estimate: Estimate, truth: float) -> None:
 # --- known truth ------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
+def test_blocks_of_unequal_sizes_leave_both_moments_unbiased() -> None:
     """Averaged over all signs of four gradients ±1, their variance is 1 and their mean 0, for any split."""
     loop, answers = Loop(GradientNoiseScaleProbe()), []
     for signs in itertools.product((-1.0, 1.0), repeat=4):
@@ -209,7 +209,7 @@ def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
 
 
 @pytest.mark.parametrize(("accumulation", "block"), [(2, 32), (16, 1)])
-def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: int, block: int) -> None:
+def test_every_moment_is_unbiased_for_any_split_into_blocks(accumulation: int, block: int) -> None:
     truth, generator, states = Truth(), seeded(100 * accumulation + block), adamw_states()
     loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=states)
     answers = [loop.step(truth.draw(accumulation, block, generator=generator)) for _ in range(NUM_STEPS)]
@@ -228,7 +228,7 @@ def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: in
     assert weighted[0] / weighted[1] < 0.6 * trace / grad_sq_norm  # so it is not the plain noise scale
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_cover_the_truth_at_their_nominal_rate() -> None:
     """400 runs of 40 steps. All steps except the last are drawn at once and given to the probe as its state."""
     truth, generator = Truth(), seeded(2)
     trace, grad_sq_norm = truth.moments()
@@ -256,7 +256,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert all(0.92 < count / 400 < 0.98 for count in (*hits.values(), *between.values())), (hits, between)
 
 
-def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_says() -> None:
+def test_intervals_cover_an_infinite_noise_scale_at_their_nominal_rate() -> None:
     """Without signal, |G|² = 0, half of the runs still have a finite value, and nearly all an unbounded interval."""
     truth, generator = Truth(), seeded(13)
     finite = unbounded = 0
@@ -272,7 +272,7 @@ def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_sa
 
 
 @pytest.mark.parametrize("signal", [3.0, 0.2, -0.5])
-def test_fieller_interval_is_every_ratio_that_the_errors_do_not_rule_out(signal: float) -> None:
+def test_the_fieller_interval_holds_every_ratio_that_the_errors_do_not_exclude(signal: float) -> None:
     """Compared with trying many ratios, for two averages with correlated errors."""
     covariance = torch.tensor([[0.04, 0.05], [0.05, 0.25]], dtype=torch.float64)
     averages = Averages(torch.tensor([2.0, signal], dtype=torch.float64), covariance, math.nan, 40.0, degrees=5.0)
@@ -285,13 +285,13 @@ def test_fieller_interval_is_every_ratio_that_the_errors_do_not_rule_out(signal:
     assert low < signal / 2 < high
 
 
-def test_interval_of_the_noise_scale_is_the_reciprocal_of_the_other_without_its_negative_part() -> None:
+def test_the_noise_scale_interval_is_the_reciprocal_of_the_positive_signal_interval() -> None:
     assert noise_scale_interval((0.01, 0.05)) == (20.0, 100.0)
     assert noise_scale_interval((-0.01, 0.05)) == (20.0, math.inf)
     assert noise_scale_interval((-0.05, -0.01)) == (math.inf, math.inf)
 
 
-def test_without_a_trace_that_is_known_any_ratio_is_possible() -> None:
+def test_without_a_known_trace_the_interval_is_unbounded() -> None:
     averages = Averages(torch.tensor([1.0, 1.0]), torch.eye(2), math.nan, 40.0, degrees=5.0)
     assert signal_to_noise_interval(averages) == (-math.inf, math.inf)
 
@@ -312,7 +312,7 @@ def test_adam_scale_of_one_step_is_that_of_the_preconditioned_square_norms(steps
     assert answers["gns/adam_noise_scale_prompts"].value == pytest.approx(expected, rel=1e-10)
 
 
-def test_before_adam_is_warm_its_metric_is_nan_and_what_is_measured_later_counts_alone() -> None:
+def test_adams_metric_is_nan_before_warm_up_and_averages_only_later_steps() -> None:
     truth, generator, probe = Truth(), seeded(5), GradientNoiseScaleProbe()
     cold, warm = adamw_states(step=WARM_STEPS - 1), adamw_states()
     vectors = [truth.draw(4, 16, generator=generator) + 1.0 for _ in range(2)]
@@ -333,7 +333,7 @@ def test_without_adam_its_metric_is_nan() -> None:
 # --- the averages -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() -> None:
+def test_the_report_is_the_weighted_mean_over_steps_with_its_jackknife_error() -> None:
     truth, generator, decay = Truth(), seeded(6), 0.8
     loop = Loop(GradientNoiseScaleProbe(decay=decay))
     answers = [loop.step(truth.draw(4, 8, generator=generator)) for _ in range(30)]
@@ -360,7 +360,7 @@ def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() 
         assert relative == pytest.approx(ratio.stderr / ratio.value, rel=1e-12)
 
 
-def test_an_age_is_a_number_of_optimizer_steps_measured_or_not() -> None:
+def test_ages_count_optimizer_steps_measured_or_not() -> None:
     truth, generator, decay = Truth(), seeded(11), 0.8
     loop, raw = Loop(GradientNoiseScaleProbe(decay=decay)), []
     numbers = [1, 2, 6, 7, 20, 23]
@@ -373,7 +373,7 @@ def test_an_age_is_a_number_of_optimizer_steps_measured_or_not() -> None:
         assert raw[-1][averaged].value == pytest.approx(mean, rel=1e-10)
 
 
-def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> None:
+def test_the_state_stays_small_and_a_resumed_probe_gives_the_same_estimates() -> None:
     truth, generator, decay = Truth(), seeded(7), 0.8
     loop = Loop(GradientNoiseScaleProbe(decay=decay), states=adamw_states())
     for _ in range(60):
@@ -387,7 +387,7 @@ def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> N
     assert repr(going_on.step(vectors)) == repr(loop.step(vectors))
 
 
-def test_few_steps_have_values_without_error_bar() -> None:
+def test_few_steps_give_values_without_error_bars() -> None:
     truth, generator, loop = Truth(), seeded(8), Loop(GradientNoiseScaleProbe())
     answers = [loop.step(truth.draw(4, 16, generator=generator) + 1.0) for _ in range(9)]
     early, late = answers[6]["gns/noise_scale_prompts"], answers[8]["gns/noise_scale_prompts"]
@@ -400,12 +400,12 @@ def test_few_steps_have_values_without_error_bar() -> None:
 # --- nan with a reason ------------------------------------------------------------------------------------------------
 
 
-def test_one_block_measures_nothing_and_says_why() -> None:
+def test_one_block_gives_no_estimate_but_a_reason() -> None:
     answers = Loop(GradientNoiseScaleProbe()).step(Truth().draw(1, 16, generator=seeded(9)))
     assert all(math.isnan(e.value) and e.code == "one_fold" for e in answers.values())
 
 
-def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
+def test_a_gradient_lost_in_its_noise_has_no_noise_scale() -> None:
     """Two blocks with opposite gradients: |G|²^ = −|g_b|² < 0, and reported like that."""
     vectors = torch.ones(2, 4, DIM, dtype=torch.float64)
     vectors[1] *= -1
@@ -435,13 +435,13 @@ def test_an_unbounded_scale_has_a_value_and_a_lower_end_but_no_error_bar() -> No
     assert any("no upper end" in scale.reason and low < scale.value for scale, low in unbounded)
 
 
-def test_a_step_without_any_gradient_has_no_scale_but_moments_of_zero() -> None:
+def test_a_step_without_any_gradient_has_zero_moments_and_no_noise_scale() -> None:
     answers = Loop(GradientNoiseScaleProbe()).step(torch.zeros(2, 4, DIM, dtype=torch.float64))
     assert [answers[name].value for name in RAW] == [0.0, 0.0]
     assert math.isnan(answers["gns/noise_scale_prompts"].value)
 
 
-def test_a_step_that_is_not_finite_is_nan_and_does_not_spoil_the_average() -> None:
+def test_a_non_finite_step_is_nan_and_leaves_the_average_unchanged() -> None:
     truth, generator, loop = Truth(), seeded(10), Loop(GradientNoiseScaleProbe())
     before = loop.step(truth.draw(4, 16, generator=generator) + 1.0)
     broken = loop.step(torch.full((4, 16, DIM), math.inf, dtype=torch.float64))
@@ -452,7 +452,7 @@ def test_a_step_that_is_not_finite_is_nan_and_does_not_spoil_the_average() -> No
 # --- the hooks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
+def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() -> None:
     """For an expert without tokens autograd calls no hook."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
@@ -489,7 +489,7 @@ def prompt_moments(table: reference.Table, rewards: list[float], group: int) -> 
 
 
 @pytest.mark.parametrize("group", [2, 3])
-def test_split_of_the_trace_is_exact_over_all_groups_of_responses(group: int) -> None:
+def test_the_split_of_the_trace_is_exact_over_all_groups_of_responses(group: int) -> None:
     """Four prompts, each with its own policy and rewards. tr Σ and its parts are computed by definition."""
     rng = random.Random(group)
     prompts = []

@@ -65,7 +65,7 @@ def moments_of_blocks(by_prompt: Tensor, num_blocks: int) -> tuple[float, float]
     return variance * len(by_prompt) / num_blocks, float(mean.square().sum()) - variance / num_blocks
 
 
-def test_in_every_split_into_microbatches_it_measures_what_the_single_responses_say(make_trainer) -> None:
+def test_moments_equal_those_from_single_responses_for_any_split_into_microbatches(make_trainer) -> None:
     """With the same rollouts in 2, 4 and 8 microbatches, |g_B|² = |G|²^ + tr Σ^ / B must not depend on the split."""
     batch_sq_norms = []
     for num_blocks in (2, 4, 8):
@@ -90,7 +90,7 @@ def test_in_every_split_into_microbatches_it_measures_what_the_single_responses_
     assert batch_sq_norms == pytest.approx([batch_sq_norms[0]] * 3, rel=1e-6)
 
 
-def test_it_measures_before_clipping(make_trainer) -> None:
+def test_the_noise_scale_is_of_unclipped_gradients(make_trainer) -> None:
     answers = []
     for threshold in (0.0, 1e-3):
         probe = Answers()
@@ -134,7 +134,9 @@ OTHER_LOSSES = [
 
 
 @pytest.mark.parametrize("settings", [*OWN_LOSS, *OTHER_LOSSES], ids=str)
-def test_loss_weights_rebuild_the_gradient_of_every_loss(make_trainer, settings: dict[str, Any]) -> None:
+def test_the_gradient_of_every_loss_can_be_rebuilt_from_its_loss_weights(
+    make_trainer, settings: dict[str, Any]
+) -> None:
     probe = Rebuilder()
     trainer = make_trainer(GRPOTrainer, **settings, **FEW)
     with attach(trainer, probes=[probe], whole_prompts=settings in OWN_LOSS):
@@ -155,7 +157,7 @@ class LargeTensors(TrainerCallback):
             self.count = sum(type(o) is Tensor and o.numel() >= self.size for o in gc.get_objects())
 
 
-def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -> None:
+def test_no_parameter_sized_tensor_is_kept_after_a_step(make_trainer) -> None:
     counts = []
     for probes in ([], [GradientNoiseScaleProbe(split_prompts=2)]):
         trainer = make_trainer(probes=probes, **FEW)
@@ -181,7 +183,7 @@ def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(ma
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in probe.all)
 
 
-def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> None:
+def test_mixed_prompts_in_microbatches_give_nan_with_the_fix(make_trainer) -> None:
     probe = Answers(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, **FEW)
     with attach(trainer, probes=[probe], whole_prompts=False):

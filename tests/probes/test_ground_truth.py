@@ -179,7 +179,7 @@ def scored_by(ctx: StepContext, score_rollout: Callable[[Rollout], Scores]) -> S
     )
 
 
-def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> None:
+def test_two_processes_train_unchanged_and_agree_on_the_truth(tmp_path: Path) -> None:
     forks.start_ranks(train_twice, (tmp_path,), 2)
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for rank in (0, 1):
@@ -262,7 +262,7 @@ def before_training(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
 
 
 @pytest.mark.parametrize(("learning_rate", "resampled"), [(3e-4, 0), (1.5e-3, 1)])
-def test_the_measured_change_is_what_many_fresh_samples_say(
+def test_the_measured_change_agrees_with_many_fresh_samples(
     make_trainer, before_training: Tensor, learning_rate, resampled
 ) -> None:
     probe, before = TruthProbe(320), before_training
@@ -284,7 +284,7 @@ def test_the_measured_change_is_what_many_fresh_samples_say(
     )  # the precision gained by sharing E
 
 
-def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_leave_out_blocks(make_trainer) -> None:
+def test_truth_and_prediction_on_one_buffer_equal_their_definitions(make_trainer) -> None:
     """Training uses attention dropout, but neither truth nor prediction does."""
     probe = Validated(65)  # blocks of two sequences, and one block of one
     model, _ = load_tiny()
@@ -298,7 +298,7 @@ def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_l
         assert value != 0
 
 
-def test_a_truth_on_fresh_samples_is_compared_pair_by_pair(make_trainer) -> None:
+def test_a_truth_on_fresh_samples_is_compared_in_pairs(make_trainer) -> None:
     probe = Validated(24)
     make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, **ONE_BATCH).train()
     answers = probe.kept[0]["answers"]
@@ -309,7 +309,7 @@ def test_a_truth_on_fresh_samples_is_compared_pair_by_pair(make_trainer) -> None
         assert 0 < error[1] < predicted[1] + true[1] + 1e-9
 
 
-def test_a_step_without_a_formula_has_a_truth_and_no_prediction_and_says_why(make_trainer) -> None:
+def test_a_step_without_a_formula_has_a_truth_but_no_prediction(make_trainer) -> None:
     probe = Validated(12)
     make_trainer(probes=[probe], optim="adafactor", max_steps=1, **FEW).train()
     answers = probe.kept[0]["answers"]
@@ -329,7 +329,7 @@ def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer
     assert "6 blocks of sequences: an error bar needs 8" in reason
 
 
-def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
+def test_a_nan_error_is_not_attributed_to_too_few_blocks() -> None:
     without = torch.zeros(8, 2, dtype=torch.float64)
     true = Replicates(without[0], without)
     predicted = Replicates(without[0], without.index_fill(0, torch.tensor([3]), math.nan))
@@ -366,7 +366,7 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     assert max(weights) > 1.01
 
 
-def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
+def test_the_noise_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
         probe = TruthProbe(40)
@@ -395,7 +395,7 @@ class Listens(TruthProbe):
         return super().measure(scored_by(ctx, listening), state)
 
 
-def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
+def test_the_noise_floor_rescores_in_smaller_batches_and_each_step_draws_new_prompts(
     make_trainer,
 ) -> None:
     """Also if all sequences fit into one batch."""
@@ -468,7 +468,7 @@ def test_conversations_go_through_the_chat_template(make_trainer) -> None:
     assert trainer.processing_class.batch_decode(rollout.prompt_ids) == ["user:7+2=?!"] * 2
 
 
-def test_from_a_stream_of_prompts_nothing_is_sampled_and_training_goes_on(make_trainer) -> None:
+def test_a_streaming_dataset_has_no_truth_and_training_goes_on(make_trainer) -> None:
     stream = make_trainer().train_dataset.to_iterable_dataset()
     trainer = make_trainer(probes=[GroundTruthProbe(every=1, sequences=8)], train_dataset=stream, max_steps=1)
     trainer.train()

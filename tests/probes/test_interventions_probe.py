@@ -133,7 +133,7 @@ def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
 
 
 @pytest.mark.parametrize("name", [name for name in WHICH if name != "kl_cov"])
-def test_it_is_the_difference_of_the_steps_of_the_twin(run, twin: InterventionsTwin, name: str) -> None:
+def test_an_effect_is_the_difference_of_the_twins_steps(run, twin: InterventionsTwin, name: str) -> None:
     answers, expected = run[0].all[-1], twin.answers(name)
     for quantity in ("delta_h", "delta_reward"):
         estimate = answers[f"intervention/{name}/{quantity}"]
@@ -142,7 +142,7 @@ def test_it_is_the_difference_of_the_steps_of_the_twin(run, twin: InterventionsT
         assert estimate.num_samples == NUM_FOLDS
 
 
-def test_the_step_as_it_is_is_that_of_the_twin(run: tuple[Answers, Recorder], twin: InterventionsTwin) -> None:
+def test_the_effect_of_the_plain_step_equals_the_twin(run: tuple[Answers, Recorder], twin: InterventionsTwin) -> None:
     answers = run[0].all[-1]
     x = twin.x[0] - twin.level * twin.x[1]
     sizes = torch.tensor([len(fold) for fold in twin.folds]).double()
@@ -154,7 +154,7 @@ def test_the_step_as_it_is_is_that_of_the_twin(run: tuple[Answers, Recorder], tw
     assert answers["intervention/plain_delta_reward"].value == pytest.approx(reward, rel=1e-3)
 
 
-def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> None:
+def test_an_intervention_that_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> None:
     for answers in run[0].all:
         for quantity in ("delta_h", "delta_h_kept", "delta_reward", "mean_delta_h"):
             estimate = answers[f"intervention/kl_cov/{quantity}"]
@@ -163,7 +163,7 @@ def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> 
         assert answers["intervention/kl_cov/price"].code == "too_small"
 
 
-def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once(run: tuple[Answers, Recorder]) -> None:
+def test_a_kept_effect_includes_all_momentum_and_learning_rates_act_at_once(run: tuple[Answers, Recorder]) -> None:
     """At the third step with β1 = .9 the factor is 1 + .9 + .81."""
     for name, factor in (("psr", 2.71), ("max_grad_norm:0.05", 2.71), ("lr:0.5", 1.0)):
         once, kept = (run[0].all[-1][f"intervention/{name}/{quantity}"] for quantity in ("delta_h", "delta_h_kept"))
@@ -171,7 +171,7 @@ def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once
         assert kept.stderr == pytest.approx(factor * once.stderr)
 
 
-def test_the_mean_when_kept_is_of_what_each_step_would_do_when_kept(run: tuple[Answers, Recorder]) -> None:
+def test_the_mean_of_kept_effects_is_over_each_steps_own_momentum(run: tuple[Answers, Recorder]) -> None:
     """For effects e1, e2, e3 with decay .9 and β1 = .9 the mean is (.81 · 1 e1 + .9 · 1.9 e2 + 2.71 e3) / 2.71."""
     for name in ("psr", "bonus:0.5"):
         effects = [answers[f"intervention/{name}/delta_h"] for answers in run[0].all]
@@ -184,7 +184,7 @@ def test_the_mean_when_kept_is_of_what_each_step_would_do_when_kept(run: tuple[A
     assert (nothing.value, nothing.stderr) == (0.0, 0.0)
 
 
-def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Callable[..., Any]) -> None:
+def test_a_kept_effect_of_sgd_is_divided_by_one_minus_its_momentum(make_trainer: Callable[..., Any]) -> None:
     """The factor is 1 / (1 − μ) from the first step on. Two different momenta have no common factor."""
     probe = Answers(["psr", "lr"])
     trainer = make_trainer(probes=[probe], optim="sgd", optim_args="momentum=0.75", learning_rate=0.1)
@@ -200,7 +200,7 @@ def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Call
     assert math.isnan(OptimizerView(states, math.inf).steady_state_factor)
 
 
-def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:
+def test_weights_decay_at_steps_between_measurements_too(make_trainer: Callable[..., Any]) -> None:
     """Steps 1 and 4 are measured. With decay .9 the first has weight .9³."""
     probe = Answers(["lr"], every=3)
     make_trainer(probes=[probe], max_steps=4, gradient_accumulation_steps=8, per_device_train_batch_size=4).train()
@@ -210,7 +210,7 @@ def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[
     assert mean.detail == {"measured_steps": 2}
 
 
-def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_through_one_step() -> None:
+def test_the_strength_that_halves_the_entropy_fall_is_extrapolated_linearly() -> None:
     """Entropy falls by 4 per step. A bonus of .5 adds 4 when kept, so half of it suffices. lr × .5 adds 2 at once."""
 
     def pair(delta_h: float, error: float) -> Pair:
@@ -231,7 +231,7 @@ def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_throu
         assert kept_halving(parse_intervention("bonus"), change, plain).code == "interval_holds_0"
 
 
-def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[Answers, Recorder]) -> None:
+def test_means_are_weighted_over_the_measured_steps(run: tuple[Answers, Recorder]) -> None:
     weights = [0.81, 0.9, 1.0]
     for quantity in ("delta_h", "delta_reward"):
         steps = [answers[f"intervention/psr/{quantity}"] for answers in run[0].all]
@@ -242,7 +242,7 @@ def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[An
     assert run[0].all[-1]["intervention/psr/mean_delta_h"].detail == {"measured_steps": 3}
 
 
-def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None:
+def test_the_price_is_a_ratio_with_its_fieller_interval() -> None:
     """Its interval is found by trial: all ratios ρ for which ΔJ + ρ ΔH is within its error of 0."""
     pair = Pair(torch.tensor([-2.0, 0.6]).double(), torch.tensor([[0.09, -0.02], [-0.02, 0.04]]).double(), 7)
     price = pair.minus_ratio("lost")
@@ -260,7 +260,7 @@ def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None
     assert lost.reason == "the interval includes 0"
 
 
-def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[Answers, Recorder]) -> None:
+def test_prices_are_ratios_of_a_steps_changes_or_of_their_means(run: tuple[Answers, Recorder]) -> None:
     """For a step, and for the means, which differ from the third step. If entropy falls (lr:2), it has a price too."""
     known = {"": 0, "mean_": 0}
     for answers in run[0].all:
@@ -280,7 +280,7 @@ def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[
     assert all(math.isfinite(price.value) for price in falling)
 
 
-def test_it_goes_on_from_its_state_as_if_never_stopped(make_trainer: Callable[..., Any]) -> None:
+def test_interventions_continue_from_their_state_as_if_never_stopped(make_trainer: Callable[..., Any]) -> None:
     stopped, resumed = Answers(["psr", "lr"]), Answers(["lr", "nsr"])
     make_trainer(probes=[stopped], max_steps=1).train()
     state = from_tensors(resumed.init(), to_tensors(stopped.state))
@@ -302,7 +302,7 @@ def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
         ({"num_iterations": 2}, "num_iterations > 1"),
     ],
 )
-def test_where_nothing_can_be_predicted_the_reason_is_given(make_trainer, settings: dict[str, Any], said: str) -> None:
+def test_an_effect_that_cannot_be_predicted_has_a_reason(make_trainer, settings: dict[str, Any], said: str) -> None:
     probe = Answers(["bonus", "lr"])
     make_trainer(probes=[probe], **settings).train()
     assert all(said in reason for reason in reasons(probe.all[-1], "delta_h").values())
@@ -310,7 +310,7 @@ def test_where_nothing_can_be_predicted_the_reason_is_given(make_trainer, settin
     assert all(math.isnan(estimate.value) for estimate in probe.all[-1].values())
 
 
-def test_too_few_folds_give_no_effect_and_the_reason(make_trainer: Callable[..., Any]) -> None:
+def test_too_few_folds_give_a_reason_and_no_effect(make_trainer: Callable[..., Any]) -> None:
     """Four microbatches of two prompts give four folds."""
     few, enough = Answers(["lr"], num_folds=2), Answers(["lr"], num_folds=None)
     for probe in (few, enough):
@@ -319,7 +319,7 @@ def test_too_few_folds_give_no_effect_and_the_reason(make_trainer: Callable[...,
     assert math.isfinite(enough.all[0]["intervention/lr/delta_h"].value)
 
 
-def test_of_another_loss_what_needs_dr_grpo_s_own_weights_is_missing(make_trainer: Callable[..., Any]) -> None:
+def test_with_another_loss_interventions_on_dr_grpos_weights_are_missing(make_trainer: Callable[..., Any]) -> None:
     probe = Answers(["bonus", "psr", "lr", "std_norm"])
     plain = {"loss_type": "dr_grpo", "scale_rewards": "group", "beta": 0.0, "bf16": False, "use_cpu": True}
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **plain)
@@ -343,7 +343,7 @@ def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Cal
     assert "there is none" in reasons(full.all[0], "delta_h")["kl:5"]
 
 
-def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
+def test_only_loss_weights_that_are_not_multiples_need_their_own_backward() -> None:
     """Weights that differ from a multiple by half a percent need their own backward."""
     plain = torch.tensor([[[1.0, -2.0], [0.5, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])  # for log-probabilities, entropies
     none = torch.zeros(2, 2)

@@ -119,7 +119,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize(("optimizer", "scored"), [(rprop, 1), (muon, 4), (adafactor, 2)])
-def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after(
+def test_the_measured_change_equals_its_definition_for_any_optimizer(
     make_trainer, optimizer: Callable[[Any], torch.optim.Optimizer], scored: int
 ) -> None:
     probe, model = Answers(scored, error_decay=0.0), load_tiny()[0]
@@ -132,7 +132,7 @@ def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after
     assert abs(probe.all[2][CHANGES[0]].value) > 1e-4
 
 
-def test_with_dropout_both_scores_are_without(make_trainer) -> None:
+def test_measured_changes_are_scored_without_dropout(make_trainer) -> None:
     """Training's own scores have dropout, but the policy that samples has none, and its entropy is measured."""
     probe = Answers(1, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 5e-3}
@@ -161,7 +161,7 @@ def test_with_every_above_one_it_is_the_change_since_the_last_measured_step(make
     assert_same(probe.all[1], plain(*probe.models, probe.steps[1], scored=1, steps=2))
 
 
-def test_far_steps_have_no_change_but_say_how_far_they_are(make_trainer) -> None:
+def test_steps_too_far_apart_have_no_change_but_their_distance(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], learning_rate=3e-2, **SHAPE).train()
     estimates = probe.all[1]
@@ -170,7 +170,7 @@ def test_far_steps_have_no_change_but_say_how_far_they_are(make_trainer) -> None
     assert estimates[KL].value > 0.1
 
 
-def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> None:
+def test_with_rounded_scores_the_measured_change_is_a_central_difference(make_trainer) -> None:
     """Here nothing is rounded, so both ends of the difference can be checked."""
 
     class Central(Answers):
@@ -198,7 +198,7 @@ def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> N
         torch.testing.assert_close((value - now)[mask], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_under_autocast_it_says_so(make_trainer) -> None:
+def test_under_autocast_the_measured_change_has_a_remark(make_trainer) -> None:
     """Its value is affected by rounding, but less than by the sampling error of few responses."""
     probe = Answers(4, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 1e-4}
@@ -210,7 +210,7 @@ def test_under_autocast_it_says_so(make_trainer) -> None:
         assert estimate.value == pytest.approx(expected[name][0], abs=expected[name][1]), name
 
 
-def test_a_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_estimates_of_the_uninterrupted_one(tmp_path: Path) -> None:
     settings = SHAPE | {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8}
     trainer = trainer_maker(tmp_path)(probes=[MeasuredStepProbe()], **settings)
     trainer.train()

@@ -45,7 +45,7 @@ from rl_training.probes import (
         (InterventionsProbe, {"decay": 0.0}, "must lie in (0, 1]"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(probe: type[Probe], options: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(probe: type[Probe], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         probe(**options)
 
@@ -71,7 +71,7 @@ PROBES = [probe for name, probe in vars(probes).items() if name.endswith("Probe"
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_a_value_that_means_nothing_is_refused_in_one_line_by_whichever_probe_is_given_it(probe: type[Probe]) -> None:
+def test_an_invalid_value_is_refused_in_one_line_by_every_probe(probe: type[Probe]) -> None:
     options = list(inspect.signature(probe).parameters)
     assert "every" in options
     for option in options:
@@ -83,7 +83,7 @@ def test_a_value_that_means_nothing_is_refused_in_one_line_by_whichever_probe_is
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_a_value_at_the_end_of_its_range_is_taken(probe: type[Probe]) -> None:
+def test_a_boundary_value_is_accepted(probe: type[Probe]) -> None:
     ends = {"every": 1, "responses_per_prompt": 1, "num_folds": 1, "seed": 0, "sequences": 65536, "split_prompts": 0}
     ends |= {"error_decay": 0.0} | ({"decay": 1} if probe is InterventionsProbe else {})
     probe(**{name: value for name, value in ends.items() if name in inspect.signature(probe).parameters})

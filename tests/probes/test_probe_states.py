@@ -33,7 +33,7 @@ def without_seconds(estimates: dict[str, Estimate]) -> str:
     return repr({name: estimate for name, estimate in estimates.items() if not name.endswith("seconds")})
 
 
-def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probes(make_trainer) -> None:
+def test_a_second_training_with_the_same_probes_equals_one_with_fresh_probes(make_trainer) -> None:
     """Also if it is attached before the first one has started."""
     probes = all_probes()
     trainers = [make_trainer(probes=probes, seed=number, max_steps=number, **QUICK) for number in (1, 2)]
@@ -46,7 +46,7 @@ def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probe
     assert estimates[0]["delta_h/cumulative_predicted"].value != 0
 
 
-def test_a_second_loop_with_the_same_probes_measures_as_one_with_fresh_probes() -> None:
+def test_a_second_loop_with_the_same_probes_equals_one_with_fresh_probes() -> None:
     def trained(probes: list[Probe]) -> list[dict[str, Estimate]]:
         torch.manual_seed(0)
         model = load_tiny()[0]

@@ -63,7 +63,7 @@ def random_batch(correction: Correction | None = None) -> Batch:
     return batch_of(logps, (logps + 0.2 * noise).masked_fill(~mask, math.nan), mask, rewards, correction)
 
 
-def test_the_gap_of_rewards_is_that_of_the_responses_that_have_one() -> None:
+def test_the_reward_gap_is_over_responses_with_a_reward() -> None:
     """Two of three responses have rewards, 1 and 0, with ratios 2 and 1: (2 · 1) / 3 − 1 / 2."""
     logps = torch.tensor([[math.log(2)], [0.0], [math.log(5)]], dtype=torch.float64)
     batch = batch_of(logps, torch.zeros_like(logps), torch.ones(3, 1), torch.tensor([1.0, 0.0, math.nan]))
@@ -94,7 +94,7 @@ def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
     return {name: (formula, rows) for name, formula in formulas.items()}
 
 
-def test_every_metric_and_its_error_over_prompts_equal_the_loops() -> None:
+def test_every_metric_and_its_error_over_prompts_equal_plain_loops() -> None:
     batch = random_batch(Correction(high=1.15))
     estimates = answers(batch)
     for name, (formula, rows) in by_loops(batch, 1.15).items():
@@ -105,7 +105,7 @@ def test_every_metric_and_its_error_over_prompts_equal_the_loops() -> None:
     assert 0 < estimates["sampler/corrected_share"].value < 1
 
 
-def test_prompts_on_another_process_count_as_those_here() -> None:
+def test_prompts_on_another_process_count_like_local_ones() -> None:
     """Two processes with copies of the prompts give the same values, from sums over 2 P units instead of P."""
     batch = random_batch()
     alone, both = answers(batch), answers(batch, Ranks(2, lambda tensor: 2 * tensor))
@@ -116,14 +116,14 @@ def test_prompts_on_another_process_count_as_those_here() -> None:
     assert ratio == pytest.approx(math.sqrt(1 / 2), rel=0.1)
 
 
-def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
+def test_prompts_spread_over_processes_give_values_without_errors() -> None:
     batch = random_batch()
     whole, parts = answers(batch), answers(batch, limits=Limits(split_prompts="spread"))
     assert {estimate.value for estimate in whole.values()} == {estimate.value for estimate in parts.values()}
     assert all(math.isnan(estimate.stderr) and estimate.reason == "spread" for estimate in parts.values())
 
 
-def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error() -> None:
+def test_numerics_and_their_error_use_one_response_per_prompt() -> None:
     batch = random_batch()
     again = batch.scores.logps + 0.1 * torch.randn(batch.scores.logps.shape, generator=torch.Generator().manual_seed(1))
 
@@ -145,7 +145,7 @@ def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error
         assert estimate.num_samples == PROMPTS
 
 
-def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_missing() -> None:
+def test_without_another_sampler_ratios_are_one_and_off_policy_missing() -> None:
     batch = random_batch()
     on_policy = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, sampling_logps=None))
     values = [estimate.value for estimate in answers(on_policy).values()]
@@ -155,7 +155,7 @@ def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_miss
 
 
 @pytest.mark.parametrize(("top_p", "flagged"), [(0.95, True), (1.0, False)])
-def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p: float, flagged: bool) -> None:
+def test_a_truncated_sampler_is_flagged_within_one_batch_and_no_other_ever(top_p: float, flagged: bool) -> None:
     """64 prompts × 4 responses of 12 tokens. Without a cut, 100 batches from a sampler with noisy logits."""
     estimates = []
     for seed in range(3 if flagged else 100):
@@ -178,7 +178,7 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
 
 
 @pytest.mark.parametrize(("noise", "length"), [(0.1, 16), (0.2, 16), (0.1, 64)])
-def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(noise: float, length: int) -> None:
+def test_the_log_effective_size_falls_by_twice_the_kl_of_a_response(noise: float, length: int) -> None:
     """ESS/N = exp(−2 KL T) holds to 5 %, down to .6."""
     draw = torch.Generator().manual_seed(0)
     logits = 2.0 * torch.randn(4096, length, 16, generator=draw, dtype=torch.float64)
@@ -200,7 +200,7 @@ def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(
         (Correction(sequence=True, high=3.0), [[1.0] * 3, [3.0] * 3]),
     ],
 )
-def test_corrections_of_two_responses_worked_by_hand(correction: Correction, expected: list[list[float]]) -> None:
+def test_corrections_of_two_responses_equal_those_by_hand(correction: Correction, expected: list[list[float]]) -> None:
     """The tokens' ratios are ½, 2 and 4, 2. The third column is padding, with log ratio 0."""
     logs = torch.tensor([[0.5, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64).log()
     torch.testing.assert_close(correction.factors(logs), torch.tensor(expected, dtype=torch.float64))
@@ -217,7 +217,7 @@ def test_a_later_step_of_a_rollout_is_corrected_by_the_ratios_of_its_first() -> 
     assert estimates["sampler/corrected_share"].value == 0.0
 
 
-def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_differs(make_trainer: Any) -> None:
+def test_numerics_are_rounding_alone_where_only_the_batch_shape_differs(make_trainer: Any) -> None:
     trainer = make_trainer(probes=[SamplerProbe(numerics=True)], max_steps=1, max_completion_length=8)
     trainer.train()
     estimates = trainer.attachment.latest
@@ -239,7 +239,7 @@ def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any
     assert rollout.old_logps is None
 
 
-def test_zeros_in_place_of_log_probabilities_are_no_ratios(make_trainer: Any) -> None:
+def test_placeholder_zero_log_probabilities_are_not_used_as_ratios(make_trainer: Any) -> None:
     def with_zeros(prompts: list, trainer: Any) -> dict[str, Any]:
         said = OtherSampler("own")(prompts, trainer)
         return said | {"logprobs": [[0.0] * len(logps) for logps in said["logprobs"]]}
@@ -250,7 +250,7 @@ def test_zeros_in_place_of_log_probabilities_are_no_ratios(make_trainer: Any) ->
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16"])
-def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(make_trainer: Any, name: str) -> None:
+def test_the_kl_to_a_rounded_sampler_equals_that_of_both_models_in_float64(make_trainer: Any, name: str) -> None:
     """The reference scores each response with both models, without padding."""
     probe = Says()
     trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})

@@ -123,7 +123,7 @@ def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers]
     return recorder, probe
 
 
-def test_causes_equal_the_plain_twin(causes) -> None:
+def test_the_split_by_cause_layer_and_kind_equals_the_plain_twin(causes) -> None:
     (step, answer), same = (kept[1] for kept in (causes[0].steps, causes[1].all)), {"rel": 2e-4, "abs": 1e-9}
     twin = Twin(step, responses=1)
     unclipped = twin.adamw(twin.without, max_grad_norm=math.inf)
@@ -149,7 +149,7 @@ def test_causes_equal_the_plain_twin(causes) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"weight_decay": 0.0}, {"optim": "sgd", "weight_decay": 0.0, "max_steps": 2}])
-def test_a_part_that_is_all_of_the_step_has_the_steps_own_error_bar(make_trainer, settings: dict[str, Any]) -> None:
+def test_a_part_that_is_the_whole_step_has_its_error_bar(make_trainer, settings: dict[str, Any]) -> None:
     """Adam's first step has no momentum part, and SGD without momentum never has one."""
     probe = Answers(num_folds=K)
     make_trainer(probes=[probe], **{"max_steps": 1} | settings, **EIGHT_FOLDS).train()
@@ -185,7 +185,7 @@ def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_tr
     }
 
 
-def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_would_not(make_trainer) -> None:
+def test_a_number_of_folds_that_splits_prompts_is_refused_with_one_that_does_not(make_trainer) -> None:
     with pytest.raises(ValueError, match="use num_folds=8"):
         make_trainer(probes=[SimpleEntropyProbe(num_folds=16)])  # there are 4 microbatches of 2 prompts
 
@@ -241,7 +241,7 @@ def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter
     assert second["delta_h/backward"].value != 0
 
 
-def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer) -> None:
+def test_off_policy_tokens_are_weighted_by_the_ratio_of_their_prefix(make_trainer) -> None:
     """Step 2 trains on the second half of the rollout, whose first half step 1 used."""
     recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
@@ -284,7 +284,7 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
     assert ("0.47 of the sequences, below 0.5" in probe.all[0]["delta_h/reuse"].reason) != measured
 
 
-def test_a_step_that_learns_from_responses_again_is_not_predicted_and_says_why(make_trainer) -> None:
+def test_a_step_that_reuses_responses_has_no_prediction_but_a_reason(make_trainer) -> None:
     """Each rollout serves two steps. Estimates that need only X continue, and so do steps on a fresh rollout."""
     probe = Answers()
     trainer = make_trainer(probes=[probe, EffectiveSampleSizeProbe()], max_steps=4, num_iterations=2, **FEW)
@@ -351,14 +351,14 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     assert repr(said[0]) == repr(said[1])
 
 
-def test_a_step_of_two_prompts_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:
+def test_a_step_of_two_prompts_has_no_forward_estimate_but_a_fix(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], gradient_accumulation_steps=1, max_completion_length=8, max_steps=1).train()
     assert "steps of at least 8 prompts" in probe.all[0]["delta_h/forward"].reason
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value)
 
 
-def test_a_step_whose_gradient_is_nearly_that_of_one_prompt_is_predicted(make_trainer) -> None:
+def test_a_step_dominated_by_one_prompt_is_predicted(make_trainer) -> None:
     """Without its fold hardly any gradient is left. Its norm must not be the root of a negative rounding error."""
 
     def one_of_eight(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -371,7 +371,7 @@ def test_a_step_whose_gradient_is_nearly_that_of_one_prompt_is_predicted(make_tr
         assert math.isfinite(answer["delta_h/forward"].stderr)
 
 
-def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_bytes_fewer(make_trainer) -> None:
+def test_fewer_than_four_folds_give_no_error_bar_and_need_fewer_bytes(make_trainer) -> None:
     probe = Answers(num_folds=2)
     trainer = make_trainer(probes=[probe], max_completion_length=8, max_steps=2)
     trainer.train()
@@ -385,7 +385,7 @@ def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_b
     assert held == [4 * parameters * (2 + 2 + 2), 4 * parameters * (2 + 2 + 3)]
 
 
-def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_trainer) -> None:
+def test_measuring_every_second_step_omits_estimates_that_need_neighbouring_steps(make_trainer) -> None:
     probe = Answers(every=2)
     make_trainer(probes=[probe], max_steps=3, **FEW).train()
     assert len(probe.all) == 2

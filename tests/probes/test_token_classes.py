@@ -144,7 +144,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, NanInPadding
     return *probes, dict(trainer.attachment.latest)
 
 
-def test_a_class_is_the_sum_over_its_tokens_of_a_backward_for_each(run: tuple[Any, ...]) -> None:
+def test_a_class_is_the_sum_of_single_token_backwards(run: tuple[Any, ...]) -> None:
     """With unequal folds and a clipped gradient, to 1e-5 of the norms of the multiplied vectors.
 
     The trainer's scores and the model's norms are in fp32.
@@ -166,7 +166,7 @@ def test_a_class_is_the_sum_over_its_tokens_of_a_backward_for_each(run: tuple[An
     assert compared >= 10
 
 
-def test_the_classes_of_each_kind_add_up_to_the_gradient_s_part_of_forward(run: tuple[Any, ...]) -> None:
+def test_the_classes_of_each_kind_add_up_to_the_gradient_part_of_forward(run: tuple[Any, ...]) -> None:
     whole = run[3]["delta_h/part/gradient"].value
     for kind, names in CLASSES.items():
         answers = [run[0].all[-1][f"tokens/{kind}/{name}/delta_h"] for name in names]
@@ -179,7 +179,7 @@ def test_values_in_padded_positions_do_not_matter(run: tuple[Any, ...]) -> None:
     assert repr(run[0].all) == repr(run[1].all)
 
 
-def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callable[..., Any]) -> None:
+def test_a_non_finite_gradient_is_reported_and_not_averaged(make_trainer: Callable[..., Any]) -> None:
     probe = InfiniteWeight()
     make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
     estimates = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callab
     assert probe.state["position/first_quarter"].num_steps == 0
 
 
-def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
+def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     """One parameter, SGD with rate .1, folds of size 1 and 3 with X = 1 and 2, and D = 2 and 0.
 
     Without fold 1 the part is −.1 · 0, without fold 2 it is −.1 · 2.
@@ -204,7 +204,7 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 
 
-def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_signs() -> None:
+def test_class_weights_include_entropy_weights_and_sum_in_absolute_value() -> None:
     """Two tokens of a class have opposite weights. Absolute weights add up: 2 · 2, and 2 · .5 from entropies."""
     loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
     step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss))
@@ -218,7 +218,7 @@ def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_sig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype: torch.dtype) -> None:
+def test_quantiles_are_exact_over_the_tokens_of_all_processes(dtype: torch.dtype) -> None:
     """On two processes, with ties, zeros, slightly negative values, and values that differ only in the last bit."""
     generator = torch.Generator().manual_seed(0)
     for size in (1, 2, 7, 400):
@@ -238,7 +238,7 @@ def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype
         assert torch.equal(torch.cat(on_two_ranks(classes)), expected)
 
 
-def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
+def test_means_continue_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
     assert repr(from_tensors(Answers().init(), to_tensors(run[0].state))) == repr(run[0].state)
     only = run[0].all[-1]  # Adam's first step is not measured, so this is a mean over one step
     for name in ("entropy/top_fifth", "text/number"):
@@ -256,7 +256,7 @@ def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) 
         ({"optim": "adafactor"}, "no_formula"),
     ],
 )
-def test_where_no_class_has_a_share_it_is_said_and_tokens_are_counted(
+def test_without_a_prediction_classes_have_a_reason_and_their_share_of_tokens(
     make_trainer: Callable[..., Any], settings: dict[str, Any], code: str
 ) -> None:
     probe = Answers(num_folds=NUM_FOLDS)
@@ -271,7 +271,7 @@ def test_where_no_class_has_a_share_it_is_said_and_tokens_are_counted(
                 assert estimate.code == code
 
 
-def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: Callable[..., Any]) -> None:
+def test_too_few_folds_give_no_class_estimates_but_a_reason(make_trainer: Callable[..., Any]) -> None:
     probe = Answers(num_folds=2)
     make_trainer(probes=[probe], max_completion_length=8).train()
     assert probe.all[-1]["tokens/entropy/middle/delta_h"].code == "few_folds"
@@ -290,14 +290,14 @@ def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:
     return probe.all[-1]
 
 
-def test_without_a_tokenizer_only_kinds_of_text_are_missing_and_the_reason_says_what_to_give() -> None:
+def test_without_a_tokenizer_only_text_classes_are_missing_with_the_fix() -> None:
     estimates = in_a_loop(None)
     missing = {name.split("/")[1] for name, estimate in estimates.items() if math.isnan(estimate.value)}
     assert missing == {"text"}
     assert estimates["tokens/text/word/delta_h"].code == "no_text"
 
 
-def test_texts_that_are_the_numbers_of_their_tokens_are_texts() -> None:
+def test_decoded_texts_equal_to_their_token_ids_are_accepted() -> None:
     """This happens with a vocabulary of digits."""
     estimates = in_a_loop(lambda ids: str(int(ids[0])))
     assert estimates["tokens/text/number/share_of_tokens"].value == 1.0

@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_modules_that_mix_sequences_are_refused_by_name(what: str, ids: Tensor) -> None:
+def test_modules_whose_gradients_cannot_be_split_by_sequence_are_refused_by_name(what: str, ids: Tensor) -> None:
     make, message = REFUSED[what]
     model = make()
     with pytest.raises(ValueError, match=message):

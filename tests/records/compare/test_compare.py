@@ -72,7 +72,7 @@ def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str =
         write_step(run / "evaluations" / name, step, {}, numbers, [])
 
 
-def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs_is_listed(tmp_path: Path) -> None:
+def test_runs_that_differ_only_by_seed_form_a_group_and_only_differences_are_listed(tmp_path: Path) -> None:
     for seed in (0, 1):
         record(tmp_path / f"slow{seed}", seed, adapter={})
         record(tmp_path / f"fast{seed}", seed, rate=0.2, adapter={"r": 16})
@@ -82,7 +82,7 @@ def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs
     assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
 
 
-def test_a_single_run_is_told_by_its_name_with_what_is_set_otherwise_and_unset_is_no_setting(tmp_path: Path) -> None:
+def test_a_single_run_is_labelled_by_its_name_and_its_differing_settings(tmp_path: Path) -> None:
     runs = [record(tmp_path / "plain", intervention=None), record(tmp_path / "kept", intervention="psr")]
     assert [group.name for group in read_groups(runs)] == ["A: plain (no intervention)", "B: kept (intervention=psr)"]
     page = write_comparison(runs, tmp_path / "page.html")[0].read_text()
@@ -98,7 +98,7 @@ def branches_of(run: Path, step: int, *rates: float) -> list[Path]:
     return [record(run.parent / f"{run.name}_{r}", seed, r, first=step + 1, branch=checkpoint) for r in rates]
 
 
-def test_branches_are_told_from_what_they_branch_off_by_their_step_and_pooled_over_seeds(tmp_path: Path) -> None:
+def test_branches_differ_from_their_run_by_their_step_and_are_pooled_over_seeds(tmp_path: Path) -> None:
     runs = [record(tmp_path / f"plain{seed}", seed) for seed in (0, 1)]
     branches = [branch for run in runs for branch in branches_of(run, 5, 0.1, 0.2)]
     groups = read_groups([*runs, *branches])
@@ -108,7 +108,7 @@ def test_branches_are_told_from_what_they_branch_off_by_their_step_and_pooled_ov
     assert not trunks_of(groups)  # the runs they branch off from are compared themselves
 
 
-def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_compared(tmp_path: Path) -> None:
+def test_the_shared_past_of_branches_is_drawn_once_unless_it_is_compared(tmp_path: Path) -> None:
     plain = record(tmp_path / "plain0")
     first = branches_of(plain, 5, 0.2)[0]
     again = branches_of(plain, 5, 0.3)[0]
@@ -148,7 +148,7 @@ def record_change(
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_branch_s_change_of_entropy_is_compared_from_the_branching_point_on(tmp_path: Path, anew: bool) -> None:
+def test_the_entropy_change_of_a_branch_is_compared_from_the_branching_point(tmp_path: Path, anew: bool) -> None:
     """The measured change is .58 ± .04 against .50 ± .03, with 8 degrees of freedom each.
 
     Predicted since step 6: -.04 against -.09, each with variance 1e-4 + 2e-4 + 9e-4. This corresponds to 144/86
@@ -167,7 +167,7 @@ def test_a_branch_s_change_of_entropy_is_compared_from_the_branching_point_on(tm
     assert predicted.num_samples == 27  # 576 / (2 · 144/13) = 26 degrees of freedom
 
 
-def test_where_no_step_is_taken_since_the_branching_point_nothing_differs_and_seeds_are_compared_in_pairs(
+def test_branches_are_compared_in_pairs_of_seeds_and_equal_at_the_branching_point(
     tmp_path: Path,
 ) -> None:
     """Two branches of one run, from steps 5 and 7, share 5 steps. Pairs that differ by .1 and .3 give .2 ± .1."""
@@ -190,14 +190,14 @@ def test_where_no_step_is_taken_since_the_branching_point_nothing_differs_and_se
     assert since_branching(plain, branch[:1], 8) == {}
 
 
-def test_of_a_run_that_ended_where_its_branch_begins_the_page_says_that_nothing_can_be_compared(tmp_path: Path) -> None:
+def test_a_run_that_ended_where_its_branch_begins_cannot_be_compared(tmp_path: Path) -> None:
     plain = record(tmp_path / "plain0", steps=5)
     (branch,) = branches_of(plain, 5, 0.2)
     (said,) = write_comparison([plain, branch], tmp_path / "page.html")[1]
     assert said.endswith(": no step is recorded in both, and there is nothing to compare.")
 
 
-def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_that_went_on_is_shown_later_too(
+def test_a_run_and_its_late_branch_are_averaged_over_the_same_steps(
     tmp_path: Path,
 ) -> None:
     """Entropy is 1/step. The branch has steps 6 to 9, of which the last half, 8 and 9, is averaged."""
@@ -215,14 +215,14 @@ def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_t
     assert re.findall(r"<td>(\d+; 1)</td>", text) == ["9; 1", "9; 1", "12; 1"]
 
 
-def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample(tmp_path: Path) -> None:
+def test_repeated_runs_and_repeated_seeds_count_once(tmp_path: Path) -> None:
     short, long = record(tmp_path / "a", steps=3), record(tmp_path / "b")
     (group,) = read_groups([short, long, tmp_path, short])
     assert [m.run.name for m in group.members] == ["b"]
     assert [m.run.name for m in group.repeats] == ["a"]
 
 
-def test_what_does_not_touch_training_does_not_separate_runs(tmp_path: Path) -> None:
+def test_settings_that_do_not_affect_training_do_not_separate_runs(tmp_path: Path) -> None:
     record(tmp_path / "plain")
     watched = {"probes": {"simple": {"every": 5}}, "rollouts": {"every": 2}}
     record(tmp_path / "watched", seed=1, **watched, logger={"metrics": "core"})
@@ -234,7 +234,7 @@ def test_what_does_not_touch_training_does_not_separate_runs(tmp_path: Path) -> 
     assert {m.run.name: m.planned_steps for m in groups[1].members}["longer"] == "80"
 
 
-def test_a_length_that_the_learning_rate_depends_on_separates_runs(tmp_path: Path) -> None:
+def test_max_steps_separates_runs_where_the_learning_rate_depends_on_it(tmp_path: Path) -> None:
     for name, steps in (("short", 12), ("long", 80)):
         config = record(tmp_path / name, seed=steps) / "config.yaml"
         text = config.read_text().replace("constant", "cosine").replace("max_steps: 12", f"max_steps: {steps}")
@@ -248,7 +248,7 @@ def noise_scale_of(folder: Path, value: float, low: float, high: float) -> None:
     Records(folder / "logs").write_estimates(12, 1, "gns", told)
 
 
-def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_is_never_below_zero(tmp_path) -> None:
+def test_noise_scales_have_the_interval_of_the_report_and_pooled_ones_are_not_negative(tmp_path) -> None:
     """For 100 and 300, 1/B is 0.01 and 0.00333: mean 0.00667, se 0.00333, t with one degree of freedom 12.7062."""
     for seed, value in enumerate((100.0, 300.0)):
         noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
@@ -262,7 +262,7 @@ def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_
     assert format_estimate(pooled) == "150 (20 … ∞)"
 
 
-def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> None:
+def test_the_difference_of_asymmetric_intervals_is_newcombes() -> None:
     """Shares from Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
     estimate = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
     other = Estimate(48 / 80, 0.055, 80, interval=(0.4902, 0.6999))
@@ -289,13 +289,13 @@ def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> No
         ([Estimate(12.0, 0.01, 100), Estimate(12.1, 0.01, 100)], False, 0.1, (10.795, 13.305)),
     ],
 )
-def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
+def test_axis_limits_fit_the_curves_without_impossible_values_or_pure_noise(
     means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
     assert axis_limits(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
 
 
-def test_without_any_settings_a_run_is_a_group_of_its_own_and_nothing_is_said_to_be_alike(tmp_path: Path) -> None:
+def test_runs_without_settings_are_not_grouped_or_called_alike(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (record(tmp_path / name) / "config.yaml").unlink()
     assert [group.label for group in read_groups([tmp_path])] == ["a", "b"]
@@ -318,7 +318,7 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_attached_runs_are_compared_by_what_their_records_say_of_how_they_were_trained(attached: Path) -> None:
+def test_attached_runs_are_compared_by_the_settings_in_their_records(attached: Path) -> None:
     groups = read_groups([attached])
     assert [[member.name for member in group.members] for group in groups] == [["large/run"], ["one/run", "two/run"]]
     assert differences(groups) == {
@@ -354,7 +354,7 @@ def test_pooled_runs_are_told_apart_by_name(tmp_path: Path) -> None:
     assert [part["series"].rpartition(": ")[2] for part in reward.data[1:]] == ["one/run", "two/run"]
 
 
-def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:
+def test_the_error_of_a_group_is_the_spread_between_its_seeds(tmp_path: Path) -> None:
     """Rewards 0.4, 0.5, 0.6 have mean 0.5, sd 0.1, se 0.1/√3 and 2 degrees of freedom."""
     for seed, reward in enumerate((0.4, 0.5, 0.6)):
         record(tmp_path / str(seed), seed, reward=reward)
@@ -380,7 +380,7 @@ def test_the_difference_of_two_groups_is_welchs(tmp_path: Path) -> None:
     assert not is_significant(pair.figures["token entropy"])
 
 
-def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_reached(tmp_path: Path) -> None:
+def test_finished_running_and_killed_runs_are_compared_at_their_last_common_step(tmp_path: Path) -> None:
     for seed, steps in enumerate((12, 12, 4)):
         record(tmp_path / f"a{seed}", seed, steps=steps, reward=0.5 if steps == 12 else 0.0)
     with open(record(tmp_path / "b", rate=0.2, steps=7) / "logs" / METRICS_FILE, "a") as file:
@@ -397,19 +397,19 @@ def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_r
         assert claim in text
 
 
-def test_two_seeds_that_are_right_everywhere_leave_open_what_one_of_them_does() -> None:
+def test_pooling_two_perfect_seeds_keeps_the_interval_of_one() -> None:
     right, other = Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.9, 0.07, 20, interval=(0.7, 0.97))
     assert pool([{1: right, 2: right}, {1: right, 2: other}]) == {1: right, 2: Estimate(0.95, pytest.approx(0.05), 2)}
 
 
-def test_curves_are_pooled_at_the_steps_that_all_runs_have() -> None:
+def test_curves_are_pooled_at_steps_common_to_all_runs() -> None:
     runs = [{1: Estimate(1.0, 9.0, 8), 2: Estimate(2.0, 9.0, 8)}, {1: Estimate(3.0, 9.0, 8)}]
     pooled = pool(runs)
     assert {step: (e.value, e.stderr) for step, e in pooled.items()} == {1: (2.0, pytest.approx(1.0))}
     assert pool(runs[:1]) == runs[0]
 
 
-def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_escapes_hostile_text(tmp_path: Path) -> None:
     evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
     record(tmp_path / "b", rate=0.2)
     page, _ = write_comparison([tmp_path], tmp_path, pictures="svg")
@@ -422,7 +422,7 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     assert "The best checkpoint" in html
 
 
-def test_every_chart_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) -> None:
+def test_every_chart_names_the_groups_without_data(tmp_path: Path) -> None:
     record(tmp_path / "a")
     Records(tmp_path / "b" / "logs").write_metrics(1, {"reward": 0.5})
     by_name = {chart.name: chart for chart in draw_overlays(read_groups([tmp_path]))}
@@ -431,7 +431,7 @@ def test_every_chart_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) 
     assert "noise_scale" not in by_name
 
 
-def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path) -> None:
+def test_runs_of_a_group_are_drawn_beside_their_mean(tmp_path: Path) -> None:
     """A single line through the points of several runs would zigzag."""
     groups = read_groups([record(tmp_path / name, seed=seed) for seed, name in enumerate("ab")])
     (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
@@ -454,7 +454,7 @@ def test_a_broken_config_names_the_file_or_counts_as_empty(tmp_path: Path, confi
         assert len(read_groups([tmp_path])) == 2
 
 
-def test_command_line_compares_several_runs_or_a_folder_of_them(tmp_path, capsys) -> None:
+def test_the_command_compares_several_runs_or_a_folder_of_them(tmp_path, capsys) -> None:
     runs = [str(record(tmp_path / "runs" / str(seed), seed)) for seed in range(2)]
     for arguments in (runs, [str(tmp_path / "runs")]):
         out = tmp_path / f"{len(arguments)}.html"
@@ -468,7 +468,7 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(tmp_path, capsys
     ("arguments", "words"),
     [(["a", "nowhere"], "give the folder of a run"), (["a", "a"], "is one run"), (["a", "--out", "x"], "--out is for")],
 )
-def test_command_line_names_what_is_wrong_in_one_line(
+def test_the_command_reports_mistakes_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -479,7 +479,7 @@ def test_command_line_names_what_is_wrong_in_one_line(
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_run_that_measured_one_step_has_no_change_to_draw_instead_of_a_0(tmp_path: Path) -> None:
+def test_a_run_with_one_measured_step_has_no_change_rather_than_0(tmp_path: Path) -> None:
     for name, steps in (("whole", (1, 2, 3)), ("short", (1,))):
         records = Records(tmp_path / name / "logs")
         for step in steps:
