@@ -142,16 +142,16 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             text = line.decode()
             row = from_json(parse_json(text))
         except ValueError as error:
-            raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+            raise UserError(f"{path}, line {number} is damaged ({error}): fix or delete that line") from error
         for name, check in checks.items():
             if not isinstance(row, dict) or (name not in row and name not in OPTIONAL):
-                raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+                raise UserError(f"{path}, line {number} has no `{name}`: fix or delete that line")
             if name not in row:
                 continue
             try:
                 row[name] = check(row[name])
             except ValueError as error:
-                raise UserError(f"{path}, line {number}: `{name}` is {error}: mend or delete that line") from error
+                raise UserError(f"{path}, line {number}: `{name}` is {error}: fix or delete that line") from error
         yield text + "\n", row
 
 
@@ -230,7 +230,7 @@ def read_settings(run: str | Path) -> dict[str, Any]:
     try:
         settings = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}): mend or delete it") from error
+        raise UserError(f"{path} cannot be read ({error}): fix or delete it") from error
     return without_secrets(settings) if isinstance(settings, dict) else {}
 
 

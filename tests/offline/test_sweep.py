@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from recorded_runs import record_run
 
 from rl_training.job.run.analysis import analyse_checkpoints, result_files
+from rl_training.offline.probe import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
@@ -109,6 +110,24 @@ def test_an_analysis_page_begins_with_its_verdict(
     page = write_analyses_page(folder, section).read_text()
     places = [page.index(text) for text in ("<h1>", section.sentences[0], "<nav", "E are the sequences", "<table")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "is_drawn"),
+    [("deltaH1", NOT_PREDICTED, False), ("deltaH_true", NOT_MEASURED, False), ("deltaH1_se", FEW, True)],
+)
+def test_an_analysis_that_cannot_be_judged_gives_the_reason_that_the_probe_recorded(
+    run: Path, swept: pd.DataFrame, tmp_path: Path, name: str, reason: str, is_drawn: bool
+) -> None:
+    content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
+    content["results"] |= results_of(-1.0, -0.99, 0.1) | {name: None}
+    content |= {"reasons": {name: reason}, "tables": {}}
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "result.json").write_text(json.dumps(content))
+    section = describe_analyses(tmp_path, None)
+    assert section.sentences == [f"Step 3: whether the prediction holds is not known: {reason}."]
+    [agreement] = [chart for chart in section.charts if chart.name.endswith("agreement")]
+    assert agreement.missing == ([] if is_drawn else [reason])
 
 
 def test_a_failure_of_first_order_opens_the_analysis_page_and_the_report(

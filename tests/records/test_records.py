@@ -95,7 +95,7 @@ def test_a_bad_line_is_named_with_its_file_and_number_and_nothing_is_lost(
     before = (tmp_path / name).read_bytes()
     read = read_metrics if name == METRICS_FILE else read_estimates
     for use in (read, lambda _: records.start(after_step=2)):
-        with pytest.raises(ValueError, match=f"{name}, line 2 {message}.*mend or delete that line"):
+        with pytest.raises(ValueError, match=f"{name}, line 2 {message}.*fix or delete that line"):
             use(tmp_path)
     assert (tmp_path / name).read_bytes() == before
 

@@ -49,7 +49,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
-        raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
+        raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: fix the file{give}")
     return cfg
 
 

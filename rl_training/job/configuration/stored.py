@@ -53,13 +53,13 @@ def load_settings(path: Path) -> DictConfig:
     try:
         settings = OmegaConf.load(io.StringIO(plain_yaml(path)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): fix or delete it") from error
     if not isinstance(settings, DictConfig) or not settings:
-        raise UserError(f"{path} holds no settings: mend or delete it")
+        raise UserError(f"{path} holds no settings: fix or delete it")
     plain: dict[Any, Any] = without_masks(OmegaConf.to_container(settings))
     for name in (*KEY_OF_GROUP.values(), *OTHER_GROUPS):
         if not isinstance(plain.get(name) or {}, Mapping):
-            raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: mend or delete it")
+            raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: fix or delete it")
     for keys, value in leaves(plain):
         # Hydra resolves the settings of objects twice, so an escaped \${ would become a reference the second time.
         is_made = keys[0] != PROVENANCE
@@ -177,7 +177,7 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_typed(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
-        raise UserError(f"{path}: {dotted(keys)}._target_ is not a name: mend or delete it")
+        raise UserError(f"{path}: {dotted(keys)}._target_ is not a name: fix or delete it")
     marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
     is_inert = marked.get("_target_", "").startswith(MARK)  # a marked target may be called with them, once it is typed
     if (special := SPECIAL & marked.keys()) and not is_inert:

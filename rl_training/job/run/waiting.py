@@ -154,6 +154,6 @@ def timeouts_explained(seconds: float) -> Iterator[None]:
         if not missing:
             raise
         raise UserError(
-            f"waited for more than trainer.ddp_timeout={seconds:g} s for {missing}: mend what hangs there, or raise "
+            f"waited for more than trainer.ddp_timeout={seconds:g} s for {missing}: fix what hangs there, or raise "
             "trainer.ddp_timeout; then go on with resume=latest"
         ) from error

@@ -134,7 +134,7 @@ def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | Non
         return None
     checkpoint, step = Path(named), named.rpartition("-")[2]
     if len(checkpoint.parents) < 2 or not step.isdecimal():
-        raise UserError(f"{folder / CONFIG_FILE}: branch={named} is not a checkpoint folder: mend or remove it")
+        raise UserError(f"{folder / CONFIG_FILE}: branch={named} is not a checkpoint folder: fix or remove it")
     return checkpoint.parents[1], int(step)
 
 

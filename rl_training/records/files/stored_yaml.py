@@ -21,7 +21,7 @@ def read_text(path: Path, errors: str = "replace") -> str:
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: mend or delete it")
+        raise UserError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: fix or delete it")
     return data.decode("utf-8", errors)
 
 
@@ -39,9 +39,9 @@ def plain_yaml(path: Path) -> str:
             unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MOST_DEPTH)
             if unusual:
                 line = event.start_mark.line + 1 if event.start_mark else 1
-                raise UserError(f"{path}, line {line}: {unusual}, which no run writes: mend or delete it")
+                raise UserError(f"{path}, line {line}: {unusual}, which no run writes: fix or delete it")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): fix or delete it") from error
     return text
 
 

@@ -37,14 +37,14 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             yield from lines
             number += len(lines)
             if len(rest) > MOST_LINE_BYTES:
-                raise UserError(f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: mend or delete that line")
+                raise UserError(f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: fix or delete that line")
 
 
 def _opened(path: Path) -> BinaryIO:
     try:
         return open(path, "rb")
     except (IsADirectoryError, PermissionError) as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): mend it, or move it away") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): fix it, or move it away") from error
 
 
 def whole_content(path: Path) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rl_training.records.frames import RESULT_FILE, analysis_results, read_analy
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
 from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import write_page
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import NO_REASON, Run
 from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
@@ -57,7 +57,7 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
     contents.sort(key=lambda analysis: analysis["step"])
     whole = results[results["kind"] == "whole"].sort_values("step")
-    charts = [_numbers(contents[-1]), _agreement(results)]
+    charts = [_numbers(contents[-1]), _agreement(results, contents)]
     if (results["kind"] == "size").any():
         charts.append(_relative_error(results))
     if (results["kind"] == "eta").sum() + 1 >= MIN_POINTS:
@@ -121,11 +121,8 @@ def _holds(analysis: Mapping[str, Any]) -> str:
     step, results = analysis["step"] + 1, analysis["results"]
     known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
     if not known:
-        reasons = analysis.get("reasons") or {}
-        why = next(
-            (reasons[key] for key in reversed(KEYS) if reasons.get(key)), "prediction or truth was not asked for"
-        )
-        return f"Step {step}: whether the prediction holds is not known: {why}."
+        missing = _reasons_for(analysis, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
+        return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
     said, measured, off = (normal_milli(results[key], results[f"{key}_se"]) for key in KEYS)
     within = abs(results["paired_error"]) <= Z_95 * results["paired_error_se"]
     how = "no larger than its error" if within else "less than half of the prediction"
@@ -133,6 +130,12 @@ def _holds(analysis: Mapping[str, Any]) -> str:
         f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of {said} "
         f"holds: their difference, {off}, is {how} (95 %)."
     )
+
+
+def _reasons_for(analysis: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return why numbers of an analysis are nan: the recorded reasons of those that have one, each once."""
+    reasons = analysis.get("reasons") or {}
+    return [*dict.fromkeys(reasons[name] for name in names if reasons.get(name))] or [NO_REASON]
 
 
 def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
@@ -166,7 +169,7 @@ def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
     return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
 
-def _agreement(table: pd.DataFrame) -> Chart:
+def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Chart:
     shown = table[table["kind"] != "size"].dropna(subset=["deltaH1", "deltaH_true"])
     series = []
     for truth in ("deltaH_true", "deltaH_odd"):
@@ -180,7 +183,8 @@ def _agreement(table: pd.DataFrame) -> Chart:
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
     series = [curve for curve in series if len(curve.x)]
     if not series:
-        return draw("agreement", [], ["prediction or truth was not asked for"])
+        missing = [reason for content in contents for reason in _reasons_for(content, KEYS[:2])]
+        return draw("agreement", [], [*dict.fromkeys(missing)])
     return draw("agreement", [diagonal(series, "y = x"), *series])
 
 

@@ -25,6 +25,7 @@ from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.statistics.estimate import Estimate
 
+NO_REASON = "no reason was recorded"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
 # recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
@@ -156,7 +157,7 @@ def read_run(folder: Path) -> Run:
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
     table["reason"] = table["reason"].fillna("")
-    table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = "no reason was recorded"
+    table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = NO_REASON
     half = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
     table["is_interval"] = table["low"].notna() & table["high"].notna()
     table["low"] = table["low"].where(table["is_interval"] | table["value"].isna(), table["value"] - half)
@@ -192,7 +193,7 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
         settings = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # not YAML, or a date that does not exist
         where = " ".join(str(error).split())
-        raise UserError(f"{config} cannot be read ({where}): mend or delete it") from error
+        raise UserError(f"{config} cannot be read ({where}): fix or delete it") from error
     return settings if isinstance(settings, dict) else {}
 
 

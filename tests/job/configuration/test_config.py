@@ -200,7 +200,7 @@ def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) ->
 )
 def test_resuming_a_run_with_a_broken_config_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
+    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*fix or delete it"):
         refuse_other_settings(composed("train"), tmp_path)
 
 

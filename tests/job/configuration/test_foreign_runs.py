@@ -119,7 +119,7 @@ OF_TRAINING: dict[str, dict[str, Any]] = {
 }
 
 
-REFUSAL = r"If you trust whoever made the run, add to this command line: |mend or delete it|remove it|the value itself"
+REFUSAL = r"If you trust whoever made the run, add to this command line: |fix or delete it|remove it|the value itself"
 TASK = """
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.gradients.loss_weights import LossWeights

@@ -80,4 +80,4 @@ def test_the_requested_timeout_applies_and_names_the_missing_process(tmp_path: P
     seconds, error = (tmp_path / "ended").read_text(encoding="utf-8").splitlines()
     assert 2.9 < float(seconds) < 20
     assert error.startswith("waited for more than trainer.ddp_timeout=3 s for rank 1 (process ")
-    assert "in hang: mend what hangs there, or raise trainer.ddp_timeout" in error
+    assert "in hang: fix what hangs there, or raise trainer.ddp_timeout" in error

@@ -102,7 +102,7 @@ def test_a_line_of_300_megabytes_is_refused_at_a_few(tmp_path: Path, name: str) 
         for part in [*lines, *([gzip.compress(ten)] * 30 if packed else [ten] * 30)]:
             file.write(gzip.compress(part) if packed and part in lines else part)
     tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"{name}, line 3 has over 16 MiB: mend or delete that line"):
+    with pytest.raises(ValueError, match=rf"{name}, line 3 has over 16 MiB: fix or delete that line"):
         list(iterate_rollouts(tmp_path) if packed else read_metrics(tmp_path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

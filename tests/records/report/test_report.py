@@ -391,7 +391,7 @@ def test_command_line_without_records_names_the_file(tmp_path, capsys, content: 
         (tmp_path / "logs" / METRICS_FILE).write_text(content)
     with pytest.raises(UserError, match=str(tmp_path / "logs" / METRICS_FILE)) as raised:
         main([str(tmp_path)])
-    fix = "mend or delete that line" if content == "not json\n" else "give the folder of a run"
+    fix = "fix or delete that line" if content == "not json\n" else "give the folder of a run"
     assert fix in str(raised.value)
     assert not capsys.readouterr().out
     assert not (tmp_path / "report").exists()
@@ -399,7 +399,7 @@ def test_command_line_without_records_names_the_file(tmp_path, capsys, content: 
 
 def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
-    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: mend or delete it"):
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: fix or delete it"):
         write_report(tmp_path)
 
 
