@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -15,6 +16,7 @@ import vl_convert
 from real_truth import (
     PROMPTS,
     Sample,
+    change_between,
     change_of_step,
     entropy_under,
     ess_of,
@@ -201,6 +203,27 @@ def print_states(rows: States) -> None:
               f"| {row['low']:.3f} to {row['high']:.3f} |")  # fmt: skip
 
 
+def sums_table(run: Path, samples: dict[int, Sample], said: Said) -> None:
+    """Print what predictions of all steps between two states add up to, beside the change on fresh responses.
+
+    Each state has responses of its own to the same prompts, so a jackknife leaves out a prompt at both.
+    """
+    for first, last in itertools.combinations(sorted(samples), 2):
+        steps = range(first + 1, last + 1)
+        rows = {name: [said.get(name, {}).get(step, {}) for step in steps] for name in PREDICTIONS}
+        whole = {name: row for name, row in rows.items() if all(math.isfinite(r.get("value") or math.nan) for r in row)}
+        if not whole:
+            continue
+        change, stderr = jackknife(lambda kept, ends=(first, last): change_between(samples, *ends, kept))
+        cells = [run.name, f"{first} → {last}", f"{change:+.3f} ± {1.96 * stderr:.3f}"]
+        for name in PREDICTIONS:
+            total = sum(row["value"] for row in whole.get(name, []))
+            errors = [row["stderr"] for row in whole.get(name, []) if row.get("stderr") is not None]
+            bar = f" ± {1.96 * math.hypot(*errors):.3f}" if errors else ""
+            cells.append(f"{total:+.3f}{bar}" if name in whole else "–")
+        print(f"| {' | '.join(cells)} |")
+
+
 def print_tables(runs: Sequence[Path]) -> None:
     """Print what was said of the steps of these runs beside their truth, and what it cost."""
     samples = {run: torch.load(run / FILE, weights_only=False) for run in runs}
@@ -211,6 +234,9 @@ def print_tables(runs: Sequence[Path]) -> None:
     print_head("run", "estimate", "held", "Σ", "Σ truth", "rms error")
     for run in runs:
         coverage_rows(run, samples[run], said_by(run))
+    print_head("run", "states", "truth", *PREDICTIONS)
+    for run in runs:
+        sums_table(run, samples[run], said_by(run))
     print_head("run", "cost", "median")
     for run in runs:
         cost_rows(run)
@@ -229,10 +255,15 @@ def print_tables(runs: Sequence[Path]) -> None:
 
 def draw_states(runs: Sequence[Path], path: Path) -> None:
     """Draw held-out reward and entropy over steps: SEEDS as a band from lowest to highest, the others with bars."""
-    names = {"all_weights": "all weights, 5e-6", "random_reward": "LoRA, random reward"}
+    names = {
+        "fixed_1e-3": "LoRA, 1e-3",
+        "bounded_1e-3": "LoRA, 1e-3, bounded",
+        "all_weights": "all weights, 5e-6",
+        "random_reward": "LoRA, 1e-4, random reward",
+    }
     rows = [row for run in runs for row in states_of(run, torch.load(run / FILE, weights_only=False))]
     seeds = "LoRA, 1e-4: mean and range of 3 seeds"
-    colors = {"domain": [seeds, *names.values()], "range": [BLUE, "#e1812c", GREY]}
+    colors = {"domain": [seeds, *names.values()], "range": [BLUE, "#b03060", "#2e8b57", "#e1812c", GREY]}
     ink = {"field": "run", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}
     step = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 4, "grid": False}}
     panels = []

@@ -230,6 +230,12 @@ def change_of_step(samples: dict[int, Sample], step: int, kept: Tensor) -> float
     return after - before
 
 
+def change_between(samples: dict[int, Sample], first: int, last: int, kept: Tensor) -> float:
+    """Return the change of entropy per token between two states, each measured on the responses that it drew itself."""
+    after, before = (entropy_under(samples[state], str(state), str(state), kept) for state in (last, first))
+    return after - before
+
+
 def _kept(values: Tensor, kept: Tensor) -> Tensor:
     return values[kept.repeat_interleave(RESPONSES)]
 
