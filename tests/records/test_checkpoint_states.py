@@ -56,7 +56,7 @@ def assert_read_by(processes: int, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 3])
 @pytest.mark.parametrize("before", [1, 2, 4])
-def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_wrote(
+def test_an_update_saved_by_any_number_of_processes_is_read_by_any_number(
     tmp_path: Path, before: int, after: int
 ) -> None:
     for rank in range(before)[::-1]:  # the first process may write last
@@ -67,7 +67,7 @@ def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_
     assert_read_by(after, tmp_path)
 
 
-def test_a_missing_file_of_a_process_is_an_error_and_not_a_part_of_an_update(tmp_path: Path) -> None:
+def test_a_missing_file_of_a_process_is_an_error(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, 2, rank)
     (tmp_path / "probes_1.safetensors").unlink()
@@ -76,7 +76,7 @@ def test_a_missing_file_of_a_process_is_an_error_and_not_a_part_of_an_update(tmp
         read(tmp_path, 1, 0)
 
 
-def test_files_of_more_processes_that_wrote_earlier_are_not_read(tmp_path: Path) -> None:
+def test_leftover_files_of_an_earlier_larger_launch_are_not_read(tmp_path: Path) -> None:
     for rank in range(3):
         write(tmp_path, 3, rank)
     (tmp_path / "probes_2.safetensors").write_bytes(b"of an earlier run")
@@ -92,7 +92,7 @@ WRITTEN = {"probes": "simple", "num_processes": "1", "checksums": "{}"}
     {"num_processes": "9" * 9}, {"num_processes": "0"}, {"num_processes": "x"}, {"checksums": "[1]"},
     {"checksums": "{"}, {"checksums": "[" * 100_000}, {"checksums": '{"/proc/kcore": "0"}'},
 ])  # fmt: skip
-def test_notes_that_no_run_writes_are_neither_followed_nor_counted(tmp_path: Path, changed: dict[str, str]) -> None:
+def test_forged_metadata_of_probe_states_is_refused(tmp_path: Path, changed: dict[str, str]) -> None:
     """The number of processes decides how many files are looked for, and names decide which files are read."""
     checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN)

@@ -24,7 +24,7 @@ def table_of_the_page() -> dict[str, list[str]]:
     return {row[1].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 
 
-def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the_optimizer_step(capsys) -> None:
+def test_a_dry_run_prints_the_dashboard_sections_over_the_optimizer_step(capsys) -> None:
     main(["--dry-run", "--project", "mine", "--entity", "me"])
     spec = json.loads(capsys.readouterr().out)
     assert (spec["entity"], spec["project"]) == ("me", "mine")
@@ -46,7 +46,7 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
                 assert {name, f"delta_h/{name}"} & set(drawn), name
 
 
-def test_for_a_trainer_that_logs_by_itself_its_own_numbers_have_the_names_that_transformers_gives_them(capsys) -> None:
+def test_an_attached_trainers_metrics_have_the_names_that_transformers_gives_them(capsys) -> None:
     main(["--dry-run", "--attached"])
     first, reward, *others = json.loads(capsys.readouterr().out)["spec"]["section"]["panelBankConfig"]["sections"]
     drawn = [
@@ -59,13 +59,13 @@ def test_for_a_trainer_that_logs_by_itself_its_own_numbers_have_the_names_that_t
     assert change["xAxis"] == "train/global_step"
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch) -> None:
+def test_a_missing_dashboard_package_is_refused_with_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"pip install 'rl-training\[dashboard\]'"):
         main(["--dry-run"])
 
 
-def test_without_an_account_it_says_how_to_log_in(monkeypatch, tmp_path) -> None:
+def test_a_missing_account_is_refused_with_how_to_log_in(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -27,7 +27,7 @@ def record_run(folder: Path) -> Path:
     return folder
 
 
-def test_metrics_has_a_row_per_step_and_nan_for_what_a_step_did_not_log(tmp_path: Path) -> None:
+def test_metrics_has_a_row_per_step_and_nan_for_values_not_logged(tmp_path: Path) -> None:
     table = metrics(record_run(tmp_path))
     assert list(table.index) == [1, 2]
     assert list(table["reward"]) == [0.25, 0.5]
@@ -36,7 +36,7 @@ def test_metrics_has_a_row_per_step_and_nan_for_what_a_step_did_not_log(tmp_path
     assert all(dtype.kind == "f" for dtype in table.dtypes)
 
 
-def test_probes_has_a_row_per_estimate_with_its_interval_its_reason_and_what_it_speaks_of(tmp_path: Path) -> None:
+def test_probes_has_a_row_per_estimate_with_interval_reason_and_step(tmp_path: Path) -> None:
     table = probes(record_run(tmp_path)).set_index("name")
     assert table.loc["delta_h/forward", "half_width"] == pytest.approx(0.1 * T_7)
     assert table.loc["delta_h/forward", "prompt"] == "1+1="
@@ -44,7 +44,7 @@ def test_probes_has_a_row_per_estimate_with_its_interval_its_reason_and_what_it_
     assert table.loc["delta_h/backward", "reason"] == "no"
 
 
-def test_evaluations_holds_those_checkpoint_evaluations_and_those_of_the_trainer(tmp_path: Path) -> None:
+def test_evaluations_holds_those_of_checkpoints_and_of_the_trainer(tmp_path: Path) -> None:
     Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
     for name, value in (("sums", 0.5), ("chains", 0.25)):
         write_step(tmp_path / "evaluations" / name, 20, {}, {"pass@1": Estimate(value, 0.1, 64)}, [])
@@ -70,13 +70,13 @@ def test_damaged_numbers_of_an_evaluation_name_their_file_and_the_fix(tmp_path: 
         evaluations(tmp_path)
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     for reader in (metrics, probes, evaluations, find_runs):
         with pytest.raises(UserError, match=r"logs.metrics\.jsonl is missing"):
             reader(tmp_path / "nowhere")
 
 
-def test_a_folder_stands_for_all_runs_in_it_and_a_run_for_itself(tmp_path: Path) -> None:
+def test_find_runs_finds_all_runs_in_a_folder_or_the_run_itself(tmp_path: Path) -> None:
     runs = [record_run(tmp_path / name) for name in ("a", "deep/b")]
     assert find_runs(tmp_path) == runs
     assert find_runs(runs[0]) == [runs[0]]

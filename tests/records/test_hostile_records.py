@@ -173,7 +173,7 @@ def assert_shown_or_refused(runs: list[Path], other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_line_with_any_odd_fact_is_refused_by_its_number_or_shown(tmp_path: Path, name: str) -> None:
+def test_a_malformed_line_is_refused_with_its_number_or_shown_safely(tmp_path: Path, name: str) -> None:
     run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other")
     file = run / "logs" / name
     opened: Any = gzip.open if name.endswith(".gz") else open
@@ -219,7 +219,7 @@ def odd_contents(good: dict[str, Any], depth: int) -> Iterator[str]:
             yield json.dumps(content).replace('"@"', odd)
 
 
-def test_an_evaluation_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_path: Path) -> None:
+def test_a_malformed_evaluation_is_refused_with_its_file_or_shown_safely(tmp_path: Path) -> None:
     run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other")
     folder = run / "evaluations" / "e"
     good = json.loads((folder / "step_1" / "metrics.json").read_text(encoding="utf-8"))
@@ -247,7 +247,7 @@ def test_an_evaluation_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_pat
     assert not CONTROL.search(consolidate(folder).read_text(encoding="utf-8"))
 
 
-def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path) -> None:
+def test_malformed_settings_are_refused_with_their_file_or_shown_safely(tmp_path: Path) -> None:
     """The last one belongs to a run that branched off from itself."""
     runs = bare_runs(tmp_path, len(CONFIGS))
     for run, config in zip(runs, CONFIGS, strict=True):
@@ -255,7 +255,7 @@ def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path)
     assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
 
 
-def test_settings_that_records_hold_instead_are_refused_by_their_file_or_shown(tmp_path: Path) -> None:
+def test_malformed_settings_in_records_are_refused_with_their_file_or_shown_safely(tmp_path: Path) -> None:
     odd = ["x", "[]", DEEP, '{"branch": 5}', r'{"a": "\ud800\u001b[2J"}', '{"a": {"b": [1]}}']
     runs = bare_runs(tmp_path, len(odd))
     for run, settings in zip(runs, odd, strict=True):
@@ -275,7 +275,7 @@ RESULT: dict[str, Any] = {
 RESULT["results"] |= {f"{key}{se}": 0.1 for key in NUMBERS for se in ("", "_se", "_sequence", "_sequence_se")}
 
 
-def test_an_analysis_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_path: Path) -> None:
+def test_a_malformed_analysis_is_refused_with_its_file_or_shown_safely(tmp_path: Path) -> None:
     run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other")
     folder = run / "offline" / "=1+1\x1b"
     accepted, wrong = 0, []
@@ -295,7 +295,7 @@ def test_an_analysis_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a folder"])
-def test_a_file_in_the_place_of_a_folder_is_named_and_a_folder_in_that_of_a_file(tmp_path: Path, kind: str) -> None:
+def test_a_file_where_a_folder_is_expected_is_named_and_vice_versa(tmp_path: Path, kind: str) -> None:
     names = ["logs", "logs/metrics.jsonl", "logs/probes.jsonl", "logs/rollouts.jsonl.gz", "report",
              "report/report.html", "evaluations", "evaluations/e", "offline", "training_state",
              "config.yaml"]  # fmt: skip
@@ -310,7 +310,7 @@ def test_a_file_in_the_place_of_a_folder_is_named_and_a_folder_in_that_of_a_file
     assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
 
 
-def test_a_table_for_a_spreadsheet_has_no_formula_and_its_numbers_are_numbers() -> None:
+def test_csv_tables_hold_no_spreadsheet_formula_and_keep_numbers() -> None:
     texts = ["=1+1", "+1", "-1", "@a", "\t=1", "\r=1", "\n=1", "＝1", "a=1", "\x1b[2J"]
     table = pd.DataFrame({"=name": texts, "number": [-0.5] * len(texts)})
     data = as_csv(table)
@@ -322,7 +322,7 @@ def test_a_table_for_a_spreadsheet_has_no_formula_and_its_numbers_are_numbers() 
     assert read["'=name"].tolist()[-2:] == ["a=1", r"\x1b[2J"]
 
 
-def test_what_is_written_of_an_evaluation_of_odd_texts_is_read_again(tmp_path: Path) -> None:
+def test_an_evaluation_of_odd_texts_is_read_back_as_written(tmp_path: Path) -> None:
     odd = {"prompt": "\ud800", "response": "=1+1\x1b[2J", "reward": 1.0}
     write_step(tmp_path, 1, {}, {"=reward": Estimate(1.0, 0.1, 8, "\ud800\x1b")}, [odd])
     (line,) = (tmp_path / "step_1" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
@@ -333,7 +333,7 @@ def test_what_is_written_of_an_evaluation_of_odd_texts_is_read_again(tmp_path: P
     assert "1,'=reward,1.0," in consolidate(tmp_path).read_text(encoding="utf-8")
 
 
-def test_an_unprintable_character_is_written_out_and_every_other_one_stays() -> None:
+def test_unprintable_characters_are_escaped_and_all_others_kept() -> None:
     everything = "".join(map(chr, range(0x3100)))
     shown = printable(everything)
     assert not CONTROL.search(shown)
@@ -344,7 +344,7 @@ def test_an_unprintable_character_is_written_out_and_every_other_one_stays() -> 
     assert len(shown) == len(everything) + 3 * (32 - 2 + 33) + 5 * (2 + 5 + 4)
 
 
-def test_runs_whose_folders_have_odd_names_are_reported_and_compared(tmp_path: Path) -> None:
+def test_runs_in_folders_with_odd_names_are_reported_and_compared(tmp_path: Path) -> None:
     """Bytes that are not UTF-8 are escaped, and markup is shown as text."""
     names = [os.fsdecode(b"a\xff"), "b<script>"]
     for name in names:

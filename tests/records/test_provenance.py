@@ -13,7 +13,7 @@ from rl_training.records.provenance import provenance
 from rl_training.version import VERSION
 
 
-def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_version_commit_command_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/train.py", "seed=1", "name=a b"])
     told = provenance()
     assert told["version"] == VERSION
@@ -23,7 +23,7 @@ def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.Monke
     assert told["commit"].startswith(head.stdout.strip())
 
 
-def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_imported(tmp_path, monkeypatch) -> None:
+def test_provenance_names_the_imported_version_of_a_library_installed_twice(tmp_path, monkeypatch) -> None:
     """That is the version found first on the path."""
     told = provenance()["libraries"]
     later = tmp_path / "torch-0.1.dist-info"

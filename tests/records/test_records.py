@@ -21,7 +21,7 @@ def write_steps(records: Records, steps: range) -> None:
         records.write_estimates(step, 2, "probe", {"a/b": Estimate(1.0, 0.5, 8, about_step=step - 1)})
 
 
-def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(tmp_path, caplog) -> None:
+def test_a_resumed_run_drops_the_lines_of_repeated_steps_with_a_warning(tmp_path, caplog) -> None:
     write_steps(Records(tmp_path), range(1, 6))
     again = Records(tmp_path)
     again.start(after_step=3)
@@ -33,7 +33,7 @@ def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(tmp_path, capl
     assert [row["step"] for row in read_estimates(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_resuming_has_a_few_lines_of_the_records_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_resuming_keeps_only_a_few_record_lines_in_memory(tmp_path: Path) -> None:
     """They are read in chunks of one mebibyte."""
     records, text = Records(tmp_path, rollouts_every=1), "a response " * 1000
     for step in range(1, 2001):
@@ -49,7 +49,7 @@ def test_resuming_has_a_few_lines_of_the_records_in_memory_at_a_time(tmp_path: P
     assert sum(1 for _ in iterate_rollouts(tmp_path)) == 1999
 
 
-def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:
+def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     records = Records(tmp_path)
     write_steps(records, range(1, 3))
     with open(tmp_path / METRICS_FILE, "a", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_an_estimate_keeps_all_its_fields_and_speaks_of_its_own_step_by_default(tmp_path: Path) -> None:
+def test_an_estimate_keeps_all_its_fields_and_is_about_its_own_step_by_default(tmp_path: Path) -> None:
     records = Records(tmp_path)
     missing = {"y": Estimate.missing("why"), "z": Estimate.missing(Limit("other_loss", "its loss", fix="another"))}
     records.write_estimates(7, 2, "probe", {"x": Estimate(-0.25, 0.5, 8, about_step=6), **missing})
@@ -101,7 +101,7 @@ def test_a_bad_line_is_named_with_its_file_and_number_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("name", ["name", "value", "stderr", "num_samples", "about_step"])
-def test_an_estimate_that_lacks_a_fact_is_named_by_its_line(tmp_path: Path, name: str) -> None:
+def test_an_estimate_that_lacks_a_field_is_named_by_its_line(tmp_path: Path, name: str) -> None:
     write_steps(Records(tmp_path), range(1, 3))
     first, second = (tmp_path / PROBES_FILE).read_text().splitlines()
     row = json.loads(second)
@@ -116,7 +116,7 @@ def test_a_number_of_four_hundred_digits_is_read_as_infinite(tmp_path: Path) -> 
     assert read_metrics(tmp_path) == [{"step": 1, "loss": math.inf, "reward": -math.inf}]
 
 
-def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
+def test_every_line_is_standard_json(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.write_metrics(1, {"nan": math.nan, "inf": math.inf})
     records.write_estimates(1, 1, "probe", {"x": Estimate.missing("why")})
@@ -129,7 +129,7 @@ def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
             json.loads(line, parse_constant=refuse)
 
 
-def test_a_checksum_is_of_the_whole_file_in_however_many_pieces_it_is_read(tmp_path, monkeypatch) -> None:
+def test_a_checksum_does_not_depend_on_the_chunks_it_is_read_in(tmp_path, monkeypatch) -> None:
     """The published check value of CRC-32 for the nine digits is cbf43926."""
     monkeypatch.setattr(checkpoint_states, "CHUNK", 4)
     (tmp_path / "digits").write_bytes(b"123456789")

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_sequence_of_the_asked_for_steps_is_there_with_the_numbers_that_training_logs(run: Path) -> None:
+def test_requested_steps_hold_every_sequence_with_the_logged_numbers(run: Path) -> None:
     table = rollouts(run)
     assert table.groupby("step").size().to_dict() == {1: 32, 2: 32, 3: 32}
     assert table.groupby(["step", "prompt_index"]).size().eq(4).all()
@@ -41,7 +41,7 @@ def test_every_sequence_of_the_asked_for_steps_is_there_with_the_numbers_that_tr
     assert table["prompt"].str.len().gt(0).all()
 
 
-def test_it_is_read_up_to_where_a_kill_cut_it_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_rollouts_cut_by_a_kill_are_read_up_to_the_cut_and_continued(tmp_path: Path) -> None:
     records = Records(tmp_path)
     for step in (1, 2, 3):
         records.write_rollouts(step, [{"response": "é<b>\n" * 50, "reward": float("nan")}] * 2)
@@ -60,12 +60,12 @@ def test_it_is_read_up_to_where_a_kill_cut_it_and_goes_on_from_there(tmp_path: P
         list(iterate_rollouts(tmp_path))
 
 
-def test_none_are_written_unless_asked_for(tmp_path: Path) -> None:
+def test_no_rollouts_are_written_by_default(tmp_path: Path) -> None:
     assert list(iterate_rollouts(tmp_path)) == []
     assert not any(Records(tmp_path).wants_rollouts_of(step) for step in range(1, 9))
 
 
-def test_the_report_shows_some_and_escapes_them(run: Path) -> None:
+def test_the_report_shows_some_rollouts_and_escapes_them(run: Path) -> None:
     Records(run / "logs").write_rollouts(
         5, [{**next(iterate_rollouts(run / "logs")), "step": 5, "response": "<script>alert(1)"}]
     )

@@ -67,13 +67,13 @@ def typed_in_a_terminal(line: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_size_that_is_made_smaller_here_stands_in_a_tutorial() -> None:
+def test_every_size_that_this_test_reduces_is_in_a_tutorial() -> None:
     cells = "".join(cell for page in TUTORIALS for cell in code_cells(page))
     assert [size for size in SMALLER if size not in cells] == []
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     display = ModuleType("IPython.display")  # installed for the site, not for the tests
     display.Image = lambda path, **size: Path(path).read_bytes()  # type: ignore[attr-defined]
@@ -133,13 +133,13 @@ def rows_of_the_page() -> dict[str, re.Pattern[str]]:
     }
 
 
-def test_the_page_of_metrics_has_a_row_for_whatever_is_recorded_and_no_other(recorded: set[str]) -> None:
+def test_the_metrics_page_has_a_row_for_every_recorded_name_and_no_other(recorded: set[str]) -> None:
     rows = rows_of_the_page()
     assert {name for name in recorded if not any(row.fullmatch(name) for row in rows.values())} == set()
     assert {name for name, row in rows.items() if not any(map(row.fullmatch, recorded))} == set()
 
 
-def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp_path: Path) -> None:
+def test_the_guides_code_for_a_plain_trainer_trains_like_the_interventions(tmp_path: Path) -> None:
     """With DrGRPOTrainer's batch order and SGD, the weights' changes agree to 1e-6, and differ from plain training."""
     mine: dict[str, Any] = {}
     for marker in ("class PositiveOnly", "class ScaleLearningRate"):
@@ -159,7 +159,7 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
     assert float((guide - plain).norm() / by_loop.norm()) > 1e-3
 
 
-def test_the_guides_probe_says_of_long_responses_what_their_share_of_a_linear_step_is(tmp_path: Path) -> None:
+def test_the_guides_probe_equals_the_gradient_share_of_long_responses(tmp_path: Path) -> None:
     """Without clipping SGD's step is linear in the gradient, so removing long responses changes ΔH by −their share."""
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class LongResponsesProbe"), mine)
@@ -191,27 +191,27 @@ def generate() -> Any:
     return module
 
 
-def test_generated_texts_that_are_kept_are_up_to_date(generate: Any) -> None:
+def test_committed_generated_texts_are_up_to_date(generate: Any) -> None:
     """The tutorial as a notebook, and the names of optimizers. If this fails, run `python docs/generate.py`."""
     kept = generate.kept()
     assert {path.name for path in kept} == {"README.md", "limits.md", "attach_to_your_trainer.ipynb"}
     assert [path for path, text in kept.items() if path.read_text(encoding="utf-8") != text] == []
 
 
-def test_a_page_with_a_list_of_optimizers_gets_that_of_the_table(generate: Any) -> None:
+def test_pages_list_the_optimizers_of_the_table(generate: Any) -> None:
     page = generate.with_optimizers("with <!-- optimizers -->\nan old list<!-- end -->, and")
     assert re.fullmatch("with <!-- optimizers -->[^<]*AdamW, Adam[^<]*<!-- end -->, and", page)
     for path in (DOCS.parent / "README.md", DOCS / "reference" / "limits.md"):
         assert path.read_text(encoding="utf-8").count("<!-- optimizers -->") == 1
 
 
-def test_every_setting_says_what_it_is(generate: Any) -> None:
+def test_every_setting_has_a_description(generate: Any) -> None:
     files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
     assert len(files) > 25
     assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
 
 
-def test_parameters_are_described_in_whole_and_table_cells_begin_with_a_capital_unless_with_a_value(
+def test_parameter_tables_have_full_descriptions_and_capitalized_cells(
     generate: Any,
 ) -> None:
     described = generate.parameters("rl_training.hosts.trl.buffer.FilteredBuffer")
@@ -223,7 +223,7 @@ def test_parameters_are_described_in_whole_and_table_cells_begin_with_a_capital_
     assert cells == ["Number of steps", "null: the run's", "core \\| all"]
 
 
-def test_no_sentence_of_the_api_is_taken_for_a_type() -> None:
+def test_no_sentence_in_the_api_docs_is_parsed_as_a_type() -> None:
     """Sphinx takes what stands before a colon for a type, in the first line of Returns and of a property."""
     listed = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     entries = re.findall(r"auto(?:class|function):: ([\w.]+)(?:.*\n +:members:(.*))?", listed)
@@ -243,7 +243,7 @@ def test_no_sentence_of_the_api_is_taken_for_a_type() -> None:
     assert [line for line in first_lines if ":" in re.sub("`[^`]*`", "", line)] == []
 
 
-def test_links_to_files_of_the_repository_lead_somewhere() -> None:
+def test_links_to_repository_files_resolve() -> None:
     """These are links that Sphinx does not check: absolute ones in README.md, and those with repo: in pages."""
     pages = [DOCS.parent / "README.md", *DOCS.glob("**/*.md")]
     link = re.compile(r"(?:rl-training/rl-training/(?:blob/)?main/|\(repo:)([^)#\s]+)")
@@ -253,7 +253,7 @@ def test_links_to_files_of_the_repository_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("page", ["CHANGELOG.md", "CONTRIBUTING.md"])
-def test_links_of_pages_beside_the_readme_lead_to_files_and_headings(page: str) -> None:
+def test_links_between_pages_resolve_to_files_and_headings(page: str) -> None:
     text = (DOCS.parent / page).read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)#?([^)\s]*)\)", text)
     assert links
@@ -263,7 +263,7 @@ def test_links_of_pages_beside_the_readme_lead_to_files_and_headings(page: str) 
         assert not anchor or anchor in anchors, f"{name}#{anchor}"
 
 
-def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formula() -> None:
+def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
     """4 (F + 4) P/N bytes at F = 8, to 5 %. at_size.md counts one vector fewer, but includes slices of entries."""
     adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
@@ -289,7 +289,7 @@ def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formu
             ], page
 
 
-def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
+def test_pages_name_the_python_versions_of_setup_cfg() -> None:
     setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
     versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", setup)
     assert f"python_requires = >={versions[0]}" in setup
@@ -302,7 +302,7 @@ def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
     assert set().union(*texts_by_name.values()) == {f"Python {' or '.join(versions)}"}
 
 
-def test_attach_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:
+def test_training_with_probes_is_bitwise_attach_without_probes(tmp_path: Path) -> None:
     """The README, the tutorial and attach's docstring say so. Compared with TRL alone it differs by rounding."""
     plain: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 1}
     plain |= {"gradient_accumulation_steps": 4}

@@ -17,12 +17,12 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_give_what_they_say(module: str) -> None:
+def test_docstring_examples_give_the_stated_results(module: str) -> None:
     failed, tried = doctest.testmod(importlib.import_module(module))
     assert tried
     assert not failed
 
 
-def test_the_formulas_have_examples() -> None:
+def test_formula_modules_have_docstring_examples() -> None:
     formulas = ("rl_training.statistics.", "rl_training.gradients.", "rl_training.optim.", "rl_training.entropy.")
     assert sum(module.startswith(formulas) for module in MODULES) >= 8

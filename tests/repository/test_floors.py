@@ -98,7 +98,7 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def test_every_module_lies_in_a_layer() -> None:
+def test_every_module_belongs_to_a_layer() -> None:
     assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(BELOW)
     assert {p.stem for p in PACKAGE.glob("*.py")} == TOP
 
@@ -121,7 +121,7 @@ def test_the_layers_have_an_order() -> None:
             assert BELOW[lower] < below, f"what {lower} may import, {layer} may too, and more"
 
 
-def test_a_job_goes_from_its_configuration_over_objects_to_its_run() -> None:
+def test_job_packages_import_only_earlier_stages() -> None:
     order = ["silence", "errors", "configuration", "objects", "run", "commands"]
     for path in (PACKAGE / "job").glob("[!_]*"):
         files = [path] if path.is_file() else path.glob("*.py")
@@ -130,7 +130,7 @@ def test_a_job_goes_from_its_configuration_over_objects_to_its_run() -> None:
         assert {name.split(".")[2] for name in imported} <= {*allowed}, path
 
 
-def test_a_name_that_is_missing_is_said_to_be_missing_from_the_package() -> None:
+def test_an_unknown_attribute_is_reported_as_missing_from_the_package() -> None:
     with pytest.raises(AttributeError, match=r"^module 'rl_training' has no attribute 'MissingProbe'$"):
         _ = rl_training.MissingProbe
 
@@ -143,7 +143,7 @@ def test_probes_do_not_import_one_another() -> None:
         assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
 
 
-def test_probes_make_gradients_and_predictions_through_their_context_alone() -> None:
+def test_probes_get_gradients_and_predictions_only_through_their_context() -> None:
     """From entropy they import formulas on numbers and names, but nothing that computes gradients or communicates."""
     formulas = {
         *("advantage_covariance", "attribution", "fresh_sample", "importance", "per_decision", "previous_policy"),
@@ -156,14 +156,14 @@ def test_probes_make_gradients_and_predictions_through_their_context_alone() -> 
             assert layer != "entropy" or not module or module[0] in formulas, f"{path.name} imports {name}"
 
 
-def test_files_that_a_package_says_to_read_are_there() -> None:
+def test_files_named_in_a_package_docstring_exist() -> None:
     for package in PACKAGE.rglob("__init__.py"):
         docstring = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or ""
         for name in re.findall(r"\b[a-z_]+\.py\b", docstring):
             assert list(package.parent.rglob(name)), f"{package.relative_to(ROOT)} names {name}"
 
 
-def test_folders_of_tests_are_folders_of_the_package() -> None:
+def test_test_folders_mirror_package_folders() -> None:
     """Except for the tests of the repository itself and what tests share."""
     tests = ROOT / "tests"
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"repository"}
@@ -171,14 +171,14 @@ def test_folders_of_tests_are_folders_of_the_package() -> None:
     assert {folder for folder in folders if not (PACKAGE / folder).is_dir()} == set()
 
 
-def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
+def test_the_libraries_of_a_loop_are_imported_only_by_its_host() -> None:
     """These are hosts/trl, and the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
     assert folders == {"rl_training/hosts/trl", "rl_training/job/objects", "rl_training/job/run"}
 
 
-def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
+def test_host_independent_modules_import_neither_trl_nor_transformers() -> None:
     """So can the modules that write and read records. Only pages import jinja2."""
     layers = (*MEASURED, "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
@@ -190,7 +190,7 @@ def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
 
 
 @pytest.mark.parametrize("layer", sorted({*BELOW} - STEP - {"entropy", "engine", "probes"}))
-def test_what_is_refused_is_a_user_error(layer: str) -> None:
+def test_refusals_raise_user_errors(layer: str) -> None:
     """A command shows any other error with a traceback. ValueErrors in lower layers are about misuse of a function."""
     for path in (PACKAGE / layer).rglob("*.py"):
         raised = (node.exc for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Raise))
@@ -210,7 +210,7 @@ def private_members_named_in(path: Path) -> set[str]:
     }
 
 
-def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
+def test_private_library_members_are_used_only_if_listed_in_the_table() -> None:
     table = {*METHODS, *TRAINER_ATTRIBUTES}
     files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
     files = [path for path in files if path.parent.name != "verl"]  # it supports only one minor version of verl

@@ -53,7 +53,7 @@ def cells() -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(tmp_path, monkeypatch) -> None:
+def test_the_notebook_shows_several_runs_and_skips_what_one_did_not_record(tmp_path, monkeypatch) -> None:
     runs = [record(tmp_path / name, probed=name != "bare") for name in ("first", "second", "bare")]
     numbers = {"reward": Estimate(0.5, 0.1, 64), "kl/token": Estimate(0.1, 0.01, 64)}
     write_step(runs[0] / "evaluations" / "sums", 4, {}, numbers, [])

@@ -35,7 +35,7 @@ def effect_of_step(real_truth: Any, sample: Any, kept: Tensor) -> float:
     return real_truth.reward_under(sample, "0", "1", kept) - real_truth.reward_under(sample, "0", "0", kept)
 
 
-def test_the_change_by_a_step_is_that_of_a_policy_whose_responses_can_be_listed(
+def test_the_change_by_a_step_equals_that_of_an_enumerable_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -14,7 +14,7 @@ OTHERS = {"six.py": "six", "dateutil/__init__.py": "dateutil", "random.py": "ran
 
 
 @pytest.mark.parametrize("file", OTHERS)
-def test_a_script_beside_a_file_that_shadows_a_package_ends_in_a_line_that_names_it(tmp_path: Path, file: str) -> None:
+def test_a_file_that_shadows_a_package_is_named_in_the_error_line(tmp_path: Path, file: str) -> None:
     shadow = tmp_path / file
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("# mine\n", encoding="utf-8")
@@ -27,7 +27,9 @@ def test_a_script_beside_a_file_that_shadows_a_package_ends_in_a_line_that_names
     assert ended.stderr.strip().splitlines()[-1].endswith(said), ended.stderr
 
 
-def test_an_error_of_a_file_of_ones_own_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_raised_in_a_users_file_is_not_shadowing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "of_mine.py").write_text("raise ImportError('no six in of_mine')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError) as caught:
@@ -35,14 +37,14 @@ def test_an_error_of_a_file_of_ones_own_is_its_own(tmp_path: Path, monkeypatch: 
     assert explain_shadowing(caught.value) == ""
 
 
-def test_an_error_that_was_raised_again_while_its_own_consequence_was_handled_is_read_once() -> None:
+def test_a_circular_exception_chain_is_followed_once() -> None:
     cause, consequence = KeyError("six"), ValueError("of six")
     consequence.__cause__ = cause
     cause.__context__ = consequence
     assert explain_shadowing(cause) == ""
 
 
-def test_an_error_that_is_raised_in_an_installed_package_that_lies_there_itself_is_its_own(
+def test_an_error_in_a_package_from_that_path_itself_is_not_shadowing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For example our package in its own checkout, which is on the path twice."""

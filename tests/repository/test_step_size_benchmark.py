@@ -26,7 +26,7 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_regret_and_worst_start_rate_are_against_the_best_fixed_rate_in_the_mean_over_seeds(
+def test_regret_is_against_the_best_fixed_rate_in_the_mean_over_seeds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -40,7 +40,7 @@ def test_regret_and_worst_start_rate_are_against_the_best_fixed_rate_in_the_mean
     assert rows[1] == "sums | 4 | 0.500 | 0.900 (0.001) | 0.680 | 0.460 | 1 | 0.880 | 0.860 | 0 | 0.020 | 0.040"
 
 
-def test_the_bar_wants_near_worst_rates_a_small_mean_regret_and_no_collapse(
+def test_the_criterion_needs_near_worst_rates_small_regret_and_no_collapse(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

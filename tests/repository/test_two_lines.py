@@ -19,7 +19,7 @@ def code_cells() -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_runs_and_its_cell_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_and_its_cell_can_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     display = ModuleType("IPython.display")  # installed with notebooks, not for the tests
     display.IFrame = lambda page, **size: Path(page).read_bytes()  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def test_the_notebook_runs_and_its_cell_runs_twice(tmp_path: Path, monkeypatch: 
     assert f'<iframe srcdoc="{html.escape(page)}"' in names["attached"]._repr_html_()
 
 
-def test_the_notebook_is_stored_as_it_was_executed() -> None:
+def test_the_notebook_is_stored_with_the_outputs_of_its_run() -> None:
     numbers = [cell["execution_count"] for cell in code_cells()]
     assert numbers == [1, 2, 3, 4]
     assert not any(output["output_type"] == "error" for cell in code_cells() for output in cell["outputs"])

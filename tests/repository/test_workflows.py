@@ -19,14 +19,14 @@ def workflow(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_every_action_is_pinned_to_a_commit_with_its_version_beside_it(path: Path) -> None:
+def test_every_action_is_pinned_to_a_commit_with_a_version_comment(path: Path) -> None:
     used = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if "uses:" in line]
     assert used
     for line in used:
         assert re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
 
 
-def test_an_action_has_one_version_in_all_workflows() -> None:
+def test_each_action_has_one_version_in_all_workflows() -> None:
     versions: dict[str, set[str]] = {}
     for path in WORKFLOWS:
         for action, version in re.findall(r"uses: ([\w./-]+)@(.*)", path.read_text(encoding="utf-8")):
@@ -35,7 +35,7 @@ def test_an_action_has_one_version_in_all_workflows() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_may_read_the_repository_and_only_publishing_may_more(path: Path) -> None:
+def test_workflows_have_read_permission_and_only_publishing_has_more(path: Path) -> None:
     content = workflow(path)
     assert content["permissions"] in ({}, {"contents": "read"})
     more = {name: job["permissions"] for name, job in content["jobs"].items() if "permissions" in job}
@@ -46,7 +46,7 @@ def test_a_workflow_may_read_the_repository_and_only_publishing_may_more(path: P
                 assert step["with"]["persist-credentials"] is False
 
 
-def test_no_package_can_come_from_an_index_beside_pypi() -> None:
+def test_no_package_is_installed_from_an_index_other_than_pypi() -> None:
     documents = [*WORKFLOWS, ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("constraints*.txt")]
     asking = [
         path.name for path in documents if re.search("extra.index", path.read_text(encoding="utf-8"), re.IGNORECASE)

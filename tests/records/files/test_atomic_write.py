@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_training.records.files.atomic_write import write_atomically
 
 
-def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) -> None:
+def test_a_planted_link_cannot_redirect_a_write(tmp_path: Path) -> None:
     """Links at the page's own path, and at a temporary name that could be guessed."""
     letter = tmp_path / "letter"
     letter.write_text("mine")
@@ -22,7 +22,7 @@ def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) ->
     assert page.read_bytes() == b"a page"
 
 
-def test_two_that_write_the_same_file_do_not_mix(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
     page, failed = tmp_path / "report.html", []
 
     def write(letter: bytes) -> None:

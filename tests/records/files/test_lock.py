@@ -18,7 +18,7 @@ from rl_training.evaluation.workers import run_in_process
 from rl_training.records.files.lock import LOCK, locked
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = pytest.raises(
         UserError, match=r"file/evaluations/\.lock cannot be written \(Not a directory\): give output=FOLDER"
@@ -27,7 +27,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: 
         pass
 
 
-def test_the_second_one_is_told_who_the_first_is_and_a_killed_one_locks_nothing(tmp_path: Path) -> None:
+def test_a_second_locker_is_told_who_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:
     other = pytest.raises(ValueError, match=f"written to by process {os.getpid()} on {os.uname().nodename} since ")
     with locked(tmp_path, ""), other, locked(tmp_path, ""):
         pass
@@ -36,7 +36,7 @@ def test_the_second_one_is_told_who_the_first_is_and_a_killed_one_locks_nothing(
         assert f"process {os.getpid()} on" in (tmp_path / LOCK).read_text(encoding="utf-8")
 
 
-def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -> None:
+def test_a_fork_that_outlives_the_locker_does_not_hold_the_lock(tmp_path: Path) -> None:
     """For example a data loader's worker, which inherits all open files."""
     (started, says_started), (may_end, says_may_end) = os.pipe(), os.pipe()
     with locked(tmp_path, ""):
@@ -54,7 +54,7 @@ def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -
         os.close(end)
 
 
-def test_a_fork_that_leaves_the_context_closes_no_file_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_that_leaves_the_lock_context_closes_no_other_file(tmp_path: Path) -> None:
     """Its next file gets the descriptor number that the lock's had."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(tmp_path, ""))
@@ -70,7 +70,7 @@ def test_a_fork_that_leaves_the_context_closes_no_file_of_its_own(tmp_path: Path
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
 
 
-def test_where_there_are_no_locks_it_goes_on_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:
+def test_a_file_system_without_locks_is_reported_once_and_tolerated(tmp_path, monkeypatch, caplog) -> None:
     def refuse(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -81,7 +81,7 @@ def test_where_there_are_no_locks_it_goes_on_and_says_so_once(tmp_path, monkeypa
     assert said.startswith(f"{tmp_path} lies on a file system without locks (No locks available)")
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("kept", encoding="utf-8")
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=LOCK), locked(tmp_path, ""):

@@ -19,7 +19,9 @@ from rl_training.records.checkpoints import find_flaw
 from rl_training.records.files.pickles import OF_DEEPSPEED, STAGE, load_tensors
 
 
-def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_tensors_numbers_and_deepspeed_objects_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pickles may name DeepSpeed's three classes and its enumeration; none of them is instantiated or imported."""
     objects = {}
     for name in (*OF_DEEPSPEED, STAGE):
@@ -44,7 +46,7 @@ def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("inside", [dict, list, torch.Size])
-def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
+def test_no_code_in_a_shard_is_run(tmp_path: Path, inside: type) -> None:
     """Neither an analysis nor DeepSpeed itself, which would build everything it names, loads it: it is refused."""
     canary, shard = tmp_path / "canary", tmp_path / "global_step1" / "rank_0_optim_states.pt"
     shard.parent.mkdir()
@@ -64,7 +66,7 @@ def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_checkpoint_with_a_file_that_would_run_code_says_which_it_is(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_file_that_would_run_code_is_named(tmp_path: Path, name: str) -> None:
     run = foreign_run(tmp_path)
     checkpoint = run / "training_state" / "checkpoint-1"
     torch.save({"numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}, checkpoint / "rng_state.pth")
@@ -75,7 +77,7 @@ def test_a_checkpoint_with_a_file_that_would_run_code_says_which_it_is(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "..", "", "a/b", "a" * 2**21])
-def test_shards_lie_in_the_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_shard_folder_outside_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "latest").write_text(name)

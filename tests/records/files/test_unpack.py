@@ -51,9 +51,7 @@ def test_damage_before_the_last_member_is_an_error_and_a_resume_rewrites_nothing
     assert path.read_bytes() == damaged
 
 
-def test_wherever_a_kill_cuts_all_members_before_are_read_and_the_cut_is_said(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_cut_at_any_byte_is_read_up_to_there_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, rows = path.read_bytes(), rows_of(path)
     starts = [*member_starts(whole), len(whole)]
     for cut in sorted({*range(0, len(whole), 7), *starts, *(start + 1 for start in starts[:-1])}):
@@ -66,7 +64,7 @@ def test_wherever_a_kill_cuts_all_members_before_are_read_and_the_cut_is_said(
         assert len(caplog.records) == (cut not in starts), cut
 
 
-def test_no_changed_byte_loses_a_row_without_a_word(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_changed_byte_loses_a_row_silently(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole, rows = path.read_bytes(), rows_of(path)
     last = member_starts(whole)[-1]
     num_errors = 0
@@ -94,7 +92,7 @@ def test_a_resumed_run_keeps_a_member_for_each_step(path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("name", [ROLLOUTS_FILE, METRICS_FILE])
-def test_a_line_of_300_megabytes_is_refused_at_a_few(tmp_path: Path, name: str) -> None:
+def test_a_line_of_300_megabytes_is_refused_after_a_few(tmp_path: Path, name: str) -> None:
     ten = b"x" * 10_000_000
     packed = name.endswith(".gz")
     lines = [json.dumps({"step": step, "reward": 1.0}).encode() + b"\n" for step in (1, 2)]
@@ -109,7 +107,7 @@ def test_a_line_of_300_megabytes_is_refused_at_a_few(tmp_path: Path, name: str) 
     assert peak < 5 * MOST_LINE_BYTES
 
 
-def test_lines_are_those_of_a_plain_reader_without_the_unfinished_one(tmp_path: Path) -> None:
+def test_whole_lines_equal_those_of_a_plain_reader_without_an_unfinished_one(tmp_path: Path) -> None:
     rng = random.Random(0)
     text = "".join(rng.choice(["é", "\r", "\n", "\n\n", "b" * 1000, "\u2028"]) for _ in range(5000)).encode()
     for name, content in (("a.jsonl", text), ("a.jsonl.gz", gzip.compress(text[:999]) + gzip.compress(text[999:]))):
@@ -119,7 +117,7 @@ def test_lines_are_those_of_a_plain_reader_without_the_unfinished_one(tmp_path: 
     assert list(whole_lines(tmp_path / "empty.jsonl.gz")) == []
 
 
-def test_a_log_that_unpacks_without_end_or_is_cut_is_refused(tmp_path: Path) -> None:
+def test_a_decompression_bomb_or_truncated_log_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(b"".join(gzip.compress(b" " * 10**6) for _ in range(3))[:-9])
     with pytest.raises(ValueError, match="is not a log of a checkpoint analysis"):
@@ -131,7 +129,9 @@ def test_a_log_that_unpacks_without_end_or_is_cut_is_refused(tmp_path: Path) -> 
         read_probe_log(tmp_path / "none.json.gz")
 
 
-def test_a_log_of_more_than_its_bound_says_how_to_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_larger_than_its_limit_is_refused_with_the_way_to_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rl_training.records.files.unpack.MOST_BYTES", 1 << 20)
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(gzip.compress(b" " * (1 << 21)))

@@ -23,7 +23,7 @@ def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[fl
 
 @pytest.mark.parametrize("width", [PHONE, 440.0])
 @pytest.mark.parametrize("spread", [0.0, 0.02, 1.0])
-def test_no_two_labels_overlap_and_none_leaves_the_chart(width: float, spread: float) -> None:
+def test_labels_neither_overlap_nor_leave_the_chart(width: float, spread: float) -> None:
     """Ten points at the bottom, like small effects next to a large one: at the same place, close, or far apart."""
     generator = np.random.default_rng(0)
     for _ in range(20):
@@ -36,5 +36,5 @@ def test_no_two_labels_overlap_and_none_leaves_the_chart(width: float, spread: f
         assert all(0.0 <= middle <= HEIGHT for _, _, middle in drawn)
 
 
-def test_a_label_that_is_alone_stays_beside_its_point() -> None:
+def test_a_label_without_neighbours_stays_beside_its_point() -> None:
     assert drops({"psr": (0.2, 0.1), "lr": (0.8, 0.9)}, HEIGHT) == {"psr": 0.0, "lr": 0.0}

@@ -42,7 +42,7 @@ def summary(folder: Path) -> dict[str, tuple[str, str]]:
     return {row.label: (row.value, row.note) for row in summarize(read_run(folder))}
 
 
-def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
+def test_the_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
     """Reuse is −1, −2, −4, −8 at steps 1 to 4. Batch 1 comes before any update, batch 2 after step 1 (−1), batch 3
     after steps 1 and 2 (−3), batch 4 after steps 1 to 3 (−7). No batch comes after step 4 (−8)."""
     naive = naive_sums(read_run(record_run(tmp_path, range(1, 5))))
@@ -51,7 +51,7 @@ def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path)
     assert summary(tmp_path)["naive / measured"][0] == "2.33"  # −7 / −3
 
 
-def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> None:
+def test_the_naive_curve_starts_where_the_other_sums_start(tmp_path: Path) -> None:
     """Step 1 could not be measured, and at step 4 the probe started over, so sums are 0 at steps 2 and 4."""
     record_run(tmp_path, [1], reason="off-policy")
     record_run(tmp_path, [2, 3])
@@ -60,7 +60,7 @@ def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> No
     assert naive["value"].to_dict() == {2: 0, 3: -2, 4: 0, 5: -8}
 
 
-def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(tmp_path: Path) -> None:
+def test_a_branch_has_no_naive_curve_beside_sums_from_its_original_run(tmp_path: Path) -> None:
     """Its sums continue from −20 at step 21. Its own two products are only a tenth of the sums next to them."""
     records = Records(tmp_path / "logs")
     for step in (21, 22, 23):
@@ -77,14 +77,14 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
     assert "to step 23 from the first step of the run that this one continues" in told["measured ΔH"][1]
 
 
-def test_naive_curve_with_a_gap_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
+def test_the_naive_curve_is_nan_after_a_gap_and_names_the_step(tmp_path: Path) -> None:
     naive = naive_sums(read_run(record_run(tmp_path, [1, 2, 5, 6])))
     assert naive["value"].loc[[1, 2]].tolist() == [0, -1]
     assert naive["value"].loc[[5, 6]].isna().all()
     assert naive["reason"].loc[[5, 6]].str.contains("step 4 was not measured").all()
 
 
-def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
+def test_the_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
     run = read_run(record_run(tmp_path, range(1, 4)))
     predicted = run.finite_rows("delta_h/cumulative_predicted")
     for end, sign in (("low", -1), ("high", 1)):
@@ -95,18 +95,18 @@ def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) 
     assert summary(tmp_path)["predicted / measured"][0] == "1.00"
 
 
-def test_backward_stands_at_the_step_it_speaks_about(tmp_path: Path) -> None:
+def test_backward_is_drawn_at_the_step_it_is_about(tmp_path: Path) -> None:
     (drawn,) = (chart for chart in draw_figures(read_run(record_run(tmp_path, range(1, 4)))) if chart.name == "delta_h")
     assert [[round(step) for step in series.x] for series in drawn.series] == [[1, 2, 3], [1, 2]]  # forward, backward
 
 
-def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: Path) -> None:
+def test_first_and_last_values_are_means_over_the_steps_named_in_the_note(tmp_path: Path) -> None:
     """The reward is 0.1 times the step, so its mean is 0.3 over steps 1–5 and 1.0 over steps 8–12."""
     record_run(tmp_path, range(1, 13))
     assert summary(tmp_path)["reward"] == ("0.300 → 1.000", "means over steps 1–5 and 8–12")
 
 
-def test_probe_cost_is_the_mean_over_all_steps_beside_that_of_the_dearest(tmp_path: Path) -> None:
+def test_the_probe_cost_is_a_mean_over_all_steps_beside_the_most_expensive_one(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step, cost in ((1, {"probe_cost/fraction_of_step": 0.71}), (2, {}), (3, {"probe_cost/fraction_of_step": 0.13})):
         records.write_metrics(step, {"reward": 0.5, **cost})
@@ -116,7 +116,7 @@ def test_probe_cost_is_the_mean_over_all_steps_beside_that_of_the_dearest(tmp_pa
 
 
 @pytest.mark.parametrize("last", ["logged", "measured", "saved"])
-def test_steps_are_all_that_were_taken_though_not_all_are_logged(tmp_path: Path, last: str) -> None:
+def test_the_number_of_steps_includes_steps_that_were_not_logged(tmp_path: Path, last: str) -> None:
     folder = record_run(tmp_path, range(1, 11))
     if last == "measured":
         Records(folder / "logs").write_estimates(12, 1, "gns", {"gns/trace": Estimate(1.0)})
@@ -125,7 +125,7 @@ def test_steps_are_all_that_were_taken_though_not_all_are_logged(tmp_path: Path,
     assert summary(folder)["steps"] == (("10", "") if last == "logged" else ("12", "10 of them logged"))
 
 
-def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Path) -> None:
+def test_a_measured_change_within_its_error_of_zero_gives_no_ratio(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     sums = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
     records.write_estimates(2, 1, "simple", {name: Estimate(-0.2, 0.1, 8) for name in sums})  # ± 0.24
@@ -147,7 +147,7 @@ def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Pa
         (math.inf, math.inf, "unbounded", "larger batches still save steps"),
     ],
 )
-def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(
+def test_the_advice_on_the_batch_size_follows_the_noise_scale_interval(
     tmp_path: Path, low: float, high: float, value: str, words: str
 ) -> None:
     text, note = summary(record_noise_scale(tmp_path, low, high))["noise scale"]
@@ -156,7 +156,7 @@ def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(
 
 
 @pytest.mark.parametrize("high", [400.0, math.inf])
-def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Path, high: float) -> None:
+def test_a_noise_scale_with_an_unbounded_interval_is_drawn(tmp_path: Path, high: float) -> None:
     drawn = _noise_scale(read_run(record_noise_scale(tmp_path, 100.0, high)))
     scale, batch = drawn.series
     top = 1.5 * max(*scale.y, *batch.y)
@@ -164,7 +164,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
     assert pictures([drawn], "png")["noise_scale.png"].startswith(b"\x89PNG")
 
 
-def test_no_axis_goes_to_a_negative_entropy_or_number_of_sequences() -> None:
+def test_axes_of_entropy_and_counts_do_not_go_below_zero() -> None:
     """Entropy starts at .225 and the naive sum reaches −.5, below zero entropy. Sizes fall from 100 to 20."""
     falls, sizes = (Series("one", BLUE, [1, 2, 3], values) for values in ([0.0, -0.2, -0.5], [100.0, 20.0, 30.0]))
     drawn = pictures([draw("entropy", [falls], start=0.225), draw("ess", [sizes])], "svg")
@@ -203,7 +203,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(record_run(folder, range(1, 13)), pictures="png")
 
 
-def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(page, capsys, monkeypatch) -> None:
+def test_the_report_has_a_page_pictures_and_the_printed_numbers(page, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = page.parents[1]
     assert page == folder / "report" / "report.html"
@@ -233,7 +233,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_page_fetches_nothing(page: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere(page: Path) -> None:
     html = re.sub(r"<script>.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert not any(word in html for word in ("http://", "https://", "url(", "@import"))
     tags = Page(html).tags
@@ -243,7 +243,7 @@ def test_page_fetches_nothing(page: Path) -> None:
     assert page.stat().st_size < 1.5e6
 
 
-def test_page_runs_its_scripts_and_no_other_which_the_browser_knows_by_their_hashes(page: Path) -> None:
+def test_the_page_allows_only_its_own_scripts_by_their_hashes(page: Path) -> None:
     html = page.read_text(encoding="utf-8")
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     assert len(scripts) == 2
@@ -253,12 +253,12 @@ def test_page_runs_its_scripts_and_no_other_which_the_browser_knows_by_their_has
     assert f"script-src 'unsafe-eval' {hashes}" in str(policy)
 
 
-def test_drawing_leaves_no_threads_that_a_fork_of_this_process_would_wait_for(page: Path) -> None:
+def test_drawing_leaves_no_threads_that_would_block_a_fork(page: Path) -> None:
     assert {path.name for path in page.parent.glob("*.png")} == {"reward.png", "entropy.png", "delta_h.png"}
     assert "vl_convert" not in sys.modules
 
 
-def test_a_report_waits_for_no_torch() -> None:
+def test_a_report_does_not_import_torch() -> None:
     """Importing torch alone takes longer than the page."""
     program = "import sys, rl_training.records.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -274,12 +274,12 @@ def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
     assert page_text.count("<h2") + page_text.count("<summary") == len(links)
 
 
-def test_cells_fill_their_frame() -> None:
+def test_heatmap_cells_fill_their_frame() -> None:
     chart = heatmap("layers", pd.DataFrame([[1.0, -1.0]], index=["0"], columns=[3, 5]), 1.0)
     assert chart.spec["encoding"]["x"]["scale"]["domain"] == [2.0, 6.0]
 
 
-def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_band(page: Path) -> None:
+def test_the_tooltip_of_a_point_has_its_curve_step_and_band(page: Path) -> None:
     run = read_run(page.parents[1])
     (drawn,) = [series for series in draw_figures(run) if series.name == "delta_h"]
     forward = run.estimates("delta_h/forward")[2]
@@ -296,7 +296,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     assert "datum.low" in said["at_y"]
 
 
-def test_what_records_and_config_say_is_shown_and_never_obeyed(tmp_path, capsys, monkeypatch) -> None:
+def test_hostile_text_in_records_and_config_is_shown_and_never_executed(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "<i>run [red]"
     Records(record_run(folder, [1, 2], reason=HOSTILE) / "logs").write_metrics(3, {"reward": HOSTILE, HOSTILE: 1})
@@ -312,7 +312,7 @@ def test_what_records_and_config_say_is_shown_and_never_obeyed(tmp_path, capsys,
     assert HOSTILE in printed
 
 
-def test_without_a_probe_the_report_has_reward_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
+def test_without_probes_the_report_has_the_reward_and_says_nothing_was_measured(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in (1, 2):
         records.write_metrics(step, {"reward": 0.5 * step, "entropy": 0.4})
@@ -334,7 +334,7 @@ def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
     assert "one measured step: there is no later batch" in text
 
 
-def test_with_gaps_the_measured_change_stands_and_the_sums_say_why_they_do_not(tmp_path: Path) -> None:
+def test_with_gaps_the_measured_change_is_kept_and_sums_have_a_reason(tmp_path: Path) -> None:
     text = Page(write_report(record_run(tmp_path, [1, 6, 11], hole="needs every=1")).read_text(encoding="utf-8")).text
     rows = summary(tmp_path)
     assert rows["measured ΔH"][0] == "-2.00 ± 0.47"
@@ -345,7 +345,7 @@ def test_with_gaps_the_measured_change_stands_and_the_sums_say_why_they_do_not(t
     assert "Missing: backward – needs every=1" in text
 
 
-def test_when_everything_is_nan_every_row_says_why(tmp_path: Path) -> None:
+def test_where_everything_is_nan_every_row_has_a_reason(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in (1, 2):
         records.write_metrics(step, {"reward": math.nan, "entropy": math.inf})
@@ -358,7 +358,7 @@ def test_when_everything_is_nan_every_row_says_why(tmp_path: Path) -> None:
     assert rows["change of entropy"][1] == "the optimizer is unknown"
 
 
-def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) -> None:
+def test_long_runs_are_drawn_without_infinite_values(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in range(1, 202):
         value = -math.inf if step == 201 else -0.1
@@ -371,13 +371,13 @@ def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) ->
     assert ending_reason(run.rows("delta_h/forward")) == "from step 201 on: not a finite number"
 
 
-def test_a_line_that_a_kill_left_unfinished_is_no_step(tmp_path: Path) -> None:
+def test_a_line_left_unfinished_by_a_kill_is_not_a_step(tmp_path: Path) -> None:
     with open(record_run(tmp_path, [1, 2]) / "logs" / METRICS_FILE, "a", encoding="utf-8") as file:
         file.write('{"step": 3, "rew')
     assert summary(tmp_path)["steps"][0] == "2"
 
 
-def test_same_records_give_the_same_page_to_the_byte(page: Path) -> None:
+def test_the_same_records_give_the_same_page_byte_for_byte(page: Path) -> None:
     before = page.read_bytes()
     assert write_report(page.parents[1]).read_bytes() == before
 
@@ -385,7 +385,7 @@ def test_same_records_give_the_same_page_to_the_byte(page: Path) -> None:
 @pytest.mark.parametrize(
     "content", [None, "", '{"step": 1, "rew', "not json\n"], ids=["no file", "empty", "unfinished line", "damaged"]
 )
-def test_command_line_without_records_names_the_file(tmp_path, capsys, content: str | None) -> None:
+def test_the_command_names_the_missing_records_file(tmp_path, capsys, content: str | None) -> None:
     if content is not None:
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / METRICS_FILE).write_text(content)
@@ -403,7 +403,7 @@ def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_command_line_writes_the_report_alone_and_prints_the_table(tmp_path, capsys) -> None:
+def test_the_command_writes_only_the_report_and_prints_the_table(tmp_path, capsys) -> None:
     main([str(record_run(tmp_path, range(1, 4)))])
     printed = capsys.readouterr().out
     assert "-2.00 ± 0.47" in printed
@@ -411,7 +411,7 @@ def test_command_line_writes_the_report_alone_and_prints_the_table(tmp_path, cap
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]
 
 
-def test_pictures_are_drawn_where_they_are_asked_for_those_of_interventions_too(tmp_path: Path) -> None:
+def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, range(1, 4)) / "logs")
     mean = Estimate(0.1, 0.01, 8, detail={"measured_steps": 1})
     effect = {f"intervention/kl/mean_{name}": mean for name in ("delta_h", "delta_reward")}
@@ -424,7 +424,7 @@ def test_pictures_are_drawn_where_they_are_asked_for_those_of_interventions_too(
         write_report(tmp_path, pictures="pdf")
 
 
-def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_stays(tmp_path, monkeypatch) -> None:
+def test_watching_redraws_the_page_and_leaves_a_final_one(tmp_path, monkeypatch) -> None:
     folder, seen = record_run(tmp_path, range(1, 4)), []
 
     def trains_on(seconds: float) -> None:
@@ -441,7 +441,7 @@ def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_st
     assert 'http-equiv="refresh"' not in page_text
 
 
-def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_evaluated(tmp_path: Path) -> None:
+def test_held_out_rewards_of_both_kinds_of_evaluation_are_in_summary_and_picture(tmp_path: Path) -> None:
     """During training at steps 2 and 4, and for the checkpoint of step 4, whose error has 15 degrees of freedom."""
     folder = record_run(tmp_path, range(1, 5))
     without = _reward(read_run(folder))
@@ -471,7 +471,7 @@ def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> N
     assert any("8 steps are needed" in line for line in missing["noise_scale"])
 
 
-def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
+def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "run", range(1, 11))
     home = folder / "evaluations" / "<b>held out"
     for step, reward in ((5, 0.25), (10, 0.75)):
@@ -486,7 +486,7 @@ def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(
     assert first < second
 
 
-def test_a_report_opens_with_the_verdict_what_to_change_and_whether_predictions_hold(tmp_path, capsys) -> None:
+def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_path, capsys) -> None:
     """Entropy falls from 5 by 1 per step, and forward is −0.9 at each. Four steps of reward are too few for a line."""
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
     assert first.headline == "Whether entropy is being spent on reward or lost cannot be told yet"
@@ -501,14 +501,14 @@ def test_a_report_opens_with_the_verdict_what_to_change_and_whether_predictions_
         assert first.advice in shown
 
 
-def test_the_level_of_entropy_and_its_change_are_of_the_same_steps(tmp_path: Path) -> None:
+def test_the_entropy_level_and_its_change_are_over_the_same_steps(tmp_path: Path) -> None:
     """The level is 5 at step 1 and 2 at step 4, each ± 0.1 T_7. Only their difference is the change of −3."""
     rows = summary(record_run(tmp_path, range(1, 5)))
     assert rows["token entropy"] == ("5.00 ± 0.24 → 2.00 ± 0.24", "nats per token, steps 1 and 4; ± 95 %")
     assert rows["measured ΔH"] == ("-3.00 ± 0.47", "nats per token, from step 1 to step 4; ± 95 %")
 
 
-def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) -> None:
+def test_an_entropy_change_over_a_gap_is_not_drawn_as_one_step(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in (1, 2, 3, 4, 8):
         records.write_metrics(step, {"reward": 0.5})
@@ -526,7 +526,7 @@ def test_the_report_warns_where_prediction_and_measurement_are_further_apart_tha
     assert opening(read_run(tmp_path)).further[-1].startswith("Do not trust the predictions here")
 
 
-def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_where_the_run_comes_from(
+def test_the_report_has_the_calibration_and_the_origin_of_the_run(
     tmp_path: Path,
 ) -> None:
     records = Records(record_run(tmp_path, range(1, 5)) / "logs")
@@ -537,7 +537,7 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     assert "abc123" in page.text.split("Where this comes from")[-1]
 
 
-def test_whatever_signs_a_reason_has_it_stays_one_cell_on_one_line(tmp_path: Path) -> None:
+def test_a_reason_with_special_characters_stays_one_table_cell(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     records.write_metrics(1, {"reward": 0.5})
     why = "no ¦ scale ¶ here\n  {{ 1 }}"
@@ -545,7 +545,7 @@ def test_whatever_signs_a_reason_has_it_stays_one_cell_on_one_line(tmp_path: Pat
     assert summary(tmp_path)["noise scale"] == (MISSING, "no ¦ scale ¶ here {{ 1 }}")
 
 
-def test_slope_and_coverage_are_of_the_recorded_pairs_and_from_eight_on(tmp_path: Path) -> None:
+def test_calibration_slope_and_coverage_need_eight_recorded_pairs(tmp_path: Path) -> None:
     """Truths are half of the predictions 1 … 9, which have error 1: slope Σ ½p² / Σ (p² − 1) = 142.5 / 276.
 
     Of the 9 differences ½p, those of 1 … 4 are within q √(1 + 0.1²) = 2.37. Step 10 has no truth, 11 no prediction.
@@ -579,7 +579,7 @@ def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_p
     assert "Missing: error bars of momentum, steps 2–3 – too few folds" in text
 
 
-def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_path, capsys) -> None:
+def test_page_and_terminal_show_the_measured_and_predicted_effect_of_a_step(tmp_path, capsys) -> None:
     """Two steps are measured together, −.004 ± .0002 nats. The mean of ten has error .0001 √10 / 10 per step."""
     records = Records(tmp_path / "logs")
     for step in range(1, 11):
@@ -602,7 +602,7 @@ def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_
 @pytest.mark.parametrize(
     ("kl", "words"), [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")]
 )
-def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, kl: float, words: str) -> None:
+def test_the_sampler_kl_gives_the_longest_usable_response(tmp_path: Path, kl: float, words: str) -> None:
     """ESS/N ≈ exp(−2 KL T) reaches one half at KL·T = .35."""
     records = Records(record_run(tmp_path, [1]) / "logs")
     told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, "below 1: top-p")}
@@ -612,7 +612,7 @@ def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, k
     assert ("The mean ratio is 0.9000 ± 0.0071, and not 1: top-p." in text) is (kl > 0)
 
 
-def test_what_rounding_makes_is_not_written_as_a_result() -> None:
+def test_values_at_rounding_level_are_shown_as_zero() -> None:
     """For example the KL of a step that moved nothing, which its error bar would call significant."""
     noise = Estimate(9.3e-9, stderr=1.7e-9, num_samples=8)
     assert format_estimate(noise, signed=True) == "0, to within 1e-6"

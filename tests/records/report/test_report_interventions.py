@@ -77,7 +77,7 @@ def told(folder: Path) -> Section:
     return section
 
 
-def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_more_steps(tmp_path: Path) -> None:
+def test_the_sentences_name_the_fall_what_halves_it_and_insignificant_effects(tmp_path: Path) -> None:
     fall, halving, keeping, spending, untold, caveat = told(record(tmp_path / "run")).sentences
     half = T_7 * 0.1
     assert fall == (
@@ -106,7 +106,7 @@ def settings_of(line: str) -> dict[str, object]:
     return {word.key_or_group: word.value() for word in words}
 
 
-def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_and_one_without(tmp_path: Path) -> None:
+def test_the_commands_branch_with_the_cheapest_interventions_and_once_without(tmp_path: Path) -> None:
     run = record(tmp_path / "my runs" / "run", intervention="psr")  # this run already trains with an intervention
     *trainings, compare = told(run).commands
     shared = {"branch": str(run / "training_state" / "checkpoint-100"), "additional_steps": 40}
@@ -120,14 +120,14 @@ def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_an
     assert shlex.split(compare) == ["rl-training", "report", *folders]
 
 
-def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
+def test_the_table_has_one_step_and_kept_effects_and_reasons_for_missing_strengths(tmp_path: Path) -> None:
     rows = {row[0]: row for row in told(record(tmp_path / "run")).table}
     assert rows["bonus:0.02"][1:5] == ["0.031", "5.0 (4.0 … 6.0)", "+0.200 ± 0.024", "+2.00 ± 0.24"]  # with t = 2.36
     assert rows["lr"][4] == "+1.00 ± 0.24"
     assert (rows["psr"][1], rows["psr"][7]) == ("–", "it has no strength")
 
 
-def test_what_spends_entropy_does_not_lead_however_cheap_it_is(tmp_path: Path) -> None:
+def test_an_intervention_that_spends_entropy_is_never_ranked_first(tmp_path: Path) -> None:
     spends = estimates(-1e-3, 1e-4, -9.0, NONE)
     rows = told(record(tmp_path / "run", which={"spender": spends, **MEASURED})).table[1:]
     assert [row[0] for row in rows[:3]] == ["softer:0.5", "lr", "bonus:0.02"]
@@ -139,9 +139,7 @@ def test_what_spends_entropy_does_not_lead_however_cheap_it_is(tmp_path: Path) -
     [(-2e-4, None), (2e-3, None), (-2e-3, Estimate(-5e-5, 1e-4, 8)), (-2e-3, Estimate(2e-3, 1e-4, 8))],
     ids=["within noise", "a rise", "within noise by now", "a rise by now"],
 )
-def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
-    tmp_path: Path, fall: float, now: Estimate | None
-) -> None:
+def test_where_entropy_does_not_fall_now_nothing_is_advised(tmp_path: Path, fall: float, now: Estimate | None) -> None:
     section = told(record(tmp_path / "run", fall=fall, now=now))
     assert "there is nothing to halve" in section.sentences[0]
     assert not any("would halve" in sentence for sentence in section.sentences)
@@ -150,14 +148,14 @@ def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
     assert (row[1], row[7]) == ("–", "entropy does not fall significantly now")
 
 
-def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp_path: Path) -> None:
+def test_equal_strengths_of_one_intervention_give_one_command(tmp_path: Path) -> None:
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     section = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
     assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in section.sentences[1]
     assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["bonus:0.11"]]
 
 
-def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
+def test_the_summary_names_the_useful_interventions(tmp_path: Path) -> None:
     rows = {row.label: row for row in summarize(read_run(record(tmp_path / "run")))}
     assert rows["interventions"].value == "lr 0.5, bonus 0.031"
     nothing = {
@@ -166,7 +164,7 @@ def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
     assert nothing["interventions"].value == "none"
 
 
-def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> None:
+def test_each_interval_in_the_plane_is_drawn_along_its_own_axis(tmp_path: Path) -> None:
     reward, entropy = Estimate(2e-3, 1e-3, 8), Estimate(1e-3, 1e-4, 8)
     drawn = plane([Effect("psr", entropy, reward, NONE, NONE, NONE, NONE, 1)])
     (cross,) = (series for series in drawn.series if series.label == "psr")
@@ -174,14 +172,14 @@ def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> N
     assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])
 
 
-def test_an_interval_without_an_end_does_not_widen_the_plane_without_end() -> None:
+def test_an_unbounded_interval_does_not_widen_the_plane() -> None:
     endless, known = Estimate(1e-3, math.inf, 8), Estimate(1e-3, 1e-4, 8)
     drawn = plane([Effect(name, e, e, NONE, NONE, NONE, NONE, 1) for name, e in (("psr", endless), ("nsr", known))])
     top = 1 + 0.1 * T_7
     assert drawn.facts["y"]["scale"]["domain"] == pytest.approx([-0.03 * top, 1.03 * top])
 
 
-def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
+def test_missing_estimates_add_no_sentence_and_raise_no_error(tmp_path: Path) -> None:
     missing = {name: Estimate.missing("fewer than 8 folds") for name in MEASURED["lr"]}
     section = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
     assert section.sentences[0] == "How fast entropy falls is not known here."
@@ -190,16 +188,16 @@ def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
     assert section.table[1][-1] == "fewer than 8 folds"
 
 
-def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
+def test_a_run_without_the_probe_has_no_section_on_interventions(tmp_path: Path) -> None:
     assert interventions_of_run(read_run(record(tmp_path / "run", which={}))) is None
 
 
-def test_a_name_with_a_comma_reaches_the_printed_command_as_one(tmp_path: Path) -> None:
+def test_a_name_with_a_comma_is_quoted_in_the_printed_command(tmp_path: Path) -> None:
     section = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]}))
     assert [settings_of(line).get("intervention") for line in section.commands[1:-1]] == [["mis:0.5,2"], ["lr:0.5"]]
 
 
-def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:
+def test_the_page_has_the_picture_the_sentences_and_the_commands(tmp_path: Path) -> None:
     page = write_report(record(tmp_path / "run")).read_text(encoding="utf-8")
     assert "What would change entropy, and at what price" in page
     assert "bonus:0.031]" in page
@@ -207,12 +205,12 @@ def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["$x$:2", "<b>"])
-def test_names_are_shown_and_never_obeyed(tmp_path: Path, name: str) -> None:
+def test_hostile_names_are_shown_and_never_executed(tmp_path: Path, name: str) -> None:
     page = write_report(record(tmp_path / "run", which={name: MEASURED["psr"]})).read_text(encoding="utf-8")
     assert "<b>" not in page
 
 
-def test_the_table_of_token_classes_has_the_last_means_of_those_that_have_tokens(tmp_path: Path) -> None:
+def test_the_token_class_table_has_the_last_means_of_classes_with_tokens(tmp_path: Path) -> None:
     records, missing = Records(tmp_path / "logs"), Estimate.missing("fewer than 8 folds")
     for step, of_step in ((11, {"text/end": 1e-3, "text/top<b>": -2e-3, "text/word": 0.0}), (21, {})):
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})

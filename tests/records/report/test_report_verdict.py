@@ -54,13 +54,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_verdict_follows_the_two_curves(tmp_path: Path, kind: str) -> None:
+def test_the_verdict_follows_the_entropy_and_reward_curves(tmp_path: Path, kind: str) -> None:
     judgement = verdict(tmp_path, *CASES[kind])
     assert judgement.kind == kind
     assert judgement.since == (1 if kind in (SPENT, LOST) else 21)  # the longest stretch, or the last half of the run
 
 
-def test_lost_entropy_is_lost_since_reward_stands_still(tmp_path: Path) -> None:
+def test_entropy_counts_as_lost_where_reward_stands_still(tmp_path: Path) -> None:
     """Reward rises by .02 per step until step 30 of 80 and then stays the same. Entropy falls all the time."""
     judgement = verdict(tmp_path, falling, lambda step: 0.2 + 0.02 * min(step, 30), steps=80)
     assert judgement.kind == LOST
@@ -69,32 +69,32 @@ def test_lost_entropy_is_lost_since_reward_stands_still(tmp_path: Path) -> None:
     assert judgement.reward.bounds()[0] <= 0 <= judgement.reward.bounds()[1]
 
 
-def test_reward_that_falls_while_entropy_falls_is_no_purchase(tmp_path: Path) -> None:
+def test_entropy_counts_as_lost_where_reward_falls(tmp_path: Path) -> None:
     assert verdict(tmp_path, falling, lambda step: 0.8 - 0.01 * step).kind == LOST
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_said_to_fall_where_only_noise_moves(tmp_path: Path, seed: int) -> None:
+def test_noise_alone_is_not_reported_as_a_fall(tmp_path: Path, seed: int) -> None:
     level, reward = noisy(lambda step: 0.5, 0.05, seed), noisy(lambda step: 0.0, 0.0)
     judgement = judge(read_run(log_run(tmp_path, entropy=level, reward=reward, reward_std=0.0)))
     assert judgement.kind in (STEADY, UNKNOWN)
     assert "fall" not in judgement.headline + judgement.evidence
 
 
-def test_seven_steps_are_too_few_to_tell_and_the_report_says_so(tmp_path: Path) -> None:
+def test_seven_steps_are_reported_as_too_few_for_a_verdict(tmp_path: Path) -> None:
     judgement = verdict(tmp_path, falling, rising, steps=7)
     assert judgement.kind == UNKNOWN
     assert judgement.evidence == ": fewer than 8 steps are logged, and no probe has measured one."
 
 
-def test_a_change_that_is_sure_but_next_to_nothing_is_steady(tmp_path: Path) -> None:
+def test_a_significant_but_tiny_change_counts_as_steady(tmp_path: Path) -> None:
     """The change is −.00002 ± .000005 per step. Over 40 steps this is less than a fiftieth of half a nat."""
     tiny = {"measured/delta_h": lambda step: Estimate(-2e-5, 2e-6, 8), "measured/steps": lambda step: Estimate(1.0)}
     run = read_run(log_run(tmp_path, estimates=tiny, entropy=noisy(lambda step: 0.5, 0.05), reward=0.5))
     assert judge(run).kind == STEADY
 
 
-def test_now_is_read_from_whatever_knows_it_best(tmp_path: Path) -> None:
+def test_the_current_change_uses_the_most_precise_source(tmp_path: Path) -> None:
     """A line through levels that scatter by .05 gives a step to about .004 nats, a mean of 20 predictions to .0005."""
     said = {"delta_h/forward": lambda step: Estimate(-3e-3, 1e-3, 8)}
     run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 3e-3 * step, 0.05)))
@@ -102,7 +102,7 @@ def test_now_is_read_from_whatever_knows_it_best(tmp_path: Path) -> None:
     assert (now.value, since, source) == (pytest.approx(-3e-3), 21, "mean of the predictions")
 
 
-def test_predictions_are_left_out_where_forward_and_backward_part(tmp_path: Path) -> None:
+def test_the_current_change_ignores_predictions_where_forward_and_backward_disagree(tmp_path: Path) -> None:
     """Forward is −3, backward +1, in thousandths. Half of their difference is 2 of 3, far above its error."""
     said = {
         "delta_h/forward": lambda step: Estimate(-3e-3, 1e-4, 8),
@@ -115,7 +115,7 @@ def test_predictions_are_left_out_where_forward_and_backward_part(tmp_path: Path
     assert first.advice == "To change: attach(…, target_kl_share=0.002), since steps are too large."
 
 
-def test_half_of_a_difference_has_half_of_its_error(tmp_path: Path) -> None:
+def test_half_a_difference_has_half_its_error(tmp_path: Path) -> None:
     said = {
         "delta_h/forward": lambda step: Estimate(-3e-3, 1e-4, 8),
         "delta_h/backward": lambda step: Estimate(1e-3, 1e-12, 8, about_step=step - 1),
@@ -126,7 +126,7 @@ def test_half_of_a_difference_has_half_of_its_error(tmp_path: Path) -> None:
     assert half.stderr == pytest.approx(0.5 * ahead.stderr)
 
 
-def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
+def test_a_lines_slope_and_error_are_those_of_least_squares() -> None:
     """Compared with scipy, for alternating residuals, which have no positive correlation."""
     steps = np.arange(1, 21)
     values = pd.Series(0.3 * steps + np.where(steps % 2, 0.5, -0.5), index=steps)
@@ -135,7 +135,7 @@ def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
     assert line.half_width() == pytest.approx(stats.t.ppf(0.975, 18) * fit.stderr)
 
 
-def test_the_interval_of_a_line_holds_where_each_value_remembers_the_one_before() -> None:
+def test_the_interval_of_a_line_covers_under_autocorrelated_noise() -> None:
     """At most a sixth of 400 series without a trend appear to have one; their noise has correlation .6 between steps.
 
     With plain least squares nearly a third do.
@@ -151,7 +151,7 @@ def test_the_interval_of_a_line_holds_where_each_value_remembers_the_one_before(
 LOSING = {"entropy": noisy(falling, 0.01, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
 
 
-def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(tmp_path: Path) -> None:
+def test_the_advice_for_lost_entropy_is_the_cheapest_measured_intervention(tmp_path: Path) -> None:
     folder = log_run(tmp_path, **LOSING)
     assert opening(read_run(folder)).advice == 'To measure what would keep it: probes=["simple", "interventions"].'
     effect, plain = Estimate(1e-3, 1e-4, 8, detail={"measured_steps": 3}), Estimate(-9e-3, 1e-4, 8)
@@ -167,7 +167,7 @@ def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(t
     )
 
 
-def test_what_stands_out_comes_before_a_change_of_the_loss(tmp_path: Path) -> None:
+def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) -> None:
     scale = {"gns/batch_ratio": 0.05, "gns/batch_ratio_low": 0.02, "gns/batch_ratio_high": 0.1}
     told = {name: lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
     first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
@@ -175,7 +175,7 @@ def test_what_stands_out_comes_before_a_change_of_the_loss(tmp_path: Path) -> No
     assert first.advice == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
 
 
-def test_where_entropy_needs_nothing_the_advice_is_the_setting_of_what_stands_out(tmp_path: Path) -> None:
+def test_where_entropy_needs_nothing_the_advice_is_to_fix_the_anomaly(tmp_path: Path) -> None:
     """Both if responses are sampled with top-p, and if after seven steps nothing is known about entropy."""
     for steps, nothing in ((40, "nothing to do."), (7, "nothing to do yet.")):
         folder = log_run(tmp_path / str(steps), steps, entropy=noisy(lambda step: 0.5, 0.01, 1),
@@ -184,7 +184,7 @@ def test_where_entropy_needs_nothing_the_advice_is_the_setting_of_what_stands_ou
         assert opening(read_run(folder)).advice == told
 
 
-def test_the_page_on_falling_entropy_has_a_row_for_each_verdict_with_nothing_to_do_but_for_lost_entropy() -> None:
+def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == len(SAID)
@@ -200,7 +200,7 @@ def test_a_run_that_spends_its_entropy_has_nothing_to_do(tmp_path: Path) -> None
     assert not first.lines
 
 
-def test_the_job_s_runs_are_told_overrides(tmp_path: Path) -> None:
+def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
     log_run(tmp_path, **LOSING)
     (tmp_path / "config.yaml").write_text("trainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n")
     assert opening(read_run(tmp_path)).advice == "To measure what would keep it: probe=[simple,interventions]."

@@ -77,7 +77,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_planted_makes_its_line_and_no_other(tmp_path: Path, planted: str) -> None:
+def test_a_planted_anomaly_gives_its_line_and_no_other(tmp_path: Path, planted: str) -> None:
     name, logged, evidence = PLANTED[planted]
     by_rule = lines(tmp_path, **logged)
     assert [*by_rule] == [name]
@@ -107,11 +107,11 @@ NEAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("near", NEAR)
-def test_what_is_only_near_a_fault_makes_no_line(tmp_path: Path, near: str) -> None:
+def test_values_near_an_anomaly_give_no_line(tmp_path: Path, near: str) -> None:
     assert not lines(tmp_path, **NEAR[near])
 
 
-def test_a_jump_of_reward_that_no_step_has_made_is_dated(tmp_path: Path) -> None:
+def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
     measured = {"measured/delta_reward": constant(0.001, 0.02, about=1)}
     by_rule = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
     assert by_rule["jump"].since == 20
@@ -121,7 +121,7 @@ def test_a_jump_of_reward_that_no_step_has_made_is_dated(tmp_path: Path) -> None
     assert "is measured as +0.001 ± 0.042." in by_rule["jump"].evidence
 
 
-def test_a_step_beyond_all_entropy_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
+def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
     """The KL measured at step 8 is that of step 7."""
     far = {"measured/kl": lambda step: Estimate(2.0 if step == 8 else 1e-4, 1e-5, 8, about_step=step - 1)}
     line = lines(tmp_path, estimates=far)["large_step"]
@@ -137,13 +137,13 @@ def test_a_length_that_moves_with_the_reward_stands_out(tmp_path: Path) -> None:
     assert "correlation 1.0" in by_rule["length"].evidence
 
 
-def test_reward_that_is_gone_with_another_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
+def test_a_lost_reward_with_changed_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
     gone = {"reward": noisy(lambda step: 0.5 if step < 5 else 0.05, 0.01)}
     by_rule = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
     assert (by_rule["large_step"].since, [*lines(tmp_path / "reward alone", **gone)]) == (4, [])
 
 
-def test_there_are_at_most_three_lines_and_what_explains_others_comes_first(tmp_path: Path) -> None:
+def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Path) -> None:
     everything = {**FAR, **SCALE, **STALE}
     by_rule = lines(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
     assert [*by_rule] == ["large_step", "equal", "endless"]
@@ -160,7 +160,7 @@ def test_lines_are_in_the_page_and_in_the_terminal(tmp_path, capsys, monkeypatch
     assert "What stands out</h2>" in page
 
 
-def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> None:
+def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) -> None:
     log_run(tmp_path)
     attached = SetUp.of(read_run(tmp_path))
     assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
@@ -193,7 +193,7 @@ def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
         (40, 0.0, "Look at responses and their rewards: the reward function gives all of them the same."),
     ],
 )
-def test_a_report_of_rewards_that_were_never_unequal_begins_with_that(
+def test_a_report_of_always_equal_rewards_opens_with_that(
     tmp_path: Path, steps: int, cut_off: float, change: str
 ) -> None:
     run = read_run(log_run(tmp_path, steps, **EQUAL, completions__clipped_ratio=cut_off))
@@ -204,7 +204,7 @@ def test_a_report_of_rewards_that_were_never_unequal_begins_with_that(
     assert first.advice == change
 
 
-def test_a_report_of_rewards_that_have_become_equal_begins_with_entropy(tmp_path: Path) -> None:
+def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path) -> None:
     def later(step: int) -> float:
         return float(step > 30)
 
