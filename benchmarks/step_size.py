@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 
 from rl_training import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
-from rl_training.evaluation.responses import Response, batches_of, generate_responses
+from rl_training.evaluation.responses import Response, generate_responses, make_batches
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.task import Task
 
@@ -114,10 +114,10 @@ class Curves(TrainerCallback):
 def evaluate(setting: Setting, task: Task, model: Any, tokenizer: Any, first: Any) -> dict[str, Any]:
     """Return a model's measures on held-out prompts, and ten example responses."""
     policy = CheckpointPolicy(model.eval(), tokenizer, None, 1.0, setting.tokens)
-    [responses] = list(generate_responses(policy, task, batches_of(range(HELD_OUT), RESPONSES, False, 10**6), 0, {}))
+    [responses] = list(generate_responses(policy, task, make_batches(range(HELD_OUT), RESPONSES, False, 10**6), 0, {}))
     rewards = torch.tensor([response.reward for response in responses]).view(HELD_OUT, RESPONSES)
     compared = dataclasses.replace(policy, reference=first)
-    quarter = batches_of(range(0, HELD_OUT, 4), RESPONSES, False, 10**6)
+    quarter = make_batches(range(0, HELD_OUT, 4), RESPONSES, False, 10**6)
     [some] = list(generate_responses(compared, task, quarter, 0, {}))
     return {
         "reward": float(rewards.mean()),

@@ -44,23 +44,23 @@ def response_metrics(
     responses: Sequence[Response],
     max_k: int,
     right_reward: float,
-    answers: bool,
+    can_read_answers: bool,
     reward_range: tuple[float, float] | None = None,
 ) -> dict[str, Estimate]:
     """Return the built-in metrics of a checkpoint's responses. Every row must have the same number of responses.
 
     Args:
         max_k: Largest k of pass@k, at most the number of responses per prompt.
-        answers: Whether the task can read an answer from a response. If not, majority and format are nan.
+        can_read_answers: Whether the task can read an answer from a response. If not, majority and format are nan.
         reward_range: Lowest and highest reward that a response can earn. None if unknown.
 
     Raises:
         ValueError: `max_k` exceeds the number of responses per prompt.
     """
-    sampled, greedy = by_row(responses)
-    rewards = _table(sampled, lambda r: r.reward)
+    sampled, greedy = group_by_row(responses)
+    rewards = _value_table(sampled, lambda r: r.reward)
     is_right = rewards >= right_reward
-    lengths = _table(sampled, lambda r: r.length)
+    lengths = _value_table(sampled, lambda r: r.length)
     num_right, num_responses = is_right.sum(dim=1), rewards.shape[1]
     mean_rewards = rewards.mean(dim=1)
     metrics = {
@@ -74,26 +74,26 @@ def response_metrics(
     for k in range(1, max_k + 1):
         metrics[f"pass_at_{k}"] = share_over_prompts(pass_at_k(num_right, num_responses, k))
     metrics["majority"] = has_answer = Estimate.missing(NO_ANSWER)
-    if answers:
+    if can_read_answers:
         votes = [
             majority_vote([r.answer for r in group], right.tolist())
             for group, right in zip(sampled.values(), is_right, strict=True)
         ]
         metrics["majority"] = share_over_prompts(torch.tensor(votes, dtype=torch.float64))
-        has_answer = share_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
-    metrics |= _per_token_and_sequence("entropy", _table(sampled, lambda r: r.entropies.sum()), lengths)
+        has_answer = share_over_prompts(_value_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
+    metrics |= _per_token_and_sequence("entropy", _value_table(sampled, lambda r: r.entropies.sum()), lengths)
     if next(iter(sampled.values()))[0].kl is None:
         metrics |= {f"kl/{unit}": Estimate.missing(NO_REFERENCE) for unit in ("token", "sequence")}
     else:
-        metrics |= _per_token_and_sequence("kl", _table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
+        metrics |= _per_token_and_sequence("kl", _value_table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
     return metrics | {
         "length": mean_over_prompts(lengths.mean(dim=1)),
-        "truncated": share_over_prompts(_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
+        "truncated": share_over_prompts(_value_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
         "format": has_answer,
     }
 
 
-def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], dict[int, Response]]:
+def group_by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], dict[int, Response]]:
     """Group the responses by row: the sampled ones, ordered by row and number, and each row's greedy one."""
     ordered = sorted(responses, key=lambda r: (r.row, r.number))
     sampled: dict[int, list[Response]] = {}
@@ -143,6 +143,6 @@ def _per_token_and_sequence(name: str, sums: Tensor, lengths: Tensor) -> dict[st
     }
 
 
-def _table(sampled: ByRow, value: Callable[[Response], float]) -> Tensor:
+def _value_table(sampled: ByRow, value: Callable[[Response], float]) -> Tensor:
     """Return `value` of every response, (prompts, responses per prompt), fp64."""
     return torch.from_numpy(np.array([[value(r) for r in group] for group in sampled.values()], dtype=np.float64))

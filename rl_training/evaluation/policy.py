@@ -34,9 +34,9 @@ from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 
-LOGITS = 2**26  # most logits (tokens × vocabulary) at once on a CPU; more would not be faster
-BYTES = 16  # peak memory per logit: the model's logits, their fp32 copy, and the reference's
-SHARE = 1 / 8  # of a GPU's memory that logits may take
+MAX_LOGITS_ON_CPU = 2**26  # most logits (tokens × vocabulary) at once on a CPU; more would not be faster
+BYTES_PER_LOGIT = 16  # peak memory per logit: the model's logits, their fp32 copy, and the reference's
+MEMORY_SHARE = 1 / 8  # of a GPU's memory that logits may take
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -85,10 +85,12 @@ class CheckpointPolicy:
         pad, device = self.tokenizer.pad_token_id, self.model.device
         ids = pad_sequence(list(prompt_ids), True, pad, padding_side="left").to(device)
         mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left").to(device)
-        choose = [] if uniforms is None else [_Choose(uniforms.to(device), ids.shape[1], self.temperature)]
+        processors = LogitsProcessorList()
+        if uniforms is not None:
+            processors.append(_InverseCdfSampler(uniforms.to(device), ids.shape[1], self.temperature))
         config = GenerationConfig(
             max_new_tokens=self.max_completion_length,
-            do_sample=False,  # to sample, _Choose leaves a single token
+            do_sample=False,  # to sample, _InverseCdfSampler leaves a single token
             num_beams=1,
             pad_token_id=pad,
             eos_token_id=self.eos_token_ids,
@@ -96,7 +98,7 @@ class CheckpointPolicy:
             disable_compile=True,
         )
         sequences = self.model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList(choose)
+            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
         )
         completions = sequences[:, ids.shape[1] :].cpu()
         is_end = torch.isin(completions, torch.tensor(self.eos_token_ids))
@@ -114,8 +116,8 @@ class CheckpointPolicy:
         logps, entropies = (v[is_token].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
         kl: Sequence[Tensor | None] = [None] * len(lengths)
         if self._reference_scorer is not None:
-            chunk_size = max(1, logits_at_once(self.model.device) // (max(lengths) * len(self.tokenizer)))
-            parts = [self._divergences(self._reference_scorer, rollout, some) for some in rows.split(chunk_size)]
+            chunk_size = max(1, max_logits(self.model.device) // (max(lengths) * len(self.tokenizer)))
+            parts = [self._divergences(self._reference_scorer, rollout, chunk) for chunk in rows.split(chunk_size)]
             kl = torch.cat(parts).cpu().split(lengths)
         return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 
@@ -135,18 +137,18 @@ class CheckpointPolicy:
         return None if self.reference is None else Scorer(self.reference, self.temperature)
 
 
-def logits_at_once(device: torch.device) -> int:
+def max_logits(device: torch.device) -> int:
     """Return how many logits may be held at once. A single sequence may exceed it.
 
     The number follows from the device's total memory, not its free memory: the same command then always makes the same
     batches, and so the same numbers.
     """
     if device.type != "cuda":
-        return LOGITS
-    return int(torch.cuda.get_device_properties(device).total_memory * SHARE) // BYTES
+        return MAX_LOGITS_ON_CPU
+    return int(torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE) // BYTES_PER_LOGIT
 
 
-class _Choose(LogitsProcessor):
+class _InverseCdfSampler(LogitsProcessor):
     """Inverse-CDF sampling: leaves only the token where the cumulative probability first exceeds the next uniform."""
 
     def __init__(self, uniforms: Tensor, prompt_width: int, temperature: float) -> None:

@@ -42,7 +42,7 @@ class Response:
         return len(self.logps)
 
 
-def batches_of(
+def make_batches(
     rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int
 ) -> list[list[tuple[int, int]]]:
     """Return each batch as (row, number) pairs. Greedy responses, one per row, have batches of their own."""
@@ -78,13 +78,13 @@ def generate_responses(
         scored = time.perf_counter()
         texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
         rewards = judge(task, rows, texts, completions)
-        ends = torch.tensor(policy.eos_token_ids)
+        eos_ids = torch.tensor(policy.eos_token_ids)
         responses = [
             Response(
                 *pair,
                 text,
                 reward,
-                truncated=not bool(torch.isin(ids[-1:], ends).any()),
+                truncated=not bool(torch.isin(ids[-1:], eos_ids).any()),
                 answer=task.given_answer(text) if task.given_answer else None,
                 logps=score.logps.numpy(),
                 entropies=score.entropies.numpy(),

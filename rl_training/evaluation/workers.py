@@ -32,20 +32,20 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     if sys.platform == "linux":  # on other systems some libraries do not survive a fork
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
-    own_end, other_end = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, other_end))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, sender))
     resource_tracker.ensure_running()  # before SIGINT is blocked: starting the tracker unblocks it
     # Only this process handles Ctrl-C: the server and its forks ignore it from the start, even during their imports.
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    other_end.close()  # so that the pipe closes when the process ends
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+    sender.close()  # so that the pipe closes when the process ends
     try:
         while True:
             try:
-                kind, content = own_end.recv()
+                kind, content = receiver.recv()
             except (EOFError, OSError):  # the process died without an "ended" message, or while sending one
                 process.join()
                 return _how_it_ended(process.exitcode)
@@ -57,7 +57,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     finally:
         process.kill()  # has no effect unless `receive` raised or Ctrl-C was pressed
         process.join()
-        own_end.close()
+        receiver.close()
 
 
 def _run(work: Callable[[Send], None], connection: Connection) -> None:

@@ -61,10 +61,10 @@ def value_of(
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError) as error:  # MemoryError: the parser's stack overflows
         raise NotArithmeticError(f"not an arithmetic expression: {error}") from error
-    return _Walk(text, number, names, functions or {}).value(tree)
+    return _Evaluator(text, number, names, functions or {}).value(tree)
 
 
-class _Walk:
+class _Evaluator:
     """Evaluates the nodes of one tree. The arguments are those of `value_of`."""
 
     def __init__(

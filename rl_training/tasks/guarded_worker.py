@@ -34,7 +34,7 @@ from rl_training.errors import UserError
 
 _START_SECONDS = 120  # imports take a second, but up to a minute from a cold network drive
 _MAX_WORKER_BYTES = 1 << 30
-_MOST_WAITING = 5  # limit of wall-clock time for a question, in multiples of its CPU time limit
+_WALL_CLOCK_FACTOR = 5  # limit of wall-clock time for a question, in multiples of its CPU time limit
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from rl_training.tasks.guarded_worker import serve; serve(*sys.argv[2:])"
@@ -241,7 +241,7 @@ def _answer(prepare: Callable[..., Callable[[], Any]], requests: BinaryIO, answe
         request = json.loads(line)
         check = prepare(*request["question"])
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        signal.setitimer(signal.ITIMER_REAL, _MOST_WAITING * request["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, _WALL_CLOCK_FACTOR * request["seconds"])
         answer = check()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.setitimer(signal.ITIMER_REAL, 0.0)

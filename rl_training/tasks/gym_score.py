@@ -68,7 +68,7 @@ class AnswerScores:
 
     def __init__(self, task: str, seed: int, settings: Mapping[str, Any]) -> None:
         self._task = task
-        self._dataset = _packed((task, seed, dict(settings)))
+        self._dataset = _pack((task, seed, dict(settings)))
         self._has_warned = False
 
     def scores(self, answers: Sequence[tuple[Mapping[str, Any], str | None]]) -> list[float]:
@@ -77,7 +77,7 @@ class AnswerScores:
         Args:
             answers: For each, the package's entry of the question, and the answer or None.
         """
-        questions = [(self._dataset, _packed(entry), answer) for entry, answer in answers]
+        questions = [(self._dataset, _pack(entry), answer) for entry, answer in answers]
         asked = [question for question in questions if len(question[2] or "") <= MAX_CHARS]
         replies = _worker.ask_all(asked, DEADLINE_SECONDS, BUDGET_SECONDS)
         scored = [replies.get(question) for question in questions]
@@ -99,14 +99,14 @@ class AnswerScores:
         return [reply[0] if reply else 0.0 for reply in scored]
 
 
-def _packed(value: Any) -> str:
+def _pack(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
 # Everything below runs in the worker.
 
 
-def _unpacked(text: str) -> Any:
+def _unpack(text: str) -> Any:
     return pickle.loads(base64.b64decode(text))  # safe: the trainer itself pickled it
 
 
@@ -114,15 +114,15 @@ def load() -> Callable[[str, str, str | None], Callable[[], tuple[float, str]]]:
     """Return the `prepare` of GuardedWorker. Its check returns the score, and the reason of a failure or ""."""
     with require_extra():
         import reasoning_gym  # noqa: F401  imported fully before the guard is up, since dataclasses use exec
-    _replace_what_evaluates()
+    _replace_evaluators()
 
     @cache
-    def opened(dataset: str) -> Any:
-        task, seed, settings = _unpacked(dataset)
+    def cached_dataset(dataset: str) -> Any:
+        task, seed, settings = _unpack(dataset)
         return open_dataset(task, seed, settings, size=1)
 
     def prepare(dataset: str, entry: str, answer: str | None) -> Callable[[], tuple[float, str]]:
-        task, question = opened(dataset), _unpacked(entry)
+        task, question = cached_dataset(dataset), _unpack(entry)
         return lambda: _score(task, question, answer)
 
     return prepare
@@ -141,7 +141,7 @@ def _score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[
     return min(max(score, 0.0), 1.0), ""
 
 
-def _replace_what_evaluates() -> None:
+def _replace_evaluators() -> None:
     """Replace the functions with which the package's scoring evaluates text, and one that rewards nan."""
     import numpy as np
     import sympy

@@ -21,8 +21,8 @@ from rl_training.tasks.arithmetic import given_answer
 from rl_training.tasks.gym_score import AnswerScores, open_dataset
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
-_SIZE = 20_000  # number of questions, for the few tasks that need one; word_ladder accepts no more
-_TRIES = 20  # draws per requested row; a task with few questions mostly draws duplicates
+_NUM_QUESTIONS = 20_000  # number of questions, for the few tasks that need one; word_ladder accepts no more
+_MAX_DRAWS = 20  # draws per requested row; a task with few questions mostly draws duplicates
 
 
 def reasoning_gym(
@@ -43,7 +43,7 @@ def reasoning_gym(
     """
     rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by whether held out: the package's entries by prompt
     wanted = {False: num_train, True: num_eval}
-    for entry in islice(_entries(task, seed, settings or {}), _TRIES * (num_train + num_eval)):
+    for entry in islice(_entries(task, seed, settings or {}), _MAX_DRAWS * (num_train + num_eval)):
         prompt = _prompt(entry)
         split_rows = rows[is_held_out(prompt)]
         if len(split_rows) < wanted[is_held_out(prompt)]:
@@ -83,7 +83,7 @@ def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None =
 
 def _entries(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the package's entries 0, 1, …, endlessly for most tasks."""
-    dataset = open_dataset(task, seed, settings, _SIZE)
+    dataset = open_dataset(task, seed, settings, _NUM_QUESTIONS)
     for number in count():
         try:
             entry = dataset[number]

@@ -33,7 +33,7 @@ _PLAIN_NUMBER = re.compile(
 _LONE_SYMBOL = re.compile(
     r"(?!not\b)(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
 )  # before `=`: x, x_1, Total
-_MARKS = [  # delimiters around a whole formula
+_DELIMITERS = [  # delimiters around a whole formula
     re.compile(rf"{before}(.*){after}", re.DOTALL)
     for before, after in (
         (r"\\\(", r"\\\)"), (r"\\\[", r"\\\]"), (r"\$\$", r"\$\$"), (r"\$", r"\$"), (r"\*\*", r"\*\*"),
@@ -76,7 +76,7 @@ def stated_number(text: str, question: str | None = None) -> Fraction | None:
     """
     if len(text) > MAX_CHARS:
         return None
-    text = _without_marks(text.replace("\N{MINUS SIGN}", "-"))
+    text = _without_delimiters(text.replace("\N{MINUS SIGN}", "-"))
     first, *others = _TEXT.sub(r" \1 ", text).split("=")
     if others and _LONE_SYMBOL.fullmatch(first.strip()):
         first, *others = others
@@ -116,12 +116,12 @@ def _without_separators(digits: str) -> str:
     return re.sub(r"[^0-9.]", "", digits).removesuffix(".")
 
 
-def _without_marks(text: str) -> str:
+def _without_delimiters(text: str) -> str:
     """Remove \\(…\\), $…$, **…** and \\boxed{…} if they enclose the whole text."""
     text = text.strip()
-    for marks in _MARKS:
+    for marks in _DELIMITERS:
         if match := marks.fullmatch(text):
-            return _without_marks(match[1])
+            return _without_delimiters(match[1])
     return text
 
 

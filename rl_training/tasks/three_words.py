@@ -57,10 +57,10 @@ FUNCTION_WORDS = ARTICLES | set(_FUNCTION_WORDS.split())
 MIN_FUNCTION_SHARE = 0.3
 # Verb forms. Every word that ends in -ed counts too.
 VERBS = set(_VERBS.split())
-ASK = "Write one short sentence with the words {}."
+INSTRUCTION = "Write one short sentence with the words {}."
 # With one worked example, a model with 135 million parameters uses a third of the nouns from the start; without, few.
-EXAMPLE = [
-    {"role": "user", "content": ASK.format("moon, glass, garage")},
+WORKED_EXAMPLE = [
+    {"role": "user", "content": INSTRUCTION.format("moon, glass, garage")},
     {"role": "assistant", "content": "The moon shone on a glass that she had left in the garage."},
 ]
 _PLAIN = re.compile(r"[A-Z][a-z'’]*(?:,? [A-Za-z][a-z'’]*(?:-[a-z]+)?)*[.!?]")
@@ -134,6 +134,6 @@ def _dataset(num_rows: int, *, held_out: bool, seed: int) -> Dataset:
     while len(rows) < num_rows:
         words = rng.sample(NOUNS, 3)
         if is_held_out(" ".join(sorted(words))) == held_out:
-            prompt = [*EXAMPLE, {"role": "user", "content": ASK.format(", ".join(words))}]
+            prompt = [*WORKED_EXAMPLE, {"role": "user", "content": INSTRUCTION.format(", ".join(words))}]
             rows.setdefault(frozenset(words), {"prompt": prompt, "words": words})
     return Dataset.from_list(list(rows.values()))

@@ -36,7 +36,7 @@ _NO_NOUNS = {
     "smaller", "larger", "bigger",
 }  # fmt: skip
 # Words that change the number before them: `18 thousand` is not 18 of some unit.
-_CHANGES = re.compile(
+_NUMBER_CHANGING = re.compile(
     r"\b(?:M|(?i:hundreds?|thousands?|[a-z]+illions?|k|bn|mn|b|dozens?|score|gross|grand|lakhs?|crores?"
     r"|hal(?:f|ves)|thirds?|quarters?"
     r"|(?:four|fif|six|seven|eigh|nin|ten|twentie|hundred|thousand|million)ths?"
@@ -67,7 +67,7 @@ def is_unit(text: str, nouns: frozenset[str] | None) -> bool:
         nouns: Words that are allowed in addition to units of measurement. None allows any word that does not change a
             number.
     """
-    if _CHANGES.search(text):
+    if _NUMBER_CHANGING.search(text):
         return False
     words = [word if len(word) < 3 and "°" not in word else word.lower() for word in re.findall(r"[A-Za-z°]+", text)]
     if nouns is None or not words:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from rl_training.errors import UserError
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
+from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
 from rl_training.job.run.evaluation import evaluate, print_table
@@ -373,7 +373,7 @@ def test_divergences_do_not_depend_on_the_scoring_batch_size(monkeypatch: pytest
     first.model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    monkeypatch.setattr(policy, "LOGITS", 4 * 4 * len(tokenizer))
+    monkeypatch.setattr(policy, "MAX_LOGITS_ON_CPU", 4 * 4 * len(tokenizer))
     apart = loaded.score(prompts, answers)
     assert rows == [4, 4, 1]
     for a, b in zip(together, apart, strict=True):
@@ -420,7 +420,7 @@ def given() -> list[Response]:
 
 
 def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
-    metrics = response_metrics(given(), max_k=2, right_reward=1.0, answers=True)
+    metrics = response_metrics(given(), max_k=2, right_reward=1.0, can_read_answers=True)
     expected = {
         "reward": 0.25, "greedy_accuracy": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.5, "majority": 0.5,
         "entropy/token": 3.2 / 8, "entropy/sequence": 3.2 / 4, "kl/token": 6.4 / 8, "kl/sequence": 6.4 / 4,
@@ -435,7 +435,7 @@ def test_the_printed_table_has_the_number_of_prompts_and_an_interval_where_all_v
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = [response(row, 0, 1.0, [0.5 + 0.1 * (row % 2)], "3") for row in range(4)]
-    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
+    metrics = response_metrics(right, max_k=1, right_reward=1.0, can_read_answers=True, reward_range=(0.0, 1.0))
     evaluated.write_step(tmp_path, 4, {}, metrics, [])
     evaluated.consolidate(tmp_path)
     print_table(tmp_path, [])
@@ -462,7 +462,7 @@ def test_too_few_rewards_are_refused_with_their_number() -> None:
 
 def test_metrics_that_were_not_requested_are_nan_with_a_reason() -> None:
     sampled = [r for r in given() if r.number != GREEDY]
-    metrics = response_metrics(sampled, max_k=1, right_reward=1.0, answers=False)
+    metrics = response_metrics(sampled, max_k=1, right_reward=1.0, can_read_answers=False)
     answers = dict.fromkeys(("majority", "format"), "no_given_answer")
     for name, code in {"greedy_accuracy": "no_greedy", **answers}.items():
         assert math.isnan(metrics[name].value)
@@ -470,7 +470,7 @@ def test_metrics_that_were_not_requested_are_nan_with_a_reason() -> None:
 
 
 def test_the_shipped_metrics_by_hand() -> None:
-    sampled, _ = by_row(given())
+    sampled, _ = group_by_row(given())
     dataset = {0: {"prompt": "a"}, 4: {"prompt": "b"}}
     metrics = custom_metrics("c", examples.entropy_by_correctness, sampled, dataset)
     assert metrics["c/right"].value == pytest.approx(0.3)
@@ -496,7 +496,7 @@ def test_the_rows_of_a_fraction_are_fixed_by_the_seed_and_at_least_one() -> None
 
 
 def test_a_full_disk_drops_a_step_whole_and_keeps_earlier_results(tmp_path: Path) -> None:
-    metrics = response_metrics(given(), max_k=1, right_reward=1.0, answers=True)
+    metrics = response_metrics(given(), max_k=1, right_reward=1.0, can_read_answers=True)
     evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
     table = evaluated.consolidate(tmp_path).read_bytes()
     with files_of_at_most(10_000):

@@ -340,14 +340,14 @@ def test_a_run_interrupted_while_writing_its_config_leaves_none_and_can_restart(
 
     monkeypatch.setattr(*moment, interrupted)
     with pytest.raises(Interrupted):
-        save_config({"seed": 1}, tmp_path, is_its_own=False)
+        save_config({"seed": 1}, tmp_path, is_resumed=False)
     assert list(tmp_path.glob("[!.]*")) == []
     monkeypatch.undo()
-    save_config({"seed": 1}, tmp_path, is_its_own=False)
+    save_config({"seed": 1}, tmp_path, is_resumed=False)
     assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["seed: 1\n"]
     with pytest.raises(ValueError, match="already holds a run"):
-        save_config({"seed": 2}, tmp_path, is_its_own=False)
-    save_config({"seed": 2}, tmp_path, is_its_own=True)
+        save_config({"seed": 2}, tmp_path, is_resumed=False)
+    save_config({"seed": 2}, tmp_path, is_resumed=True)
     assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["seed: 2\n"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_training.tasks.three_words import EXAMPLE, NOUNS, is_sentence, three_words, uses_three_words
+from rl_training.tasks.three_words import NOUNS, WORKED_EXAMPLE, is_sentence, three_words, uses_three_words
 
 WORDS = ["river", "bread", "dog"]
 PAID = {
@@ -47,7 +47,7 @@ def test_a_list_earns_nothing(answer: str) -> None:
 
 
 def test_the_worked_example_is_a_sentence_that_would_be_paid() -> None:
-    assert is_sentence(EXAMPLE[1]["content"])
+    assert is_sentence(WORKED_EXAMPLE[1]["content"])
     assert not set(NOUNS) & {"moon", "glass", "garage"}, "what is shown is never asked"
 
 

@@ -77,7 +77,7 @@ class WandbLogger(MetricsLogger):
 
         refuse_a_file(self.run_dir / LOGS_FOLDER / "wandb")
         run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
-        stored_id = _known_id(run_id)
+        stored_id = _stored_id(run_id)
         self._run = wandb.init(
             project=self.project,
             name=self.name,
@@ -104,7 +104,7 @@ class WandbLogger(MetricsLogger):
         self._run.finish()
 
 
-def _known_id(file: Path) -> str | None:
+def _stored_id(file: Path) -> str | None:
     """Return the W&B run id stored in a file, or None if the file does not exist.
 
     Raises:
@@ -181,7 +181,7 @@ def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
     return [kind(run, config) for kind, library in libraries.items() if library in chosen and find_spec(library)]
 
 
-def put_loggers(
+def install_loggers(
     trainer: DrGRPOTrainer, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None
 ) -> list[MetricsLogger]:
     """Replace the transformers callbacks that `report_to` selects by this package's loggers, and return these.

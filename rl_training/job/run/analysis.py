@@ -54,7 +54,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
         if values["report"]:
             _write_pages(results)
         if values["dashboards"]:
-            _tell_dashboards(results)
+            _log_to_dashboards(results)
     PartialState().wait_for_everyone()
     return list(results.values())
 
@@ -114,7 +114,7 @@ def _write_pages(results: Mapping[Path, Path]) -> None:
             write_report(logged)
 
 
-def _tell_dashboards(results: Mapping[Path, Path]) -> None:
+def _log_to_dashboards(results: Mapping[Path, Path]) -> None:
     """Send the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
     for checkpoint, result in results.items():
         run, analysis = _run_of(checkpoint), read_analysis(result)

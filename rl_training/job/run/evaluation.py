@@ -25,13 +25,20 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from rl_training.errors import UserError
-from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
+from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.run_folder import on_main_process
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
-from rl_training.job.run.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
+from rl_training.job.run.evaluation_plan import (
+    CheckpointResponses,
+    EvaluationPlan,
+    fingerprint,
+    merge_results,
+    read_plan,
+    run_worker,
+)
 from rl_training.records.evaluated import TABLE_FILE, consolidate, estimates_in, largest_pass_at, read_table, write_step
 from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import mask_line
@@ -47,7 +54,7 @@ COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
-ELSEWHERE = "give another folder with output=FOLDER"
+OUTPUT_HINT = "give another folder with output=FOLDER"
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
 
@@ -69,7 +76,7 @@ def evaluate(cfg: DictConfig) -> int:
 
         def start() -> dict[int, Path]:
             nonlocal evaluation
-            lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
+            lock.enter_context(locked(plan.folder.parent, OUTPUT_HINT))
             plan.start()
             evaluation = Evaluation(plan, state.num_processes)
             return evaluation.pending
@@ -91,23 +98,23 @@ def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Ev
     for job in range(plan.options.jobs):
         devices.put(_device(state.local_process_index + job))
 
-    def received(num_responses: int) -> None:
+    def on_responses(num_responses: int) -> None:
         if stopped.is_set():  # this worker was still starting when the others were killed
             raise RuntimeError("stopped")
         if evaluation:
             evaluation.bar.update(num_responses)
 
-    def work(step: int) -> tuple[int, CheckpointResponses]:
+    def evaluate_checkpoint(step: int) -> tuple[int, CheckpointResponses]:
         device = devices.get()
-        response_share = ask(plan, pending[step], device, state.process_index, state.num_processes, received)
+        result = run_worker(plan, pending[step], device, state.process_index, state.num_processes, on_responses)
         devices.put(device)
-        return step, join(gather_object([response_share]))
+        return step, merge_results(gather_object([result]))
 
     with ThreadPool(plan.options.jobs) as pool:
         try:
-            for step, answers in pool.imap_unordered(work, pending):
+            for step, result in pool.imap_unordered(evaluate_checkpoint, pending):
                 if evaluation:
-                    evaluation.finish(step, answers)
+                    evaluation.finish(step, result)
         except BaseException:  # Ctrl-C, for example: do not wait for unfinished work
             stopped.set()
             for process in multiprocessing.active_children():
@@ -139,12 +146,12 @@ class Evaluation:
         self.bar = tqdm(total=len(self.pending) * share, unit="response", mininterval=every, maxinterval=every)
         self._show_finished()
 
-    def finish(self, step: int, answers: CheckpointResponses) -> None:
+    def finish(self, step: int, result: CheckpointResponses) -> None:
         """Measure and write the result of one checkpoint. A failure is reported and affects only this checkpoint."""
-        reason = answers.reason
+        reason = result.reason
         if not reason:
             try:
-                self._write(step, answers)
+                self._write(step, result)
             except UserError as error:
                 reason = reason_of(error)
         if reason:
@@ -160,13 +167,13 @@ class Evaluation:
         self.problems.append(problem)
         tqdm.write(problem)
 
-    def _write(self, step: int, answers: CheckpointResponses) -> None:
+    def _write(self, step: int, result: CheckpointResponses) -> None:
         plan, checkpoint = self.plan, self.plan.checkpoints[step]
         can_read = self.task.given_answer is not None
         max_k = plan.options.k or plan.options.responses_per_prompt
         right = plan.options.right_reward
-        metrics = response_metrics(answers.responses, max_k, right, can_read, self.task.reward_range)
-        sampled, _ = by_row(answers.responses)
+        metrics = response_metrics(result.responses, max_k, right, can_read, self.task.reward_range)
+        sampled, _ = group_by_row(result.responses)
         errors = []
         for name, metric in self.custom.items():
             try:
@@ -178,9 +185,9 @@ class Evaluation:
             "checkpoint": str(checkpoint),
             "fingerprint": fingerprint(checkpoint),
             "errors": errors,
-            "seconds": {name: round(value, 3) for name, value in answers.seconds.items()},
+            "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
         }
-        responses = sorted(answers.responses, key=lambda r: (r.row, r.number))
+        responses = sorted(result.responses, key=lambda r: (r.row, r.number))
         rows = {row: self.task.eval_dataset[row] for row in plan.rows}
         lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
         write_step(plan.folder, step, about, metrics, lines, plan.options.gzip)
@@ -233,16 +240,18 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
 def print_table(folder: Path, problems: Sequence[str]) -> None:
     """Print one line per checkpoint, with pass@k for the largest k, followed by what failed and why."""
     table = read_table(folder)
-    most = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
-    titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}
+    largest_k = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
+    titles = {
+        name.replace("pass_at", f"pass_at_{largest_k}"): title.format(largest_k) for name, title in COLUMNS.items()
+    }
     shown = table[table["metric"].isin([*titles]) & np.isfinite(table["value"].astype(float))]
     if len(shown):
         cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(format_estimate, estimates_in(shown))])
-        wide = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
+        pivoted = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
         prompts = shown["num_prompts"].max()
         name = printable(folder.name)
         print(f"{name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
-        print(wide[["step", *(title for title in titles.values() if title in wide)]].to_string(index=False))
+        print(pivoted[["step", *(title for title in titles.values() if title in pivoted)]].to_string(index=False))
         print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:
         print(problem)

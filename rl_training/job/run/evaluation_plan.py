@@ -22,7 +22,7 @@ from transformers.utils import logging
 from rl_training.errors import UserError
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
-from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
+from rl_training.evaluation.responses import Response, choose_rows, generate_responses, make_batches
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import differences
@@ -37,15 +37,15 @@ from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")
 # Settings that affect how a result is computed or stored, but not the result.
-FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
+NOT_COMPARED = ("name", "batch_size", "jobs", "gzip", "overwrite")
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
     """An evaluation that is ready to start. It is sent to the worker processes."""
 
-    NAMED: ClassVar[str] = "evaluation.name=NAME"  # what to type for another folder
-    REPLACED: ClassVar[str] = "evaluation.overwrite=true"  # what to type for a new evaluation in the same folder
+    NAME_HINT: ClassVar[str] = "evaluation.name=NAME"  # what to type for another folder
+    OVERWRITE_HINT: ClassVar[str] = "evaluation.overwrite=true"  # what to type for a new evaluation in the same folder
 
     run: Path | None
     config: dict[str, Any]  # the run's, with the command's changes
@@ -63,7 +63,7 @@ class EvaluationPlan:
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
         """Return the batches of process number `share` out of `num_shares`."""
         options = self.options
-        batches = batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
+        batches = make_batches(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
         return batches[share::num_shares]
 
     def custom_metrics(self) -> dict[str, Metric]:
@@ -92,7 +92,7 @@ class EvaluationPlan:
         if changed := differences(before, self.settings):
             raise UserError(
                 f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
-                f"{self.NAMED}, or replace it with {self.REPLACED}"
+                f"{self.NAME_HINT}, or replace it with {self.OVERWRITE_HINT}"
             )
 
 
@@ -108,7 +108,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     run_config: Any = {}
     if run is not None and (run / CONFIG_FILE).is_file():
         run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
-    config, is_task_of_run = _lay_over(run_config, values)
+    config, is_task_of_run = _apply_overrides(run_config, values)
     refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     options, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
@@ -124,7 +124,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     num_rows = len(as_task(make("data", config["data"])).eval_dataset)
     if num_rows == 0:
         raise UserError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
-    settings = {str(key): value for key, value in options.items() if key not in FREE}
+    settings = {str(key): value for key, value in options.items() if key not in NOT_COMPARED}
     settings |= {"metrics": metrics, **{group: unmarked(config.get(group)) for group in GROUPS}}
     plan = EvaluationPlan(
         run=run,
@@ -167,22 +167,22 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the run's configuration with the command's changes, and whether the task is the run's own.
 
     A group chosen on the command line replaces the run's. Single values override those of the run's group.
     """
-    laid = dict(config)
+    merged = dict(config)
     for group in GROUPS:
         given, stored = options.get(group) or {}, config.get(group) or {}
-        is_chosen = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
-        laid[group] = given if is_chosen else {**stored, **given}
-    if not laid["data"].get("_target_"):
+        is_replaced = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
+        merged[group] = given if is_replaced else {**stored, **given}
+    if not merged["data"].get("_target_"):
         raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
-    is_task_of_run = unmarked(laid["data"])["_target_"] == unmarked(config.get("data") or {}).get("_target_")
+    is_task_of_run = unmarked(merged["data"])["_target_"] == unmarked(config.get("data") or {}).get("_target_")
     if not is_task_of_run:  # the task's response length comes with it
-        laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
-    return laid, is_task_of_run
+        merged["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
+    return merged, is_task_of_run
 
 
 @dataclass
@@ -194,7 +194,7 @@ class CheckpointResponses:
     reason: str = ""
 
 
-def ask(
+def run_worker(
     plan: EvaluationPlan,
     checkpoint: Path,
     device: str,
@@ -212,21 +212,23 @@ def ask(
         num_shares: How many processes share the batches.
         on_responses: Called with the number of responses after each batch.
     """
-    answers = CheckpointResponses()
+    result = CheckpointResponses()
 
     def receive(sent: tuple[list[Response], dict[str, float]]) -> None:
-        responses, answers.seconds = sent
-        answers.responses += responses
+        responses, result.seconds = sent
+        result.responses += responses
         on_responses(len(responses))
 
     start = time.perf_counter()
-    work = functools.partial(_answer, plan, checkpoint, device, share, num_shares)
-    answers.reason = run_in_process(work, receive, imports=[__name__])
-    answers.seconds["total"] = time.perf_counter() - start
-    return answers
+    work = functools.partial(_send_responses, plan, checkpoint, device, share, num_shares)
+    result.reason = run_in_process(work, receive, imports=[__name__])
+    result.seconds["total"] = time.perf_counter() - start
+    return result
 
 
-def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
+def _send_responses(
+    plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send
+) -> None:
     """Send the checkpoint's responses batch by batch, each with the seconds used so far, by phase."""
     logging.disable_progress_bar()
     start = time.perf_counter()
@@ -247,7 +249,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
         send((responses, seconds))
 
 
-def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
+def merge_results(parts: list[CheckpointResponses]) -> CheckpointResponses:
     """Merge the results of all processes. Times are those of the slowest process."""
     if len(parts) == 1:
         return parts[0]

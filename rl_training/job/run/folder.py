@@ -35,10 +35,10 @@ from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
-ELSEWHERE = "choose another with run_dir=PATH"
-ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
-# Folders that a run and its dashboards create.
-MADE = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
+CHOOSE_ANOTHER = "choose another with run_dir=PATH"
+RUN_EXISTS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
+# Subfolders that a run and its dashboards create.
+RUN_SUBFOLDERS = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
 
 
 def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
@@ -55,41 +55,41 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     # The default run folder is named after the time, which differs between processes: use the main process's.
     run_dir = Path(on_main_process(lambda: str(cfg.run_dir)))
     folder = RunFolder(run_dir)
-    is_known = cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir())
-    if is_known:  # lock before reading its checkpoints: another process could be writing one
-        on_main_process(lambda: folder.lock(ELSEWHERE))
-    run, checkpoint = _resumed(str(cfg.resume), run_dir)
+    may_resume_here = cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir())
+    if may_resume_here:  # lock before reading its checkpoints: another process could be writing one
+        on_main_process(lambda: folder.lock(CHOOSE_ANOTHER))
+    run, checkpoint = _find_resumed(str(cfg.resume), run_dir)
     folder.folder = run
     refuse_links_out(run)
-    goes_on = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
+    is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
-    if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
-        raise UserError(ANOTHERS.format(run))
-    if not is_known:
-        on_main_process(lambda: folder.lock(ELSEWHERE))
-    for name in MADE:
+    if not is_resumed and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
+        raise UserError(RUN_EXISTS.format(run))
+    if not may_resume_here:
+        on_main_process(lambda: folder.lock(CHOOSE_ANOTHER))
+    for name in RUN_SUBFOLDERS:
         refuse_a_file(run / name)
-    if goes_on:
+    if is_resumed:
         refuse_other_settings(cfg, run)
         _say_where_it_continues(run, checkpoint, taken, state.num_processes)
     state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
-    if goes_on and state.is_main_process:
+    if is_resumed and state.is_main_process:
         set_aside_later(run, taken)
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run_dir={run} cannot be written to ({error}): {ELSEWHERE}") from error
+        raise UserError(f"run_dir={run} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
     if checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
-    if not goes_on and 0 < cfg.trainer.max_steps <= taken:
+    if not is_resumed and 0 < cfg.trainer.max_steps <= taken:
         raise UserError(
             f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
             "larger one, or additional_steps=20"
         )
-    return folder, checkpoint, goes_on
+    return folder, checkpoint, is_resumed
 
 
 def _join_processes(cfg: DictConfig) -> PartialState:
@@ -116,7 +116,7 @@ def _say_where_it_continues(run: Path, checkpoint: Path | None, taken: int, num_
     logger.warning(f"continuing {run} from step {taken}")
 
 
-def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
+def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     """Return the run folder and the checkpoint that `resume` names; the checkpoint is None if it names none."""
     sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if resume in ("none", "auto"):
@@ -135,21 +135,21 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     return run, checkpoint
 
 
-def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
+def save_config(config: dict[str, Any], run_dir: Path, is_resumed: bool) -> None:
     """Write config.yaml, which makes the folder this run's own. Collective.
 
     Args:
         config: All settings of the run.
         run_dir: Run folder.
-        is_its_own: Whether a config.yaml that exists there is this run's.
+        is_resumed: Whether the run is resumed, so that a config.yaml that exists there is its own.
 
     Raises:
         UserError: On every process, if another run has written config.yaml in the meantime.
     """
 
     def save() -> None:
-        if (run_dir / CONFIG_FILE).exists() and not is_its_own:  # cannot change after this: the folder is locked
-            raise UserError(ANOTHERS.format(run_dir))
+        if (run_dir / CONFIG_FILE).exists() and not is_resumed:  # cannot change after this: the folder is locked
+            raise UserError(RUN_EXISTS.format(run_dir))
         write_config(run_dir, escape_interpolations(config), fix="make room, or choose another run_dir")
 
     on_main_process(save)

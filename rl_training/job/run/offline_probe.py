@@ -52,10 +52,10 @@ CHOICES = {
     "detailed_logging.level": {name: name for name in ("minimal", "standard", "detailed", "debug")},
 }
 # Results go to RUN/offline/mixed_probe. Reports and dashboards are off by default, since a script may call it often.
-ALWAYS = ("name=mixed_probe", "report=false", "dashboards=false")
-SIZES = ("B_E", "B_U", "G")
-MODULES = r"[\w.\-*+?|()\[\]^\\]+\$?"  # names or patterns of modules, without ${…}, which Hydra would replace
-LENGTHS = ("avg_generation_length", "avg_reward")
+FIXED_OVERRIDES = ("name=mixed_probe", "report=false", "dashboards=false")
+SIZE_KEYS = ("B_E", "B_U", "G")
+MODULE_PATTERN = r"[\w.\-*+?|()\[\]^\\]+\$?"  # names or patterns of modules, without ${…}, which Hydra would replace
+MEAN_KEYS = ("avg_generation_length", "avg_reward")
 
 
 class OfflineEntropyProbe:
@@ -70,7 +70,7 @@ class OfflineEntropyProbe:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
-        self._given = _read(config)
+        self._given = _checked_values(config)
 
     @classmethod
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
@@ -94,7 +94,7 @@ class OfflineEntropyProbe:
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
             raise UserError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
-        overrides = [f"checkpoint={quote_value(str(path))}", *ALWAYS]
+        overrides = [f"checkpoint={quote_value(str(path))}", *FIXED_OVERRIDES]
         for key, setting in SETTINGS.items():
             if key in self._given:
                 value = self._given[key]
@@ -137,24 +137,28 @@ class OfflineEntropyProbe:
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
-        return self._in_old_words(read_analysis(paths[0]))
+        return self._to_probe_result(read_analysis(paths[0]))
 
-    def _in_old_words(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def _to_probe_result(self, result: Mapping[str, Any]) -> dict[str, Any]:
         numbers: dict[str, float] = result["results"]
         unit = "" if self._given.get("importance.report_per_token", True) else "_sequence"
-        answer: dict[str, Any] = {}
+        probe_result: dict[str, Any] = {}
         if self._given.get("probe_rework.compute_delta_h1", True):
-            predicted, rate = numbers[f"deltaH1{unit}"], numbers["learning_rate"]
-            answer |= {"deltaH1": predicted, "bars_dot": predicted / rate, "learning_rate": rate}
+            predicted, learning_rate = numbers[f"deltaH1{unit}"], numbers["learning_rate"]
+            probe_result |= {
+                "deltaH1": predicted,
+                "bars_dot": predicted / learning_rate,
+                "learning_rate": learning_rate,
+            }
         if self._given.get("importance.enabled", True):
-            called = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
-            change, before = numbers[f"deltaH_{called}{unit}"], numbers[f"H_orig{unit}"]
-            answer |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
-        answer |= {size: int(numbers[size]) for size in SIZES} | {key: numbers[key] for key in LENGTHS}
-        return answer | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
+            estimator = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
+            change, before = numbers[f"deltaH_{estimator}{unit}"], numbers[f"H_orig{unit}"]
+            probe_result |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
+        probe_result |= {key: int(numbers[key]) for key in SIZE_KEYS} | {key: numbers[key] for key in MEAN_KEYS}
+        return probe_result | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration that are not null, by dotted key.
 
     Raises:
@@ -192,7 +196,7 @@ def _adapter_overrides(checkpoint: Path) -> list[str]:
     check_kind(f"{file}: lora_alpha", alpha, 1.0)
     names = [modules] if isinstance(modules, str) else modules
     check_kind(f"{file}: target_modules", names, [])
-    if not all(isinstance(name, str) and re.fullmatch(MODULES, name) for name in names):
+    if not all(isinstance(name, str) and re.fullmatch(MODULE_PATTERN, name) for name in names):
         raise UserError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
     texts = [quote_value(name) for name in sorted(names)]
     target = texts[0] if isinstance(modules, str) else f"[{','.join(texts)}]"

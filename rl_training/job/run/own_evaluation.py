@@ -36,9 +36,9 @@ from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import did_you_mean
 from rl_training.job.run.evaluated_checkpoints import checkpoints_by_step
-from rl_training.job.run.evaluation import ELSEWHERE, Evaluation
+from rl_training.job.run.evaluation import OUTPUT_HINT, Evaluation
 from rl_training.job.run.evaluation_plan import (
-    FREE,
+    NOT_COMPARED,
     CheckpointResponses,
     EvaluationPlan,
     check_name,
@@ -54,20 +54,20 @@ from rl_training.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class OwnPlan(EvaluationPlan):
+class ScriptPlan(EvaluationPlan):
     """An evaluation whose task and metrics are objects of the user's script."""
 
-    NAMED: ClassVar[str] = "name=NAME"
-    REPLACED: ClassVar[str] = "overwrite=True"
+    NAME_HINT: ClassVar[str] = "name=NAME"
+    OVERWRITE_HINT: ClassVar[str] = "overwrite=True"
 
-    own_task: Task
-    own_metrics: Mapping[str, Metric]
+    script_task: Task
+    script_metrics: Mapping[str, Metric]
 
     def task(self) -> Task:
-        return self.own_task
+        return self.script_task
 
     def custom_metrics(self) -> dict[str, Metric]:
-        return dict(self.own_metrics)
+        return dict(self.script_metrics)
 
 
 def evaluate(
@@ -116,11 +116,11 @@ def evaluate(
     if dataset is None:
         raise UserError("the trainer has no eval_dataset: give evaluate(..., eval_dataset=DATASET)")
     task = Task(dataset, dataset, _reward_of(trainer), given_answer, reward_range)
-    plan = _plan(trainer, checkpoints, Path(folder), name, task, metrics or {}, _with_defaults(options))
-    with locked(Path(folder), ELSEWHERE):
+    plan = _make_plan(trainer, checkpoints, Path(folder), name, task, metrics or {}, _with_defaults(options))
+    with locked(Path(folder), OUTPUT_HINT):
         plan.start()
         evaluation = Evaluation(plan, num_shares=1)
-        with _weights_kept(trainer.model), contextlib.closing(evaluation.bar):
+        with _restoring_weights(trainer.model), contextlib.closing(evaluation.bar):
             reference = _first_model(trainer.model) if plan.options.kl and evaluation.pending else None
             for step, checkpoint in evaluation.pending.items():
                 evaluation.finish(step, _responses(trainer, checkpoint, reference, plan, evaluation.bar.update))
@@ -167,7 +167,7 @@ def _reward_of(trainer: GRPOTrainer) -> Callable[..., list[float]]:
     return reward
 
 
-def _plan(
+def _make_plan(
     trainer: GRPOTrainer,
     checkpoints: Sequence[str | Path] | str | Path,
     folder: Path,
@@ -175,7 +175,7 @@ def _plan(
     task: Task,
     metrics: Mapping[str, Metric],
     values: Mapping[str, Any],
-) -> OwnPlan:
+) -> ScriptPlan:
     paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str | Path) else checkpoints)]
     if not paths:
         raise UserError("nothing to evaluate: give evaluate folders checkpoint-N of the trainer's output_dir")
@@ -193,12 +193,12 @@ def _plan(
         }
     )
     weights = map(float, trainer.reward_weights)
-    settings = {str(key): value for key, value in options.items() if key not in FREE} | {
+    settings = {str(key): value for key, value in options.items() if key not in NOT_COMPARED} | {
         "metrics": [*metrics],
         "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
         "prompts": hashlib.sha256(repr(task.eval_dataset["prompt"][:]).encode()).hexdigest(),
     }
-    return OwnPlan(
+    return ScriptPlan(
         run=folder,
         config={},
         folder=folder / EVALUATIONS / name,
@@ -208,8 +208,8 @@ def _plan(
         options=options,
         metrics={},
         settings=settings,
-        own_task=task,
-        own_metrics=metrics,
+        script_task=task,
+        script_metrics=metrics,
     )
 
 
@@ -219,9 +219,9 @@ def _first_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def _weights_kept(model: PreTrainedModel) -> Iterator[None]:
+def _restoring_weights(model: PreTrainedModel) -> Iterator[None]:
     """Restore the model's trainable weights and its training mode on exit."""
-    kept = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+    saved = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
     was_training = model.training
     try:
         yield
@@ -229,8 +229,8 @@ def _weights_kept(model: PreTrainedModel) -> Iterator[None]:
         model.train(was_training)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name in kept:
-                    parameter.copy_(kept[name])
+                if name in saved:
+                    parameter.copy_(saved[name])
 
 
 def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> CheckpointPolicy:
@@ -249,11 +249,11 @@ def _responses(
     trainer: GRPOTrainer,
     checkpoint: Path,
     reference: PreTrainedModel | None,
-    plan: OwnPlan,
+    plan: ScriptPlan,
     on_responses: Callable[[int], object],
 ) -> CheckpointResponses:
     """Return the responses of one checkpoint, or the reason why there are none."""
-    answers, start = CheckpointResponses(), time.perf_counter()
+    result, start = CheckpointResponses(), time.perf_counter()
     try:
         flaw = find_weights_flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
         if flaw:
@@ -261,12 +261,12 @@ def _responses(
         refuse_other_weights(trainer.model, checkpoint)
         trainer._load_from_checkpoint(str(checkpoint))
         policy = policy_of(trainer, reference)
-        answers.seconds["load"] = time.perf_counter() - start
+        result.seconds["load"] = time.perf_counter() - start
         batches = plan.batches(0, 1)
-        for responses in generate_responses(policy, plan.own_task, batches, plan.options.seed, answers.seconds):
-            answers.responses += responses
+        for responses in generate_responses(policy, plan.script_task, batches, plan.options.seed, result.seconds):
+            result.responses += responses
             on_responses(len(responses))
     except UserError as error:
-        answers.reason = reason_of(error)
-    answers.seconds["total"] = time.perf_counter() - start
-    return answers
+        result.reason = reason_of(error)
+    result.seconds["total"] = time.perf_counter() - start
+    return result

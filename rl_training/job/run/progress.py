@@ -20,7 +20,7 @@ Z_95 = 1.96  # half the 95 % interval, in standard errors
 # Without tqdm's rate and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
 SECONDS_OF_SILENCE = 10.0  # after which an unfinished step shows its progress
-BEFORE_ANY = "sampling"  # shown instead of the numbers until the first responses are complete
+SAMPLING = "sampling"  # shown instead of the numbers until the first responses are complete
 
 
 class StepProgress(ProgressCallback):
@@ -37,7 +37,7 @@ class StepProgress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.bar_format = FORMAT
             self.training_bar.initial = self.training_bar.n = state.global_step
-            self.training_bar.set_postfix_str(BEFORE_ANY)
+            self.training_bar.set_postfix_str(SAMPLING)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._microbatches = 0
@@ -47,18 +47,18 @@ class StepProgress(ProgressCallback):
         self._microbatches += 1
         if self.training_bar is not None and time.monotonic() - self._drawn_at > SECONDS_OF_SILENCE:
             self._drawn_at = time.monotonic()
-            self._say_place(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
+            self._show_substep(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
             self.training_bar.refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
-            self._say_place("")
+            self._show_substep("")
         super().on_step_end(args, state, control, **kwargs)
 
-    def _say_place(self, place: str) -> None:
+    def _show_substep(self, place: str) -> None:
         """Put the progress within the step into the bar without redrawing it, and remove the text "sampling"."""
         self.training_bar.set_description_str(place, refresh=False)
-        if self.training_bar.postfix == BEFORE_ANY:
+        if self.training_bar.postfix == SAMPLING:
             self.training_bar.set_postfix_str("", refresh=False)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -25,8 +25,8 @@ from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.job.errors import SIGNALS
 
 # Environment variables that accelerate launch and torchrun set for the processes that they start.
-LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
-SECONDS_OF_ECHO = 2.0  # a launcher forwards a signal that the terminal has already sent: not a second one
+LAUNCHER_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+ECHO_SECONDS = 2.0  # a launcher forwards a signal that the terminal has already sent: not a second one
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -36,7 +36,7 @@ class StopAtStepEnd(TrainerCallback):
         self.signum = 0
         self._request = 0  # the signal that this process received
         self._requested_at = 0.0
-        was_launched = any(name in os.environ for name in LAUNCHED)
+        was_launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
         self._launcher = os.getppid() if was_launched else None  # a shell may exit before this process does
 
     @contextlib.contextmanager
@@ -45,33 +45,33 @@ class StopAtStepEnd(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():  # Python forbids handlers elsewhere
             yield
             return
-        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        before = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
         try:
             yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
-    def _take(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._request and now - self._requested_at > SECONDS_OF_ECHO:
-            self._say(f"ended by {signal.Signals(signum).name}")
+        if self._request and now - self._requested_at > ECHO_SECONDS:
+            self._print_on_main(f"ended by {signal.Signals(signum).name}")
             os._exit(128 + signum)  # no cleanup: processes that clean up would wait for one another
         if not self._request:
             self._request, self._requested_at = signum, now
-            self._say(
+            self._print_on_main(
                 f"{signal.Signals(signum).name}: stopping after this step, with a checkpoint and the report; "
                 "a second signal ends at once"
             )
 
-    def _say(self, line: str) -> None:
+    def _print_on_main(self, line: str) -> None:
         if PartialState().is_main_process:
             os.write(2, f"\n{line}\n".encode())  # a signal handler may interrupt print
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._launcher not in (None, os.getppid()) and not self._request:
             self._request = signal.SIGTERM
-            self._say("the launcher has ended: stopping after this step, with a checkpoint and the report")
+            self._print_on_main("the launcher has ended: stopping after this step, with a checkpoint and the report")
         local_request = torch.tensor([self._request], device=PartialState().device)
         request = int(gather(local_request).max())
         # A rollout that later steps still use is not saved, so training resumes exactly only at the end of a rollout.

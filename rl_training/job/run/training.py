@@ -21,7 +21,7 @@ from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import prompt_order_changes
 from rl_training.job.configuration.values import quote_override
 from rl_training.job.errors import Interrupted, as_user_errors
-from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
+from rl_training.job.objects.dashboards import MetricsLogger, install_loggers
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer import make_trainer
 from rl_training.job.objects.trainer_checks import check_fields
@@ -137,15 +137,15 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 def _build(cfg: DictConfig) -> TrainingRun:
     check_fields(cfg.trainer)
     accumulation = check_run(cfg)
-    folder, checkpoint, is_its_own = find_run_folder(cfg)
+    folder, checkpoint, is_resumed = find_run_folder(cfg)
     cfg.run_dir = str(folder.folder)
     trainer = _trainer_of(cfg, accumulation, folder)
     if checkpoint is not None and not checkpoint.resolve().is_relative_to(folder.folder.resolve()):
         _branch_off(trainer, cfg)
     stop = _add_callbacks(trainer)
     config = _stored_config(cfg, trainer)
-    save_config(config, folder.folder, is_its_own)
-    loggers = put_loggers(trainer, folder.folder, config, CORE if cfg.logger.metrics == "core" else None)
+    save_config(config, folder.folder, is_resumed)
+    loggers = install_loggers(trainer, folder.folder, config, CORE if cfg.logger.metrics == "core" else None)
     return TrainingRun(trainer, folder, checkpoint, loggers, stop)
 
 

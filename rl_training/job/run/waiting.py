@@ -31,13 +31,13 @@ logger = logging.get_logger(__name__)
 PATIENCE = 60.0  # seconds of waiting before the first warning; the wait doubles before each further one
 RANKS_PER_SECOND = 8  # limits the load of the store: with more ranks, each publishes less often
 SECONDS_TO_STOP = 2.0  # how long the process waits for the thread when it exits
-TIMED_OUT = ("Timed out waiting", "Connection closed by peer", "timed out")  # messages of gloo on either side
+TIMEOUT_MESSAGES = ("Timed out waiting", "Connection closed by peer", "timed out")  # messages of gloo on either side
 PYTHON = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankStatus:
     """State that a process publishes for the others."""
 
     collectives: int  # number of collectives that it has begun
@@ -59,8 +59,8 @@ class WaitingWatch:
         # Needs a separate connection: the main thread may block on its own.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
-        self._signs: list[Sign] = []  # last seen signs of all processes
-        self._since = time.monotonic()  # when any process was last seen to have begun a collective
+        self._statuses: list[RankStatus] = []  # last seen statuses of all processes
+        self._last_progress = time.monotonic()  # when any process was last seen to have begun a collective
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="who is waited for", daemon=True)
         self._thread.start()
@@ -73,39 +73,39 @@ class WaitingWatch:
 
     def missing(self) -> str:
         """Describe the processes that this process and others wait for; "" if this process waits for none."""
-        counts = [sign.collectives for sign in self._signs]
+        counts = [status.collectives for status in self._statuses]
         if not counts or counts[self._rank] < max(counts):
             return ""
         return " and ".join(
-            f"rank {rank} ({sign.process}), last seen at {sign.place}"
-            for rank, sign in enumerate(self._signs)
-            if sign.collectives < max(counts)
+            f"rank {rank} ({status.process}), last seen at {status.place}"
+            for rank, status in enumerate(self._statuses)
+            if status.collectives < max(counts)
         )
 
     def _run(self) -> None:
         patience = self._patience
         with contextlib.suppress(RuntimeError):  # raised by the store if the process that hosts it is gone
             while not self._stopped.wait(self._every):
-                self._look()
-                waited = time.monotonic() - self._since
+                self._exchange()
+                waited = time.monotonic() - self._last_progress
                 if waited >= patience and self._is_first_that_waits():
                     logger.warning(f"waiting for {waited:.0f} s for {self.missing()}")
                     patience = 2 * waited  # avoids a warning at every step if steps are slow
 
-    def _look(self) -> None:
-        """Publish this process's sign, and read those of all processes."""
-        sign = [_collectives_begun(), _place_of_main_thread(), self._process]
-        self._store.set(_key(self._rank), json.dumps(sign))
+    def _exchange(self) -> None:
+        """Publish this process's status, and read those of all processes."""
+        status = [_collectives_begun(), _place_of_main_thread(), self._process]
+        self._store.set(_key(self._rank), json.dumps(status))
         keys = [_key(rank) for rank in range(self._size)]
         if not self._store.check(keys):  # a rank has not published yet, and multi_get would block
             return
-        before = [sign.collectives for sign in self._signs]
-        self._signs = [Sign(*json.loads(told)) for told in self._store.multi_get(keys)]
-        if before != [sign.collectives for sign in self._signs]:
-            self._since = time.monotonic()
+        before = [status.collectives for status in self._statuses]
+        self._statuses = [RankStatus(*json.loads(message)) for message in self._store.multi_get(keys)]
+        if before != [status.collectives for status in self._statuses]:
+            self._last_progress = time.monotonic()
 
     def _is_first_that_waits(self) -> bool:
-        counts = [sign.collectives for sign in self._signs]
+        counts = [status.collectives for status in self._statuses]
         return bool(self.missing()) and self._rank == counts.index(max(counts))
 
 
@@ -150,7 +150,7 @@ def timeouts_explained(seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        missing = _watches[0].missing() if _watches and any(words in str(error) for words in TIMED_OUT) else ""
+        missing = _watches[0].missing() if _watches and any(words in str(error) for words in TIMEOUT_MESSAGES) else ""
         if not missing:
             raise
         raise UserError(
