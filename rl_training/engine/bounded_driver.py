@@ -37,13 +37,13 @@ class BoundedDriver(StepDriver):
         assert step is not None
         self.finish_backward()
         rollout = join_rollouts(step.rollouts)
-        with self._unnoticed(), self._clock.timed(self.bound.name):
+        with self._isolated(), self._clock.timed(self.bound.name):
             self.bound.before_step(rollout, step.join_scores(rollout))
         super().gradients_ready(rollout_number)
 
     def stepped(self, was_taken: bool = True) -> None:
         if was_taken:
-            with self._unnoticed(), self._clock.timed(self.bound.name):
+            with self._isolated(), self._clock.timed(self.bound.name):
                 self._bound_estimates = self.bound.after_step()
         else:
             self.bound.restore()

@@ -25,13 +25,13 @@ from rl_training.step.runtime import Runtime
 
 
 def build_step(
-    step: StepRecorder,
+    step_recorder: StepRecorder,
     joined: JoinedMicrobatches,
     limits: Limits,
     loop: LoopSpec,
     runtime: Runtime,
-    recorder: FoldRecorder | None,
-    terms: TermsCheck,
+    fold_recorder: FoldRecorder | None,
+    terms_check: TermsCheck,
 ) -> StepData:
     """Return the data of a step whose gradients are complete. Collective.
 
@@ -40,33 +40,33 @@ def build_step(
     microbatches.
 
     Args:
-        step: The recorded step and its plan.
+        step_recorder: The recorded step and its plan.
         joined: Its microbatches, concatenated.
         limits: What its sequences and the loop already rule out.
         runtime: Runs further passes.
-        recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
-        terms: What earlier steps have shown about the loss.
+        fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
+        terms_check: What earlier steps have shown about the loss.
     """
-    needs = needs_of(step.probes)
+    needs = needs_of(step_recorder.probes)
     ranks = runtime.ranks
     other_terms = limits.other_terms
     folds, fold, is_recomputed = choose_folds(
-        ranks, joined.rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
+        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, Need.FOLD_GRADIENTS in needs
     )
-    batch = _make_batch(step, joined, folds, fold, ranks)
+    batch = _make_batch(step_recorder, joined, folds, fold, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     fold_gradients = rows_limit = None
     if not is_recomputed:
-        rows_limit = limits.mixed_prompts or terms.slicing_limit(step.has_slices, other_terms)
-    if recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
-        fold_gradients = recorder.complete(batch, runtime, mean, optimizer)
+        rows_limit = limits.mixed_prompts or terms_check.slicing_limit(step_recorder.has_slices, other_terms)
+    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
+        fold_gradients = fold_recorder.complete(batch, runtime, mean, optimizer)
         rows_limit = mismatch_of(fold_gradients, batch, runtime)
-        is_compared = step.has_slices or Need.LOSS_CHECK in needs
+        is_compared = step_recorder.has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_limit or other_terms or is_recomputed):
-            other_terms = terms.compare(batch, runtime, fold_gradients.rows, fold_gradients.squares)
-            rows_limit = terms.slicing_limit(step.has_slices, other_terms)
+            other_terms = terms_check.compare(batch, runtime, fold_gradients.rows, fold_gradients.squares)
+            rows_limit = terms_check.slicing_limit(step_recorder.has_slices, other_terms)
     return StepData(
-        number=step.number,
+        number=step_recorder.number,
         batch=batch,
         gradients=Gradients(
             weights=loop.shard.weights(),
@@ -79,14 +79,14 @@ def build_step(
         optimizer=optimizer,
         limits=dataclasses.replace(
             limits,
-            one_fold=loop.one_fold_limit(step.probes) if batch.num_folds < 2 else None,
+            one_fold=loop.one_fold_limit(step_recorder.probes) if batch.num_folds < 2 else None,
             other_terms=other_terms,
         ),
     )
 
 
 def _make_batch(
-    step: StepRecorder, joined: JoinedMicrobatches, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks
+    step_recorder: StepRecorder, joined: JoinedMicrobatches, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks
 ) -> Batch:
     """Return the step's sequences, with fold sizes summed over all ranks. Collective."""
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
@@ -94,10 +94,10 @@ def _make_batch(
         rollout=joined.rollout,
         scores=joined.scores,
         loss_weights=joined.loss_weights,
-        microbatch_rows=step.microbatch_rows,
+        microbatch_rows=step_recorder.microbatch_rows,
         folds=folds,
         fold=fold,
         fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
-        responses_per_prompt=step.responses_per_prompt,
-        loss_settings=step.loss_settings,
+        responses_per_prompt=step_recorder.responses_per_prompt,
+        loss_settings=step_recorder.loss_settings,
     )

@@ -87,7 +87,7 @@ class StepDriver:
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
-        self._padding, self._terms = PaddingCheck(), TermsCheck()
+        self._padding_check, self._terms_check = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
         self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
@@ -127,7 +127,7 @@ class StepDriver:
                 step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
                 step.folds = self._requirements.folds_of_step(
-                    self._loop, sizes, step.responses_per_prompt, self._terms.allows_slices
+                    self._loop, sizes, step.responses_per_prompt, self._terms_check.allows_slices
                 )
                 if self._fold_recorder is not None:
                     self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))
@@ -172,20 +172,20 @@ class StepDriver:
         self._seen_prompts.start_rollout(rollout_number)
         step.is_ready = True
         if step.probes:
-            with self._unnoticed():
-                self._prepare(step)
+            with self._isolated():
+                self._measure(step)
 
-    def _unnoticed(self) -> AbstractContextManager[None]:
+    def _isolated(self) -> AbstractContextManager[None]:
         return isolated_from_training(self._loop.policy.model, self._layout.device)
 
     def measuring(self) -> AbstractContextManager[None]:
         """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""
         return self._clock.timed()
 
-    def _prepare(self, step: StepRecorder) -> None:
+    def _measure(self, step: StepRecorder) -> None:
         with self.measuring():
             assert self._runtime is not None, "call start(loop) first"
-            data, prediction = self._data_of(step, self._runtime), None
+            data, prediction = self._build_data(step, self._runtime), None
             if self._predictions is not None:
                 prediction = self._predictions.predict(data, self._runtime, step.probes)
             step.context = ctx = StepContext(data, self._runtime, prediction)
@@ -194,15 +194,16 @@ class StepDriver:
                 step.readings[probe.name] = self._states.measure(probe, ctx)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
-    def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
+    def _build_data(self, step: StepRecorder, runtime: Runtime) -> StepData:
         """Return the data of a step whose gradients are complete. Collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
-        edited = None if self._predictions is None else self._predictions.edit_limit()
-        padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
-        of_rollout = joined.rollout.sampling_mismatch
-        mismatch = (loop.limits.sampling_mismatch if of_rollout is None else of_rollout) or edited or padded
+        edit_limit = None if self._predictions is None else self._predictions.edit_limit()
+        padding_limit = self._padding_check.limit(joined.rollout, loop.policy, loop.ranks.reduce)
+        rollout_mismatch = joined.rollout.sampling_mismatch
+        mismatch = loop.limits.sampling_mismatch if rollout_mismatch is None else rollout_mismatch
+        mismatch = mismatch or edit_limit or padding_limit
         limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, limits, loop, runtime, self._fold_recorder, self._terms)
+        return build_step(step, joined, limits, loop, runtime, self._fold_recorder, self._terms_check)
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step, if the loop knows that moment."""
@@ -222,7 +223,7 @@ class StepDriver:
         if self._predictions is not None:
             with self.measuring():
                 self._predictions.stepped(step.number)
-        with self._unnoticed():
+        with self._isolated():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
@@ -265,9 +266,9 @@ class StepDriver:
             if step.check:
                 estimates[self.name] = dict(step.check)
             num_folds = step.context.step.batch.num_folds
-            vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
+            num_vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
-            num_bytes = sum(engine_bytes) + vectors * self._layout.num_bytes
+            num_bytes = sum(engine_bytes) + num_vectors * self._layout.num_bytes
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.costs = Costs(self._clock.read(), num_bytes)

@@ -41,12 +41,12 @@ NO_SLICES = "so the gradient of a part of a microbatch is not known"
 NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
 
 
-def mismatch_of(caught: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
+def mismatch_of(fold_gradients: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
     """Return the limit if the step's gradient is not what its folds' gradients add up to, else None."""
     if batch.has_mixed_folds:
-        return weights_mismatch(caught.sums, runtime.policy)
-    tensors = [*runtime.reduction.shard.leaves.values(), *(caught.rows or ())]
-    return gradient_mismatch(caught.sums, any(tensor.dtype.itemsize < 4 for tensor in tensors))
+        return weights_mismatch(fold_gradients.sums, runtime.policy)
+    tensors = [*runtime.reduction.shard.leaves.values(), *(fold_gradients.rows or ())]
+    return gradient_mismatch(fold_gradients.sums, any(tensor.dtype.itemsize < 4 for tensor in tensors))
 
 
 def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:

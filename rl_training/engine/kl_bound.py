@@ -46,8 +46,8 @@ EXCESS = 2.0  # times the target: up to this KL a step is left as it is
 SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # each further try multiplies the factor by .1 to .7
 LARGEST_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
 MAX_TRIES = 8
-SAME = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
-LEAST_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
+SAME_SCORES = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
+MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
 NO_BAR = "no error bar: it describes this step"
 
 
@@ -105,8 +105,8 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
         factor *= min(SMALLEST_CUT, max(LARGEST_CUT, math.sqrt(target / kl))) if math.isfinite(kl) else LARGEST_CUT
         kl = kl_of(factor)
         tries += 1
-    over = kl / target if target > 0.0 else math.nan
-    return BoundState(factor, over), BoundInfo(target, first_kl, kl, tries, first_factor, factor)
+    kl_over_target = kl / target if target > 0.0 else math.nan
+    return BoundState(factor, kl_over_target), BoundInfo(target, first_kl, kl, tries, first_factor, factor)
 
 
 class KLBound:
@@ -160,7 +160,7 @@ class KLBound:
             scores: From training's forward pass, (B, T) each.
         """
         rows = (response_index(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
-        self._before, self._rollout = self._scores_before(rollout, scores, rows), take_rows(rollout, rows)
+        self._old_scores, self._rollout = self._score_before_step(rollout, scores, rows), take_rows(rollout, rows)
         self._weights, groups = self._shard.copy_local_weights(), self._shard.optimizer.param_groups
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
@@ -191,7 +191,7 @@ class KLBound:
         """Return the factor of the step, and record how it was found."""
         self.state, self._info = search_factor(kl_of, self._target, self.state)
         if not self._is_checked and self._info.kl > 0.0:
-            refuse_what_is_not_quadratic(kl_of, self._info)
+            require_quadratic_kl(kl_of, self._info)
             self._is_checked = True
         return self._info.factor
 
@@ -200,7 +200,7 @@ class KLBound:
         moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
         with self._policy.with_weights(moved):
             after = self._policy.score_rollout(self._rollout)
-        return self._mean_over_tokens(kl_of_tokens(self._before, after), self._before.mask)
+        return self._mean_over_tokens(kl_of_tokens(self._old_scores, after), self._old_scores.mask)
 
     def restore(self) -> None:
         """Reset the learning rates to the schedule's, and free the weights kept for the step."""
@@ -208,14 +208,14 @@ class KLBound:
             group["lr"] = rate
         self._rates, self._weights = [], {}
 
-    def _scores_before(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
+    def _score_before_step(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
         """Return the scores of some rows with the weights before the step, computed as a measurement.
 
         Training's own scores are used if they equal a measurement's, which one row is scored again to find out.
         """
         first = self._policy.score_rollout(take_rows(rollout, rows[:1]))
-        apart = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
-        if float(self._ranks.max(apart)) <= SAME:
+        difference = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
+        if float(self._ranks.max(difference)) <= SAME_SCORES:
             return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
         return self._policy.score_rollout(take_rows(rollout, rows))
 
@@ -256,14 +256,14 @@ def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float:
     return 1.0
 
 
-def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInfo) -> None:
+def require_quadratic_kl(kl_of: Callable[[float], float], info: BoundInfo) -> None:
     """Check that half of a step has about four times the KL of a quarter.
 
     Raises:
         UserError: Rounding is as large as the target, so steps would silently be cut to nothing.
     """
     quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
-    if half < LEAST_RATIO * quarter:
+    if half < MIN_KL_RATIO * quarter:
         raise UserError(
             f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "
             f"a quarter, where a ratio of 4 was expected: rounding hides smaller steps. Keep fp32 weights, or raise "

@@ -43,15 +43,17 @@ def has_other_terms(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> b
     >>> has_other_terms(loss, scores, [w]), has_other_terms(loss + (w - 1).square().sum(), scores, [w])
     (False, True)
     """
-    ends = {(part.grad_fn, part.output_nr) for part in (scores.logps, scores.entropies) if part.grad_fn is not None}
-    numbers = {id(leaf) for leaf in leaves}
-    waiting, seen = [(loss.grad_fn, loss.output_nr)], set()
-    while waiting:
-        node, output = waiting.pop()
-        if node is None or (node, output) in ends or node in seen:
+    score_outputs = {
+        (score.grad_fn, score.output_nr) for score in (scores.logps, scores.entropies) if score.grad_fn is not None
+    }
+    leaf_ids = {id(leaf) for leaf in leaves}
+    pending, visited = [(loss.grad_fn, loss.output_nr)], set()
+    while pending:
+        node, output = pending.pop()
+        if node is None or (node, output) in score_outputs or node in visited:
             continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in numbers:
+        visited.add(node)
+        if id(getattr(node, "variable", None)) in leaf_ids:
             return True
-        waiting.extend(node.next_functions)
+        pending.extend(node.next_functions)
     return False

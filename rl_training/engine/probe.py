@@ -112,9 +112,9 @@ class Probe(ABC):
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to be used as a trainer callback: transformers calls this on every callback of a new trainer."""
-        made = f"{type(self).__name__}(...)"
+        call = f"{type(self).__name__}(...)"
         raise UserError(
-            f"{type(self).__name__} is a probe, not a callback: use attach(trainer, FOLDER, [{made}]), not callbacks="
+            f"{type(self).__name__} is a probe, not a callback: use attach(trainer, FOLDER, [{call}]), not callbacks="
         )
 
     on_train_begin = on_init_end  # transformers calls this if a callback is added later

@@ -63,32 +63,32 @@ class ProbeStates:
 
     def _checked(self, probe: Probe, method: str, reading: Any) -> Reading:
         """Return a probe's reading if it is valid. UserError, naming the probe, if not."""
-        does = f"probe {probe.name!r}: {method} must return"
+        rule = f"probe {probe.name!r}: {method} must return"
         if not isinstance(reading, Reading):
-            raise UserError(f"{does} a Reading, and returned {_described(reading)}")
+            raise UserError(f"{rule} a Reading, and returned {_described(reading)}")
         for estimates in (reading.predicted, reading.measured):
             if not isinstance(estimates, Mapping):
-                raise UserError(f"{does} Estimates by name, and returned {_described(estimates)}")
+                raise UserError(f"{rule} Estimates by name, and returned {_described(estimates)}")
             for name, estimate in estimates.items():
                 if not isinstance(estimate, Estimate):
-                    raise UserError(f"{does} Estimates by name, and {name!r} is {_described(estimate)}")
-        twice = reading.predicted.keys() & reading.measured.keys()
-        if twice:
-            raise UserError(f"{does} an estimate once, and {min(twice)!r} is both predicted and measured")
+                    raise UserError(f"{rule} Estimates by name, and {name!r} is {_described(estimate)}")
+        duplicates = reading.predicted.keys() & reading.measured.keys()
+        if duplicates:
+            raise UserError(f"{rule} an estimate once, and {min(duplicates)!r} is both predicted and measured")
         if reading.predicted and Need.ENTROPY_GRADIENT not in probe.needs:
             raise UserError(
-                f"{does} predictions only with needs = Need.ENTROPY_GRADIENT, with which a step is verified: set it, "
+                f"{rule} predictions only with needs = Need.ENTROPY_GRADIENT, with which a step is verified: set it, "
                 "or return them as measured"
             )
         state = self.values[probe.name]
         if type(reading.state) is not type(state):
             raise UserError(
-                f"{does} the next state too, {_described(state)} as from init(), and Reading(..., state=...) has "
+                f"{rule} the next state too, {_described(state)} as from init(), and Reading(..., state=...) has "
                 f"{_described(reading.state)}"
             )
         if isinstance(state, Mapping) and reading.state.keys() != state.keys():
             other = min(map(str, reading.state.keys() ^ state.keys()))
-            raise UserError(f"{does} a state with the names that init() gives, and differs in {other!r}")
+            raise UserError(f"{rule} a state with the names that init() gives, and differs in {other!r}")
         return reading
 
 

@@ -179,15 +179,15 @@ class StepRecorder:
         without rewards makes all rewards unknown.
         """
         rollouts = self.rollouts
-        flags = [
+        local_flags = [
             any(rollout.sampling_logps is not None for rollout in rollouts),
             any(rollout.old_logps is not None for rollout in rollouts),
             not all(rollout.on_policy for rollout in rollouts),
             any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
             any(rollout.rewards is None for rollout in rollouts),
         ]
-        facts = torch.tensor(flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
-        sampled, old, off_policy, unknown, unrewarded = ranks.reduce(facts).tolist()
+        flags = torch.tensor(local_flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
+        sampled, old, off_policy, unknown, unrewarded = ranks.reduce(flags).tolist()
         names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
         filled = []
         for rollout, scores in zip(rollouts, self.scores, strict=True):

@@ -18,12 +18,12 @@ def wrap_user_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{what} failed: {said} ({_place_of(error)})") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{what} failed: {message} ({_location(error)})") from error
 
 
 @contextlib.contextmanager
-def noting(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
+def add_note_on_error(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
     """Add a note to any error raised inside the context. Its type stays the same for callers that catch it.
 
     Args:
@@ -33,10 +33,10 @@ def noting(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"{what} failed ({_place_of(error)}){hint()}")
+        error.add_note(f"{what} failed ({_location(error)}){hint()}")
         raise
 
 
-def _place_of(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"

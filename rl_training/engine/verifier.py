@@ -34,17 +34,18 @@ from rl_training.step.limits import (
     NOT_THE_FORMULA,
 )
 
-SAMPLED = 2**18  # at most this many entries of a step are compared on each rank
+MAX_SAMPLED = 2**18  # at most this many entries of a step are compared on each rank
 # Allowed error relative to the norm of the calculated step: a sixteenth of the rounded weights that move may differ.
 ROUNDED_WEIGHTS_TOLERANCE = 0.25
-HALF_PRECISION = 2.0**-5  # relative difference allowed in a step if the optimizer computes in half precision
-KEPT = 0.9  # a remark is made if less than this share of a step survives rounding
+HALF_PRECISION_TOLERANCE = 2.0**-5  # relative difference allowed in a step if the optimizer computes in half precision
+REMARK_BELOW = 0.9  # a remark is made if less than this share of a step survives rounding
 NOT_TO_NEAREST = "; if all of that holds, the optimizer does not round to nearest, and its steps cannot be predicted"
 SHARE = "update/surviving_share"
-LEAST = f"{SHARE}/least"  # the smallest share of any layer, named in the detail; outside of layers, of a kind of module
+# The smallest share of any layer, named in the detail; outside of layers, of a kind of module.
+LEAST_SHARE = f"{SHARE}/least"
 NO_STEP = Limit("no_step", "the formula moves no weight here")
 NO_BAR = "no error bar: it describes this step"
-LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
+LOST_REMARK = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 
 
 def refuse_other_parameters(shard: Shard) -> None:
@@ -57,9 +58,9 @@ def refuse_other_parameters(shard: Shard) -> None:
         )
 
 
-def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
-    """Return a subset of each parameter's entries, at most SAMPLED in all, copied to fp64."""
-    stride = max(1, math.ceil(layout.num_entries / SAMPLED))
+def sample_entries(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
+    """Return a subset of each parameter's entries, at most MAX_SAMPLED in all, copied to fp64."""
+    stride = max(1, math.ceil(layout.num_entries / MAX_SAMPLED))
     return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
 
@@ -74,9 +75,9 @@ class UpdateVerifier:
             [self._layers.index(layer_name) for layer_name in layers], device=self._layout.device
         )
         is_below_fp32 = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
-        self._is_below_fp32 = sampled(self._layout, is_below_fp32).bool()
+        self._is_below_fp32 = sample_entries(self._layout, is_below_fp32).bool()
         # entries sampled from each parameter
-        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_below_fp32)
+        self._sizes = tuple(len(sample_entries(self._layout, [part])) for part in is_below_fp32)
         dtypes = {weight.dtype for weight in weights.values()}
         self._smallest_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
@@ -105,7 +106,7 @@ class UpdateVerifier:
         return EDITED_WITHIN_STEP
 
     def _sampled_weights(self) -> Tensor:
-        return sampled(self._layout, self._shard.weights().values())
+        return sample_entries(self._layout, self._shard.weights().values())
 
     def _differ(self, first: Tensor, other: Tensor) -> bool:
         # compared bit by bit, so that nan equals itself
@@ -119,7 +120,7 @@ class UpdateVerifier:
             self._rounding_reason, self._limit = optimizer.rounding_reason, prediction.limit or optimizer.limit
             self._error_limit = optimizer.error_limit
             if prediction.intended is not None:
-                self._formula_update = sampled(self._layout, self._layout.by_name(prediction.intended).values())
+                self._formula_update = sample_entries(self._layout, self._layout.by_name(prediction.intended).values())
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step. With a formula, `verify` detects earlier edits anyway."""
@@ -138,7 +139,7 @@ class UpdateVerifier:
         """
         if not self._is_predicted:
             return {}, None
-        names = ["step/formula_error", SHARE, LEAST]
+        names = ["step/formula_error", SHARE, LEAST_SHARE]
         self._weights_after_step = self._sampled_weights()
         if self._formula_update is None:
             weights_before_step, self._weights_before_step = self._weights_before_step, None
@@ -167,7 +168,7 @@ class UpdateVerifier:
         estimates = {
             names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
             SHARE: _share_estimate(share),
-            LEAST: dataclasses.replace(_share_estimate(least), detail={"layer": layer_name}),
+            LEAST_SHARE: dataclasses.replace(_share_estimate(least), detail={"layer": layer_name}),
         }
         return estimates, limit
 
@@ -180,7 +181,7 @@ class UpdateVerifier:
         rounded, rounding = formula, self._precision * self._weights_at_measure.abs()
         deviation = ((moved - formula).abs() - rounding).clamp_(min=0.0)
         if self._smallest_dtype.itemsize < 4:
-            factors = (1.0, 1.0 - HALF_PRECISION, 1.0 + HALF_PRECISION)
+            factors = (1.0, 1.0 - HALF_PRECISION_TOLERANCE, 1.0 + HALF_PRECISION_TOLERANCE)
             rounded, *bounds = (self._round_change(factor * formula) for factor in factors)
             nearest = moved.clamp(torch.minimum(*bounds), torch.maximum(*bounds))
             deviation = torch.where(self._is_below_fp32, moved - nearest, deviation)
@@ -205,4 +206,4 @@ class UpdateVerifier:
 def _share_estimate(share: float) -> Estimate:
     if math.isnan(share):
         return Estimate.missing(NO_STEP)
-    return Estimate(share, reason=LOST.format(lost=1.0 - share) if share < KEPT else NO_BAR)
+    return Estimate(share, reason=LOST_REMARK.format(lost=1.0 - share) if share < REMARK_BELOW else NO_BAR)

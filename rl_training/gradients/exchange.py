@@ -51,11 +51,11 @@ class Exchange:
                 for cuts in zip(*(shard.entry_ranges[name] for name in names), strict=True)
             ]
             sent = join([*itertools.chain(*parts)]).to(shard.layout.dtype)
-            received = self._exchanged(sent, [sum(map(len, pieces)) for pieces in parts])
+            received = self._exchange_entries(sent, [sum(map(len, pieces)) for pieces in parts])
             by_fold = received.unflatten(0, (len(rows), -1))
             rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
 
-    def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
+    def _exchange_entries(self, sent: Tensor, sizes: list[int]) -> Tensor:
         """Exchange entries between ranks. Collective.
 
         Args:

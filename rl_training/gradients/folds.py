@@ -211,6 +211,6 @@ def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: in
     >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
     tensor([0, 1, 0, 0])
     """
-    prompts, place = prompt_index.unique(return_inverse=True)
+    prompts, prompt_of_row = prompt_index.unique(return_inverse=True)
     folds = [group.folds[group.fold_of_rank[rank]] for group in groups]
-    return torch.tensor(folds, device=place.device)[place * len(groups) // len(prompts)]
+    return torch.tensor(folds, device=prompt_of_row.device)[prompt_of_row * len(groups) // len(prompts)]

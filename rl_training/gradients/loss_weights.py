@@ -34,10 +34,10 @@ class LossWeights:
         entropies = None if self.entropies is None else self.entropies[rows, :width] * share
         return LossWeights(self.logps[rows, :width] * share, entropies)
 
-    def where(self, chosen: Tensor) -> LossWeights:
-        """Return these weights, with 0 where `chosen`, (B, T) or (B, 1) bool, is False."""
-        entropies = None if self.entropies is None else self.entropies.where(chosen, 0.0)
-        return LossWeights(self.logps.where(chosen, 0.0), entropies)
+    def where(self, condition: Tensor) -> LossWeights:
+        """Return these weights, with 0 where `condition`, (B, T) or (B, 1) bool, is False."""
+        entropies = None if self.entropies is None else self.entropies.where(condition, 0.0)
+        return LossWeights(self.logps.where(condition, 0.0), entropies)
 
     def stacked(self) -> Tensor:
         """Return both kinds of weights as one tensor, (2, B, T)."""

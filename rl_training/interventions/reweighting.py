@@ -215,7 +215,7 @@ def sequence_mask(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Liu et al. 2025, richardli.xyz/rl-collapse; TRL.
     """
-    return corrected(loss, Correction(sequence=True, masks=True, high=strength))
+    return corrected(loss, Correction(per_sequence=True, masks=True, high=strength))
 
 
 def exact(loss: LossInputs, strength: float) -> LossWeights:
@@ -223,7 +223,7 @@ def exact(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Precup, Sutton & Singh 2000.
     """
-    return corrected(loss, Correction(sequence=True))
+    return corrected(loss, Correction(per_sequence=True))
 
 
 def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:

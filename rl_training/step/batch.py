@@ -23,12 +23,12 @@ class Correction:
     """A loss's factor on each token: the ratio ρ = π/μ of policy to sampler, truncated or masked.
 
     Args:
-        sequence: ρ is the ratio of the whole response instead of the token.
+        per_sequence: ρ is the ratio of the whole response instead of the token.
         masks: A ratio outside the bounds becomes 0 instead of being truncated to them.
         low, high: The bounds of ρ.
     """
 
-    sequence: bool = False
+    per_sequence: bool = False
     masks: bool = False
     low: float = 0.0
     high: float = math.inf
@@ -46,8 +46,9 @@ class Correction:
 
     def ratios(self, log_ratios: Tensor) -> Tensor:
         """Return the ratios before the bounds are applied, (B, T)."""
-        whole = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios) if self.sequence else log_ratios
-        return whole.exp()
+        if self.per_sequence:
+            log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
+        return log_ratios.exp()
 
     def __str__(self) -> str:
         bounds = " and ".join(
@@ -56,7 +57,7 @@ class Correction:
             if bound != none
         )
         kind = "mask" if self.masks else "truncation"
-        return f"ratios of {'responses' if self.sequence else 'tokens'}, {kind}: {bounds or 'no bounds'}"
+        return f"ratios of {'responses' if self.per_sequence else 'tokens'}, {kind}: {bounds or 'no bounds'}"
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class Batch:
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
         """Return the sum of `values` (B, …) over this rank's responses to each of its prompts, (prompts, …)."""
-        prompts, place = self.rollout.prompt_index.unique(return_inverse=True)
-        return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, place, values)
+        prompts, prompt_of_row = self.rollout.prompt_index.unique(return_inverse=True)
+        return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, prompt_of_row, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Return the sum of `values` (B, …) over this rank's sequences of each fold, (F, …)."""

@@ -20,7 +20,7 @@ SPLIT_WITHOUT_ERROR = Limit(
     "split_without_error",
     "no error bar: the splits by layer and kind have none; the split into momentum, gradient and decay has one",
 )
-NO_ERROR = {
+NO_STDERR = {
     "reuse": Limit("biased", "no error bar: the same-batch product is biased"),
     "layer": SPLIT_WITHOUT_ERROR,
     "kind": SPLIT_WITHOUT_ERROR,
@@ -50,11 +50,11 @@ class Quantity:
 
     def estimates(self, num_folds: int) -> list[Estimate]:
         """Return both numbers as estimates. Error bars require enough folds."""
-        no_error = NO_ERROR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
+        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""
-            error = math.nan if missing or self.name.split("/")[0] in NO_ERROR else stderr
+            error = math.nan if missing or self.name.split("/")[0] in NO_STDERR else stderr
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
             num_samples = (
                 num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(self.batches[unit]) + 1e-9)
@@ -63,6 +63,6 @@ class Quantity:
             if not math.isnan(error) and self.stderr_of_batch is not None:
                 detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
             estimates.append(
-                Estimate(value, error, num_samples, missing or no_error or self.remark, self.about_step, detail)
+                Estimate(value, error, num_samples, missing or no_stderr or self.remark, self.about_step, detail)
             )
         return estimates

@@ -83,7 +83,7 @@ class ScoreCheck:
 
     def _noise_sums(self) -> list[Tensor]:
         """Return how much random draws and rounding change some rows: one tensor like `_sums` for each cause."""
-        rows, scorer, rollout = self._some_rows(), self._policy.scorer, self._batch.rollout
+        rows, scorer, rollout = self._rows_for_noise(), self._policy.scorer, self._batch.rollout
         with self._policy.measuring():
             exact = scorer.score(rollout, rows, graph=False)
         with preserve_rng(self._sums.device):
@@ -94,7 +94,7 @@ class ScoreCheck:
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, indices) for other in others]
 
-    def _some_rows(self) -> Tensor:
+    def _rows_for_noise(self) -> Tensor:
         """Return the first response to each of a few prompts."""
         return (response_index(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
 

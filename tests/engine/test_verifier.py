@@ -151,7 +151,7 @@ class ExactShares:
 def test_the_sampled_surviving_share_of_a_bf16_update_is_within_a_hundredth_of_the_exact_one(
     rate: float, monkeypatch
 ) -> None:
-    monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105,000 weights
+    monkeypatch.setattr(verifier, "MAX_SAMPLED", 2**14)  # of 105,000 weights
     exact = ExactShares()
     steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
     for step, (whole, by_layer) in zip(steps, exact.found, strict=True):

@@ -196,8 +196,8 @@ def test_the_log_effective_size_falls_by_twice_the_kl_of_a_response(noise: float
     [
         (Correction(high=2.0), [[0.5, 2.0, 1.0], [2.0, 2.0, 1.0]]),
         (Correction(masks=True, low=0.6, high=2.5), [[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]]),
-        (Correction(sequence=True, masks=True, high=3.0), [[1.0] * 3, [0.0] * 3]),
-        (Correction(sequence=True, high=3.0), [[1.0] * 3, [3.0] * 3]),
+        (Correction(per_sequence=True, masks=True, high=3.0), [[1.0] * 3, [0.0] * 3]),
+        (Correction(per_sequence=True, high=3.0), [[1.0] * 3, [3.0] * 3]),
     ],
 )
 def test_corrections_of_two_responses_equal_those_by_hand(correction: Correction, expected: list[list[float]]) -> None:

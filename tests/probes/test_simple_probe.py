@@ -268,16 +268,16 @@ def test_off_policy_tokens_are_weighted_by_the_ratio_of_their_prefix(make_traine
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
     make_trainer, monkeypatch, known, measured
 ) -> None:
-    data_of = StepDriver._data_of
+    build_data = StepDriver._build_data
 
     def reweighted(driver: StepDriver, *args: Any) -> Any:
-        step = data_of(driver, *args)
+        step = build_data(driver, *args)
         sampling_logps = step.batch.scores.logps.double().clone()
         sampling_logps[known:, 0] += 80.0  # only the first `known` of 32 sequences keep a weight
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
-    monkeypatch.setattr(StepDriver, "_data_of", reweighted)
+    monkeypatch.setattr(StepDriver, "_build_data", reweighted)
     probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
@@ -324,10 +324,10 @@ class NanInPadding(Policy):
 
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
-    data_of = StepDriver._data_of
+    build_data = StepDriver._build_data
 
     def shown(driver: StepDriver, *args: Any) -> Any:
-        step = data_of(driver, *args)
+        step = build_data(driver, *args)
         driver._runtime = dataclasses.replace(driver._runtime, policy=NanInPadding(driver._loop.policy))
         return dataclasses.replace(
             step, batch=dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
@@ -336,7 +336,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     said = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(StepDriver, "_data_of", shown)
+            monkeypatch.setattr(StepDriver, "_build_data", shown)
         probes = [
             SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),

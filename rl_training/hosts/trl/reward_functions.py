@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from trl import GRPOTrainer
 
-from rl_training.engine.user_code import noting
+from rl_training.engine.user_code import add_note_on_error
 
 RewardFunction = Callable[..., Any]
 # Arguments that TRL passes to reward functions and that are not columns of the data set.
@@ -29,12 +29,12 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        with noting(what, functools.partial(_columns, kwargs)):
+        with add_note_on_error(what, functools.partial(_columns, kwargs)):
             return _numbers(function(*args, **kwargs))
 
     @functools.wraps(function)
     async def checked_async(*args: Any, **kwargs: Any) -> list[float | None]:
-        with noting(what, functools.partial(_columns, kwargs)):
+        with add_note_on_error(what, functools.partial(_columns, kwargs)):
             return _numbers(await function(*args, **kwargs))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
