@@ -163,7 +163,7 @@ def test_files_named_in_a_package_docstring_exist() -> None:
             assert list(package.parent.rglob(name)), f"{package.relative_to(ROOT)} names {name}"
 
 
-def test_test_folders_mirror_package_folders() -> None:
+def test_folders_of_tests_mirror_the_package() -> None:
     """Except for the tests of the repository itself and what tests share."""
     tests = ROOT / "tests"
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"repository"}

@@ -44,7 +44,7 @@ def test_a_circular_exception_chain_is_followed_once() -> None:
     assert explain_shadowing(cause) == ""
 
 
-def test_an_error_in_a_package_from_that_path_itself_is_not_shadowing(
+def test_a_package_is_not_reported_as_shadowing_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For example our package in its own checkout, which is on the path twice."""

@@ -33,7 +33,7 @@ def random_pairs(count: int, seed: int) -> list[Pair]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_values_are_those_of_the_textbook(seed: int) -> None:
+def test_calibration_values_equal_the_textbook_formulas(seed: int) -> None:
     pairs = random_pairs(11, seed)
     answers = calibrated(pairs)
     p, s, _, t, tau = (list(column) for column in zip(*pairs, strict=True))
@@ -48,7 +48,7 @@ def test_values_are_those_of_the_textbook(seed: int) -> None:
     assert answers["coverage"].value == pytest.approx(sum(covered) / 11)
 
 
-def test_errors_are_the_jackknife_over_pairs() -> None:
+def test_calibration_errors_are_the_jackknife_over_pairs() -> None:
     pairs = random_pairs(12, seed=7)
     answers = calibrated(pairs)
     slope = reference.jackknife_stderr(lambda s: s[0] / s[1], [[p * t, p * p] for p, _, _, t, _ in pairs])
@@ -62,7 +62,7 @@ def test_errors_are_the_jackknife_over_pairs() -> None:
 
 
 @pytest.mark.parametrize("truth_stderr", [0.0, 0.5])
-def test_honest_error_bars_cover_95_percent_also_from_few_samples(truth_stderr: float) -> None:
+def test_honest_error_bars_cover_95_percent_even_with_few_samples(truth_stderr: float) -> None:
     rng = random.Random(2)
     pairs = []
     for _ in range(4000):
@@ -74,7 +74,7 @@ def test_honest_error_bars_cover_95_percent_also_from_few_samples(truth_stderr: 
     assert coverage.stderr == pytest.approx(math.sqrt(coverage.value * (1 - coverage.value) / 3999), rel=1e-6)
 
 
-def test_interval_is_student_t_for_an_exact_truth_and_normal_for_an_exact_prediction() -> None:
+def test_the_interval_is_student_t_for_an_exact_truth_and_normal_for_an_exact_prediction() -> None:
     edge = float(stats.t.ppf(0.975, df=4))
     assert interval_covers(edge * 0.999, 1.0, 5, 0.0) == 1
     assert interval_covers(-edge * 1.001, 1.0, 5, 0.0) == 0
@@ -83,14 +83,14 @@ def test_interval_is_student_t_for_an_exact_truth_and_normal_for_an_exact_predic
     assert math.isnan(interval_covers(0.0, math.nan, 0, 1.0))
 
 
-def test_interval_between_the_two_has_welchs_degrees_of_freedom() -> None:
+def test_the_interval_with_two_errors_has_welchs_degrees_of_freedom() -> None:
     """Errors 1 and 1, the first with 4 degrees of freedom, give (1² + 1²)² / (1⁴/4) = 16."""
     edge = float(stats.t.ppf(0.975, df=16)) * math.sqrt(2)
     assert interval_covers(edge * 0.999, 1.0, 5, 1.0) == 1
     assert interval_covers(edge * 1.001, 1.0, 5, 1.0) == 0
 
 
-def test_too_few_pairs_are_nan_with_how_many_are_needed() -> None:
+def test_too_few_pairs_give_nan_with_the_number_needed() -> None:
     for count in (0, MIN_PAIRS - 1):
         answers = calibrated(random_pairs(count, seed=3))
         assert answers.keys() == NAMES
@@ -100,7 +100,7 @@ def test_too_few_pairs_are_nan_with_how_many_are_needed() -> None:
             assert answer.num_samples == count
 
 
-def test_a_pair_with_a_side_missing_is_left_out() -> None:
+def test_a_pair_with_a_missing_side_is_left_out() -> None:
     pairs, missing = as_estimates(random_pairs(8, seed=4)), Estimate.missing("not measured")
     halves = [(missing, Estimate(1.0, 0.1, 512)), (Estimate(1.0, 0.1, 8), missing)]
     assert calibration([*pairs, *halves]) == calibration(pairs)
@@ -113,7 +113,7 @@ def test_without_error_bars_there_is_a_slope_but_no_coverage() -> None:
     assert (answers["coverage"].code, answers["coverage"].num_samples) == ("few_pairs", 0)
 
 
-def test_what_has_no_answer_is_nan_with_its_reason() -> None:
+def test_undefined_calibration_values_are_nan_with_their_reason() -> None:
     equal = calibrated([(0.1, 5.0, 8, float(x), 0.1) for x in range(9)])
     assert equal["correlation"].code == "no_spread"
     assert math.isnan(equal["correlation"].value)

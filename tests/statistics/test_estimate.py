@@ -17,7 +17,7 @@ def test_nan_without_a_reason_raises() -> None:
         Estimate(math.nan, stderr=0.1, num_samples=8)
 
 
-def test_what_a_single_unit_carries_has_no_error_and_says_so() -> None:
+def test_an_estimate_from_a_single_nonzero_unit_has_no_error_but_a_reason() -> None:
     by_unit = torch.tensor([[3.0, 2.0], *[[0.0, 0.0]] * 7], dtype=torch.float64)
     (estimate,) = estimates_over_units(["ratio"], lambda sums: sums[..., :1] / sums[..., 1:], by_unit).values()
     assert estimate.value == 1.5
@@ -25,7 +25,7 @@ def test_what_a_single_unit_carries_has_no_error_and_says_so() -> None:
     assert estimate.reason == NONE_WITHOUT
 
 
-def test_missing_is_nan_with_its_reason() -> None:
+def test_a_missing_estimate_is_nan_with_its_reason() -> None:
     estimate = Estimate.missing("there is only one block")
     assert math.isnan(estimate.value)
     assert math.isnan(estimate.stderr)
@@ -44,18 +44,18 @@ def test_missing_is_nan_with_its_reason() -> None:
         (2, 0.50, 1.000),
     ],
 )
-def test_half_width_is_the_tabulated_student_t_quantile(num_samples: int, coverage: float, quantile: float) -> None:
+def test_the_half_width_is_the_tabulated_student_t_quantile(num_samples: int, coverage: float, quantile: float) -> None:
     assert Estimate(0.3, 1.0, num_samples).half_width(coverage) == pytest.approx(quantile, abs=5e-4)
     assert Estimate(-0.3, 0.02, num_samples).half_width(coverage) == pytest.approx(0.02 * quantile, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimate", [Estimate(0.3, num_samples=8), Estimate.missing("no"), Estimate(0.3, 0.1, 1)])
-def test_half_width_is_nan_without_a_standard_error_and_a_degree_of_freedom(estimate: Estimate) -> None:
+def test_the_half_width_is_nan_without_a_standard_error_or_a_degree_of_freedom(estimate: Estimate) -> None:
     assert math.isnan(estimate.half_width())
 
 
 @pytest.mark.parametrize(("few", "code"), [({}, "few_prompts"), ({"few": FEW_FOLDS}, "few_folds")])
-def test_too_few_units_are_called_what_they_are(few: dict[str, Limit], code: str) -> None:
+def test_the_reason_for_too_few_units_names_their_kind(few: dict[str, Limit], code: str) -> None:
     (estimate,) = estimates_over_units(["mean"], lambda sums: sums[..., :1] / 3.0, torch.ones(3, 1), **few).values()
     assert estimate.value == 1.0
     assert estimate.code == code

@@ -18,18 +18,18 @@ def test_a_limit_is_written_as_its_message_and_its_fix() -> None:
     assert f"no prediction: {MIXED.with_fix('')}" == "no prediction: prompts lie in several folds"
 
 
-def test_copies_and_pickles_of_a_limit_keep_its_code_and_its_fix() -> None:
+def test_copies_and_pickles_of_a_limit_keep_code_and_fix() -> None:
     for same in (copy.deepcopy(MIXED), pickle.loads(pickle.dumps(MIXED))):
         assert (same, same.code, same.fix) == (MIXED, MIXED.code, MIXED.fix)
 
 
-def test_an_estimate_has_the_code_of_its_limit_and_none_of_a_text_of_ones_own() -> None:
+def test_an_estimate_has_the_code_of_its_limit_and_none_with_free_text() -> None:
     assert Estimate.missing(MIXED).code == "mixed_prompts"
     assert Estimate.missing(MIXED.prefixed("step 3")).code == "mixed_prompts"
     assert Estimate.missing("no reference model").code == ""
 
 
-def test_codes_are_names_and_few_limits_share_one() -> None:
+def test_codes_are_identifiers_and_almost_all_unique() -> None:
     """Only limits with one cause, detected in two places, share a code."""
     named = {name: limit for name, limit in vars(limits).items() if isinstance(limit, Limit)}
     assert len(named) > 20

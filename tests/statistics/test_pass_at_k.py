@@ -11,7 +11,7 @@ import torch
 from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
 
 
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response() -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:
     for n in range(1, 7):
         for right in range(n + 1):
             outcomes = [True] * right + [False] * (n - right)
@@ -27,7 +27,7 @@ def test_pass_at_k_of_many_responses_neither_over_nor_underflows() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_k_beyond_the_responses_is_refused(k: int) -> None:
+def test_k_above_the_number_of_responses_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match=f"pass@{k} needs k between 1 and the number of responses per prompt, 4"):
         pass_at_k(torch.tensor([1]), 4, k)
 
@@ -39,7 +39,7 @@ def drawn_majority(answers: list[str | None], right: set[str]) -> float:
     return sum(winner in right for winner in winners) / len(winners) if winners else 0.0
 
 
-def test_majority_is_that_of_the_plain_twin_for_all_votes_of_five() -> None:
+def test_the_majority_equals_the_plain_twin_for_all_votes_of_five() -> None:
     for votes in itertools.product(["3", "7", "9", None], repeat=5):
         answers = list(votes)
         assert majority_vote(answers, [a == "7" for a in answers]) == drawn_majority(answers, {"7"})

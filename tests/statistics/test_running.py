@@ -29,20 +29,20 @@ def averages(values: Sequence[Tensor], decay: float = 0.5, first: int = 0) -> li
     return said
 
 
-def test_average_and_effective_batches_by_hand() -> None:
+def test_average_and_effective_batches_equal_those_by_hand() -> None:
     """Variances 4, 1, 2 with weights ¼, ½, 1: (1 + .5 + 2) / 1.75 = 2, from 3.5² / (1 + .25 + 4) = 7/3 batches."""
     average, batches = averages([variance_of(value) for value in (4.0, 1.0, 2.0)])[-1]
     assert float(average) == pytest.approx(2.0, rel=1e-12)
     assert float(batches) == pytest.approx(7 / 3, rel=1e-12)
 
 
-def test_equal_variances_come_to_three_batches_and_one_large_one_to_one() -> None:
+def test_equal_variances_count_as_three_batches_and_a_dominant_one_as_one() -> None:
     said = averages([variance_of(1.0)] * 60 + [variance_of(1e6)])
     assert float(said[59][1]) == pytest.approx(3.0)
     assert float(said[60][1]) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_hole_is_nan_there_and_not_counted_later() -> None:
+def test_a_missing_step_is_nan_and_not_counted_later() -> None:
     first, hole = torch.tensor([3.0, 2.0]), torch.tensor([math.nan, 5.0])
     _, (average, _), (after, _) = averages([first, hole, torch.tensor([1.0, 1.0])])
     assert math.isnan(average[0])
@@ -51,7 +51,7 @@ def test_a_hole_is_nan_there_and_not_counted_later() -> None:
     assert float(after[0]) == pytest.approx((0.25 * 3.0 + 1.0) / 1.25)
 
 
-def test_adding_leaves_the_value_as_it_was() -> None:
+def test_adding_a_step_does_not_modify_the_old_state() -> None:
     before = RunningVariance().add(variance_of(4.0), 1, 0.5)
     before.add(variance_of(1.0), 2, 0.5)
     assert float(before.average(0.5)[0]) == 4.0
@@ -60,12 +60,12 @@ def test_adding_leaves_the_value_as_it_was() -> None:
     assert float(mean.mean().values[0]) == 4.0
 
 
-def test_another_number_of_quantities_begins_anew() -> None:
+def test_another_number_of_quantities_starts_a_new_average() -> None:
     running = RunningVariance().add(torch.ones(2), 1, 0.5)
     assert running.add(torch.full((3,), 4.0), 2, 0.5).average(0.5)[0].tolist() == [4.0] * 3
 
 
-def test_the_weight_of_a_step_falls_with_each_optimizer_step_measured_or_not() -> None:
+def test_the_weight_of_a_step_decays_with_every_optimizer_step_measured_or_not() -> None:
     running, pairs = RunningVariance(), RunningPair()
     for step, value in ((1, 4.0), (4, 2.0)):
         running = running.add(variance_of(value), step, 0.5)
@@ -76,7 +76,7 @@ def test_the_weight_of_a_step_falls_with_each_optimizer_step_measured_or_not() -
     assert float(noise_scale.average(history, 0.5, torch.tensor([3, 0])).means[0]) == pytest.approx(2.5 / 1.125)
 
 
-def test_dead_steps_say_nothing_about_the_noise_of_a_live_one() -> None:
+def test_steps_that_move_nothing_do_not_lower_the_variance_of_others() -> None:
     """Nothing moves at a dead step, or only weight decay. The first live step has its own variance, from one batch."""
     for dead in (0.0, 1e-7):
         said = averages([variance_of(value) for value in (dead, dead, dead, 1.0, 1.0, dead)])
@@ -96,7 +96,7 @@ def test_dead_steps_say_nothing_about_the_noise_of_a_live_one() -> None:
         ([1.0] * 6, 0.945),
     ],
 )
-def test_intervals_hold_the_truth_at_the_first_live_step_and_at_each_after_it(
+def test_intervals_cover_from_the_first_step_that_moves_weights(
     deviations: list[float], least: float, num_folds: int
 ) -> None:
     """20 000 runs at once, each with the variance that a jackknife over `num_folds` folds would give."""
@@ -122,7 +122,7 @@ def pair(first: float, second: float, variance: float) -> Pair:
     return Pair(torch.tensor([first, second], dtype=torch.float64), covariance, degrees=10.0)
 
 
-def test_mean_its_variance_and_its_degrees_of_freedom_by_hand() -> None:
+def test_mean_variance_and_degrees_of_freedom_equal_those_by_hand() -> None:
     """Weights .5 and 1, variances 4 and 1: the variance is (.25·4 + 1)/1.5², with 2²/((1² + 1²)/10) = 20 degrees."""
     mean = RunningPair().add(pair(3.0, 0.0, 4.0), 1, 0.5).add(pair(6.0, 3.0, 1.0), 2, 0.5).mean()
     assert mean.values.tolist() == pytest.approx([5.0, 2.0])
@@ -131,7 +131,7 @@ def test_mean_its_variance_and_its_degrees_of_freedom_by_hand() -> None:
     assert mean.degrees == pytest.approx(20.0)
 
 
-def test_one_step_has_the_degrees_of_its_folds_whatever_its_variance() -> None:
+def test_one_step_has_the_degrees_of_freedom_of_its_folds() -> None:
     """8 folds are 8 samples of an error bar. Rounding a quotient down must not make them 7."""
     for number in range(1, 50):
         single = dataclasses.replace(pair(3.0, 0.0, 0.1 * number), degrees=7.0)

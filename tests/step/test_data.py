@@ -32,7 +32,7 @@ def values_in(value: Any) -> Iterator[Any]:
         yield value
 
 
-def test_a_step_is_frozen_and_holds_tensors_numbers_and_limits_and_nothing_that_calculates() -> None:
+def test_step_data_is_frozen_and_holds_only_plain_data() -> None:
     """Layouts are allowed too: they describe how vectors are stored."""
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
     ctx = step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
@@ -42,7 +42,7 @@ def test_a_step_is_frozen_and_holds_tensors_numbers_and_limits_and_nothing_that_
     assert others <= {bool, int, float, range, type(None), Layout}
 
 
-def test_a_step_is_made_in_one_place_of_the_package() -> None:
+def test_step_data_is_created_in_one_module() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     assert {name: text.count(" StepData(") for name, text in texts.items() if " StepData(" in text} == {
         "build_step.py": 1

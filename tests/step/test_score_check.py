@@ -97,7 +97,7 @@ OTHER: dict[str, tuple[Forward, str]] = {
 
 
 @pytest.mark.parametrize("other", OTHER)
-def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_why(other: str) -> None:
+def test_a_step_whose_scores_differ_from_the_policys_has_a_reason_and_no_estimates(other: str) -> None:
     change, what = OTHER[other]
     probes = [SimpleEntropyProbe(), MeasuredStepProbe(), InterventionsProbe(["lr:0.5"], every=1)]
     seen = Seen()
@@ -117,7 +117,7 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 
-def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_responses() -> None:
+def test_the_score_difference_is_the_token_mean_over_each_prompts_first_response() -> None:
     """The difference is computed by hand in fp64, with the weights that the loop has at the second step."""
     outcomes = []
 
@@ -134,7 +134,7 @@ def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_respons
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
+def test_the_score_check_scores_no_extra_row_in_a_correct_loop(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Only the rows of X are scored, one response per prompt, and twice four for the padding check at step 1."""
     scored, score = [], Scorer.score
 
@@ -149,7 +149,7 @@ def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, roun
     assert sum(scored) == STEPS * MICROBATCH * MICROBATCHES // G + 4
 
 
-def test_all_processes_say_the_same_where_one_is_off() -> None:
+def test_all_processes_agree_where_the_scores_of_one_differ() -> None:
     nothing, mask = torch.zeros(ROWS, 4, dtype=torch.float64), torch.ones(ROWS, 4)
     unscored = Scores(nothing, nothing, mask)
     scorer = SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0, score=lambda *_, **__: unscored)
@@ -173,7 +173,7 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
         assert values == [[off > 2 * TOLERANCE] * 2] * 2
 
 
-def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
+def test_a_non_finite_score_is_not_taken_for_another_policy() -> None:
     """A diverged policy is still the same policy."""
     nothing, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4)
     policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0))
@@ -215,7 +215,7 @@ NOISY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("noisy", NOISY)
-def test_what_a_forward_pass_draws_or_rounds_is_measured_with_it_and_a_temperature_shows_through_it(noisy: str) -> None:
+def test_the_score_check_allows_noise_and_rounding_and_detects_a_temperature(noisy: str) -> None:
     how = dict(NOISY[noisy])
     model, forwards = how.pop("model")(), [functools.partial(hotter, temperature=3.0), scores_of]
     if "autocast" in how:
@@ -225,7 +225,7 @@ def test_what_a_forward_pass_draws_or_rounds_is_measured_with_it_and_a_temperatu
     assert odd["delta_h/forward"].code == "other_scores"
 
 
-def test_noise_on_embeddings_is_measured_with_it(make_trainer: Any) -> None:
+def test_a_training_with_noise_on_embeddings_is_measured(make_trainer: Any) -> None:
     weights = []
     for probes in ([], [SimpleEntropyProbe()]):
         trainer = make_trainer(GRPOTrainer, neftune_noise_alpha=5.0, **FEW)
@@ -267,16 +267,14 @@ def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
         ),  # every batch of its rows has a long one, so longrope's tables do not differ
     ],
 )
-def test_rotary_tables_that_depend_on_the_longest_row_are_the_reason_where_they_do(
-    kind: str, probe: Any, name: str
-) -> None:
+def test_rotary_tables_that_depend_on_the_longest_row_are_named_as_the_reason(kind: str, probe: Any, name: str) -> None:
     for positions in (WITHIN, *BEYOND):
         *_, answer = estimates([probe()], model=with_tables(kind, positions), forward=as_short_as_it_is, steps=2)
         said = answer[name].reason.startswith("the model's rotary tables depend on the longest row")
         assert (said, math.isnan(answer[name].value)) == (positions != WITHIN, positions != WITHIN)
 
 
-def test_probes_leave_rotary_tables_as_training_has_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_restore_the_rotary_tables_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows reset dynamic tables and longer rows extend them, so a step ends with the tables of its last rows.
 
     The probe scores rows of all microbatches together, and the next step starts with rows that are not longer.

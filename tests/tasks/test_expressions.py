@@ -67,14 +67,14 @@ def test_anything_but_arithmetic_is_refused(text: str) -> None:
         "(" * 199 + "1", "1+" * 10**6,
     ],
 )  # fmt: skip
-def test_what_would_not_end_is_refused_at_once(text: str) -> None:
+def test_expressions_too_large_to_evaluate_are_refused_at_once(text: str) -> None:
     started = time.process_time()
     with pytest.raises((ValueError, RecursionError)):
         value_of(text, Fraction)
     assert time.process_time() - started < 0.5
 
 
-def test_names_and_functions_are_those_of_the_caller() -> None:
+def test_only_names_and_functions_given_by_the_caller_are_known() -> None:
     known = {"x": Fraction(3)}
     assert value_of("2*x + half(x + 1)", Fraction, known.__getitem__, {"half": lambda value: value / 2}) == 8
     with pytest.raises(ValueError, match="Call"):

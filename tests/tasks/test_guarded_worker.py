@@ -39,7 +39,7 @@ def worker() -> Iterator[GuardedWorker]:
 # What a text may do, and what it may cost.
 
 
-def test_code_made_from_text_is_not_run(kept: GuardedWorker, tmp_path: Path) -> None:
+def test_code_built_from_text_is_not_run(kept: GuardedWorker, tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'canary')!r}, 'w')"
     for text in ("1 + 1", code, f"(lambda: {code})()", f'f"{{{code}}}"'):
         answers = [kept.ask((way, text), 5.0) for way in ("eval", "exec", "compiled")]
@@ -51,7 +51,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the memory limit and
 
 
 @pytest.mark.parametrize("way", ["power", pytest.param("bytes", marks=LINUX)])
-def test_a_question_without_end_or_too_large_has_no_answer_and_the_next_one_has(kept: GuardedWorker, way: str) -> None:
+def test_an_endless_or_too_large_question_has_no_answer_and_the_next_one_has(kept: GuardedWorker, way: str) -> None:
     kept.start()
     started = time.monotonic()
     assert kept.ask((way, ENDLESS), 0.1) is None
@@ -60,7 +60,7 @@ def test_a_question_without_end_or_too_large_has_no_answer_and_the_next_one_has(
 
 
 @pytest.mark.parametrize("deadline", [0.2, 20.0])
-def test_a_hostile_batch_ends_within_the_budget(kept: GuardedWorker, deadline: float) -> None:
+def test_a_hostile_batch_ends_within_the_time_budget(kept: GuardedWorker, deadline: float) -> None:
     kept.start()
     questions = [("power", f"{ENDLESS}{n}") for n in range(40)] * 2
     started = time.monotonic()
@@ -89,7 +89,7 @@ def test_the_memory_of_the_process_is_limited(kept: GuardedWorker) -> None:
     assert line.split()[3] == str(guarded_worker._MAX_WORKER_BYTES)
 
 
-def test_what_a_check_prints_is_no_reply_and_the_trainers_libraries_are_not_imported(kept: GuardedWorker) -> None:
+def test_printed_output_is_not_a_reply_and_no_training_library_is_imported(kept: GuardedWorker) -> None:
     assert kept.ask(("imported", ""), 5.0) == ""
     assert kept.ask(("imported", "\ud800\n\x00" + "9" * 10**6), 5.0) == ""
 
@@ -130,7 +130,7 @@ def test_no_process_is_left_when_the_trainer_exits() -> None:
         time.sleep(0.05)
 
 
-def test_no_process_is_left_when_the_trainer_is_killed_within_a_check() -> None:
+def test_no_process_is_left_when_the_trainer_is_killed_during_a_check() -> None:
     with _python(f"worker.start(); print(flush=True); worker.ask(('power', '{ENDLESS}'), 0.5)") as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
@@ -143,7 +143,7 @@ def test_no_process_is_left_when_the_trainer_is_killed_within_a_check() -> None:
         time.sleep(0.05)
 
 
-def test_a_forked_child_starts_its_own_process_and_leaves_the_parents_alone(worker: GuardedWorker) -> None:
+def test_a_forked_child_starts_its_own_process_and_does_not_touch_the_parents(worker: GuardedWorker) -> None:
     assert worker.ask(RIGHT[0], 5.0) == RIGHT[1]
     pid = worker.pid
     child = os.fork()
@@ -156,7 +156,7 @@ def test_a_forked_child_starts_its_own_process_and_leaves_the_parents_alone(work
     assert worker.pid == pid
 
 
-def test_a_process_that_died_between_checks_is_started_again(worker: GuardedWorker) -> None:
+def test_a_process_that_died_between_checks_is_restarted(worker: GuardedWorker) -> None:
     pid = worker.start().pid
     os.kill(pid, signal.SIGKILL)
     while _running("-p", pid):

@@ -64,7 +64,7 @@ def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_hostile_text_runs_nothing_costs_little_and_gets_a_score(
+def test_hostile_text_is_scored_quickly_without_running_code(
     task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry_of(task)
@@ -90,7 +90,7 @@ def test_the_packages_own_answer_and_none_are_scored_as_the_package_scores_them(
 # The nine tasks whose scores evaluate text in the package.
 
 
-def test_an_expression_counts_by_its_value_and_by_the_numbers_that_it_shows() -> None:
+def test_an_expression_is_scored_by_its_value_and_the_numbers_in_it() -> None:
     _, entry = entry_of("countdown")
     right = entry["answer"]
     assert score("countdown", right, f" ({right}) ", f"-(-({right}))", f"({right})*1") == [1.0, 1.0, 1.0, 0.05]
@@ -102,7 +102,7 @@ def test_an_expression_counts_by_its_value_and_by_the_numbers_that_it_shows() ->
     ]  # fmt: skip
 
 
-def test_an_antiderivative_counts_in_any_form_and_an_integral_sign_does_not() -> None:
+def test_an_antiderivative_is_right_in_any_form_but_not_as_an_integral_sign() -> None:
     dataset = open_dataset("simple_integration", 3, {}, size=50)
     entry = dataset[0]
     right, unknown = entry["answer"].removesuffix(" + C"), entry["metadata"]["variable"]
@@ -117,7 +117,7 @@ def test_an_antiderivative_counts_in_any_form_and_an_integral_sign_does_not() ->
     assert scores == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
-def test_an_antiderivative_of_each_kind_of_question_counts() -> None:
+def test_an_antiderivative_is_right_for_each_kind_of_question() -> None:
     """These are the package's own antiderivatives from sympy's integrate, with all functions that may occur."""
     answers = AnswerScores("intermediate_integration", 1, {})
     dataset = open_dataset("intermediate_integration", 1, {}, size=50)
@@ -128,7 +128,7 @@ def test_an_antiderivative_of_each_kind_of_question_counts() -> None:
     assert answers.scores([(entry, f"{entry['answer']} + x/9") for entry in solved]) == [0.0] * len(solved)
 
 
-def test_a_product_of_polynomials_counts_multiplied_out() -> None:
+def test_an_expanded_product_of_polynomials_is_right() -> None:
     _, entry = entry_of("polynomial_multiplication")
     right = entry["answer"]
     assert score("polynomial_multiplication", right, f"0 + {right}", f"{right} + 1") == [1.0, 1.0, 0.0]
@@ -137,7 +137,7 @@ def test_a_product_of_polynomials_counts_multiplied_out() -> None:
 @pytest.mark.parametrize(
     ("task", "worth"), [("binary_matrix", 0.1), ("n_queens", 0.5), ("spiral_matrix", 0.1), ("string_insertion", 0.1)]
 )
-def test_a_list_in_pythons_notation_earns_what_the_package_gives_for_it(task: str, worth: float) -> None:
+def test_a_list_in_python_notation_gets_the_packages_score(task: str, worth: float) -> None:
     _, entry = entry_of(task)
     right = entry["answer"]
     if task in ("binary_matrix", "n_queens"):
@@ -151,7 +151,9 @@ def test_a_list_in_pythons_notation_earns_what_the_package_gives_for_it(task: st
 # What cannot be scored.
 
 
-def test_what_the_packages_score_fails_on_scores_zero_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_on_which_the_packages_score_fails_gets_zero_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     _, entry = entry_of("prime_factorization")
     answers = AnswerScores("prime_factorization", 0, {})
     for _ in range(2):
@@ -165,7 +167,7 @@ def test_what_the_packages_score_fails_on_scores_zero_and_is_said_once(caplog: p
     assert score("complex_arithmetic", "nan", "nan+1j") == [0.0, 0.0]  # Python's min(1, nan) is 1
 
 
-def test_what_takes_too_long_scores_zero_and_the_others_what_they_are_worth(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_takes_too_long_gets_zero_and_others_their_score(caplog: pytest.LogCaptureFixture) -> None:
     right = entry_of("coin_flip")[1]["answer"]
     assert score("coin_flip", "1e999999999", right, "1" * 40_000, None) == [0.0, 1.0, 0.0, 0.0]
     (line,) = [record.getMessage() for record in caplog.records]

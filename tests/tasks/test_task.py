@@ -33,12 +33,12 @@ def test_data_without_prompts_is_refused_with_split_and_row(split: str, data: An
 
 
 @pytest.mark.parametrize("returned", [None, [GOOD, GOOD, reward], (GOOD, reward)])
-def test_a_function_that_returns_no_task_is_told_what_to_return(returned: Any) -> None:
+def test_a_function_that_returns_no_task_is_refused_with_what_to_return(returned: Any) -> None:
     with pytest.raises(ValueError, match=r"which is not a Task: return Task\(train_dataset"):
         as_task(returned)
 
 
-def test_messages_are_prompts_and_a_task_may_have_no_evaluation_split() -> None:
+def test_prompts_may_be_messages_and_the_evaluation_split_may_be_missing() -> None:
     messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]})
     task = Task(messages, None, reward)  # type: ignore[arg-type]
     assert as_task(task) is task

@@ -37,19 +37,19 @@ def test_a_prompt_is_a_chain_of_three_to_seven_digits_whose_partial_results_are_
         assert lengths == {3, 4, 5, 6, 7}
 
 
-def test_no_prompt_occurs_twice_in_training_or_in_evaluation_or_in_both(task: Task) -> None:
+def test_prompts_are_unique_within_and_across_splits(task: Task) -> None:
     prompts = [*task.train_dataset["prompt"], *task.eval_dataset["prompt"]]
     assert len(prompts) == 4096 + 512
     assert len(set(prompts)) == len(prompts)
 
 
-def test_held_out_prompts_stay_unseen_under_any_seed(task: Task, examples: list[WorkedExample]) -> None:
+def test_held_out_prompts_are_never_in_training_with_any_seed(task: Task, examples: list[WorkedExample]) -> None:
     held_out = set(task.eval_dataset["prompt"])
     assert held_out.isdisjoint(arithmetic(num_train=2000, num_eval=0, seed=1).train_dataset["prompt"])
     assert held_out.isdisjoint(example.prompt for example in examples)
 
 
-def test_the_seed_fixes_the_datasets(task: Task) -> None:
+def test_the_datasets_are_determined_by_the_seed(task: Task) -> None:
     again, other = arithmetic(), arithmetic(seed=1)
     for split in ("train_dataset", "eval_dataset"):
         assert getattr(again, split).to_list() == getattr(task, split).to_list()
@@ -61,12 +61,12 @@ def test_a_worked_example_is_rewarded(examples: list[WorkedExample]) -> None:
     assert arithmetic_reward([example.completion for example in examples], answer=answers) == [1.0] * 1000
 
 
-def test_worked_examples_have_as_many_operands_as_asked() -> None:
+def test_worked_examples_have_the_requested_number_of_operands() -> None:
     longer = [partial_results(example.prompt) for example in islice(worked_examples(0, 16, 18), 100)]
     assert {len(results) for results in longer} == {16, 17, 18}
 
 
-def test_half_of_the_worked_examples_show_the_true_running_result(examples: list[WorkedExample]) -> None:
+def test_half_of_the_worked_examples_show_the_correct_running_result(examples: list[WorkedExample]) -> None:
     thoughts = [example.completion.split("</think>")[0] for example in examples]
     for example, thought in zip(examples, thoughts, strict=True):
         if thought:
@@ -88,16 +88,16 @@ def test_anything_but_the_answer_in_one_pair_of_tags_earns_nothing(completion: s
     assert arithmetic_reward([completion], answer=["6"]) == [0.0]
 
 
-def test_what_stands_outside_the_tags_does_not_matter() -> None:
+def test_text_outside_the_tags_does_not_matter() -> None:
     completions = ["<answer>6</answer>", "7+2=4</think><answer>6</answer>\n<think>", "\x00<<answer>6</answer>>"]
     assert arithmetic_reward(completions, answer=["6"] * 3, prompts=["7+2-3=?<think>"] * 3) == [1.0] * 3
 
 
-def test_the_metric_of_the_reward_keeps_its_name(task: Task) -> None:
+def test_the_name_of_the_reward_metric_is_fixed(task: Task) -> None:
     assert task.reward.__name__ == "arithmetic_reward"
 
 
-def test_chains_have_as_many_operands_as_asked_for_and_no_fewer_than_three() -> None:
+def test_chains_have_the_requested_number_of_operands_and_at_least_three() -> None:
     longer = arithmetic(num_train=100, num_eval=10, min_operands=8, max_operands=9)
     for dataset in (longer.train_dataset, longer.eval_dataset):
         assert {len(partial_results(prompt)) for prompt in dataset["prompt"]} == {8, 9}

@@ -98,12 +98,12 @@ def reward(text: str, right: str = "18") -> float:
 
 
 @pytest.mark.parametrize("right", PLAIN)
-def test_a_plain_number_counts(right: str) -> None:
+def test_a_plain_number_is_accepted(right: str) -> None:
     assert [text for text in PLAIN[right].split(" | ") if reward(text, right) != 1.0] == []
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_an_equal_expression_counts(kind: str) -> None:
+def test_an_equal_expression_is_accepted(kind: str) -> None:
     texts = EQUAL[kind].split(" | ")
     assert [text for text in texts if reward(text) != 1.0] == []
     assert [text for text in texts if reward(text, "19") != 0.0] == []
@@ -203,7 +203,7 @@ def _write(file: Path, rows: list[dict[str, str]]) -> Path:
     return file
 
 
-def test_one_file_gives_both_splits_and_its_end_is_held_out(tmp_path: Path) -> None:
+def test_one_file_gives_both_splits_with_its_end_held_out(tmp_path: Path) -> None:
     many = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(100)]
     task = gsm8k(str(_write(tmp_path / "rows.jsonl", many)))
     assert list(task.train_dataset["answer"]) == [str(n) for n in range(95)]
@@ -211,7 +211,7 @@ def test_one_file_gives_both_splits_and_its_end_is_held_out(tmp_path: Path) -> N
     assert list(gsm8k(str(_write(tmp_path / "few.jsonl", ROWS))).eval_dataset["answer"]) == ["1.5"]
 
 
-def test_a_folder_gives_its_own_splits_and_every_right_answer_earns_one(tmp_path: Path) -> None:
+def test_a_folder_gives_its_own_splits_and_every_right_answer_is_rewarded(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", ROWS[:3])
     _write(tmp_path / "test.jsonl", ROWS[3:])
     task = gsm8k(str(tmp_path))
@@ -222,13 +222,13 @@ def test_a_folder_gives_its_own_splits_and_every_right_answer_earns_one(tmp_path
     assert task.reward.__name__ == "gsm8k_reward"
 
 
-def test_the_prompt_has_the_question_verbatim_and_opens_a_thought(tmp_path: Path) -> None:
+def test_the_prompt_has_the_question_verbatim_and_an_opening_think_tag(tmp_path: Path) -> None:
     prompts = gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS))).train_dataset["prompt"]
     assert all(prompt.endswith("\nAssistant: <think>") for prompt in prompts)
     assert "User: A van costs $1,000 and {tax} of 8%. What is the price?\n" in prompts[1]
 
 
-def test_a_held_out_prompt_is_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_held_out_prompt_is_not_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = gsm8k(str(_write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])))
     assert list(task.train_dataset["answer"]) == ["1,080", "-3", "1.5"]
     assert "1 training rows are left out" in caplog.text
@@ -266,7 +266,7 @@ def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> 
         gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS[:1])))
 
 
-def test_without_a_path_the_hub_is_asked_and_its_failure_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_path_the_hub_is_tried_and_its_failure_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def hub(name: str, config: str) -> datasets.DatasetDict:
         if (name, config) != ("openai/gsm8k", "main"):
             raise ConnectionError(f"Couldn't reach {name!r} on the Hub")

@@ -24,7 +24,7 @@ def rewards(task: Task, prompt: str, *completions: str) -> list[float]:
     return task.reward(list(completions), prompts=[prompt] * len(completions))
 
 
-def test_the_sum_in_the_question_is_rewarded_and_any_other_text_is_not(sums: Task) -> None:
+def test_only_the_right_sum_is_rewarded(sums: Task) -> None:
     for prompt, answer in zip(sums.train_dataset["prompt"], sums.train_dataset["answer"], strict=True):
         asked = prompt.rpartition(": ")[2].removesuffix(" =<think>")
         assert set(asked) <= set("0123456789+- ")
@@ -44,7 +44,7 @@ def test_an_answer_is_scored_for_the_question_of_its_own_row(sums: Task) -> None
     ]
 
 
-def test_a_near_miss_earns_what_the_package_gives_for_it() -> None:
+def test_a_near_miss_gets_the_packages_score() -> None:
     task = reasoning_gym("spell_backward", num_train=20, num_eval=0, settings={"min_word_len": 5, "max_word_len": 5})
     prompt, answer = task.train_dataset[0]["prompt"], task.train_dataset[0]["answer"]
     word = prompt.rpartition(": ")[2].removesuffix("<think>")
@@ -54,7 +54,7 @@ def test_a_near_miss_earns_what_the_package_gives_for_it() -> None:
     assert 0.0 <= other < nearly < 1.0
 
 
-def test_held_out_questions_stay_unseen_under_any_seed(sums: Task) -> None:
+def test_held_out_questions_are_never_in_training_with_any_seed(sums: Task) -> None:
     held_out = set(sums.eval_dataset["prompt"])
     other = reasoning_gym("chain_sum", num_train=200, num_eval=0, seed=5, settings=SHORT_SUMS)
     examples = islice(answered_examples("chain_sum", 7, SHORT_SUMS), 500)
@@ -63,7 +63,7 @@ def test_held_out_questions_stay_unseen_under_any_seed(sums: Task) -> None:
     assert held_out.isdisjoint(example.prompt for example in examples)
 
 
-def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
+def test_a_warm_start_example_is_rewarded(sums: Task) -> None:
     answers = dict(zip(sums.train_dataset["prompt"], sums.train_dataset["answer"], strict=True))
     asked = [
         example for example in islice(answered_examples("chain_sum", 7, SHORT_SUMS), 500) if example.prompt in answers
@@ -73,7 +73,7 @@ def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
 
 
 @pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
-def test_a_task_that_holds_its_questions_ready_gives_rows_as_any_other(task: str) -> None:
+def test_a_task_with_a_fixed_list_of_questions_gives_rows_like_any_other(task: str) -> None:
     """These tasks build a list of their whole size at once, or accept no size above 20 000."""
     rows = reasoning_gym(task, num_train=4, num_eval=1)
     assert len(rows.train_dataset) == 4
@@ -91,6 +91,6 @@ def test_a_task_that_holds_its_questions_ready_gives_rows_as_any_other(task: str
         ("chain_sum", {"num_train": 500, "settings": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}, "has only"),
     ],
 )
-def test_a_mistake_is_named(task: str, options: dict[str, Any], said: str) -> None:
+def test_a_mistake_in_the_settings_is_named(task: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("{", r"\{").replace("}", r"\}")):
         reasoning_gym(task, **{"num_train": 4, "num_eval": 1} | options)

