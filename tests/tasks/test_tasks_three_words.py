@@ -42,7 +42,7 @@ def test_a_plain_sentence_earns_the_share_of_words_it_uses(answer: str, reward: 
 
 
 @pytest.mark.parametrize("answer", HACKS)
-def test_a_mere_list_of_words_earns_nothing(answer: str) -> None:
+def test_known_exploits_earn_nothing(answer: str) -> None:
     assert uses_three_words([answer], words=[WORDS]) == [0.0]
 
 
