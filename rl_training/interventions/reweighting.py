@@ -18,7 +18,7 @@ from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.batch import Correction
 
 STD_EPSILON = 1e-4  # TRL adds it to a group's standard deviation
-SMALLEST_SCALE = 0.02  # STEER's lower bound on the largest |Ω|, which sets the scale
+MIN_SCALE = 0.02  # STEER's lower bound on the largest |Ω|, which sets the scale
 
 
 def bonus(loss: LossInputs, strength: float) -> LossWeights:
@@ -156,7 +156,7 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
     mask = loss.scores.mask.bool()
     change = loss.ratios * loss.advantages_of_tokens * (1.0 - logps.exp()) * (logps + loss.scores.entropies)
     size = change.abs().masked_fill(~mask, 0.0)
-    return scaled(loss, (math.log(strength) / size.max().clamp(min=SMALLEST_SCALE) * size).exp())
+    return scaled(loss, (math.log(strength) / size.max().clamp(min=MIN_SCALE) * size).exp())
 
 
 def kl(loss: LossInputs, strength: float) -> LossWeights:

@@ -7,7 +7,7 @@ The loss is training's on fresh responses, where every policy ratio is 1. Dr-GRP
 over all sequences of U. Sequences with A_i = 0 count in the mean but need no backward. The weights of log-probabilities
 and entropies are the derivatives of TRL's own loss, including entropy bonus and quantile.
 
-A fold is a run of consecutive prompts. There are at most MOST_FOLDS, and neither their number nor their prompts depend
+A fold is a run of consecutive prompts. There are at most MAX_FOLDS, and neither their number nor their prompts depend
 on the number of processes. So a fold's prompts may be on several processes; each process keeps the gradients of some
 of the folds.
 """
@@ -39,7 +39,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import identity
 
-MOST_FOLDS = 16  # each takes a vector over the trainable parameters
+MAX_FOLDS = 16  # each takes a vector over the trainable parameters
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss
 
 
@@ -75,7 +75,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
     has_weight = rows_with_weight([weights])
-    folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MOST_FOLDS)
+    folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MAX_FOLDS)
     fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
     fold = fold_of_prompt[rollout.prompt_index]
     fold_prompts = torch.bincount(fold_of_prompt)

@@ -36,7 +36,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import BOUNDS
 from rl_training.step.needs import Need
 
-SMALLEST_WEIGHT = 1e-4  # a step is dropped once its weight decay^age is below this
+MIN_WEIGHT = 1e-4  # a step is dropped once its weight decay^age is below this
 CHANNELS = ("all", "adam", *KINDS, "split")  # pairs: (tr Σ, |G|²); for "split", tr Σ (between, within)
 NOT_FINITE = Limit("not_finite", "the step's gradient is not a finite number")
 NOT_SPLIT = "the trace can be split only for Dr-GRPO's loss"
@@ -64,7 +64,7 @@ class NoiseHistory:
 
     def add(self, moments: Tensor, step: int, decay: float) -> NoiseHistory:
         """Return the history with a step's moments, (channels, 2), and without steps whose weight is negligible."""
-        is_remembered = decay ** (step - self.steps).double() >= SMALLEST_WEIGHT
+        is_remembered = decay ** (step - self.steps).double() >= MIN_WEIGHT
         is_remembered &= self.steps < step  # a step that is taken again counts once
         return NoiseHistory(
             torch.cat([self.moments[is_remembered], moments.unsqueeze(0)]),

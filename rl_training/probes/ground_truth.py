@@ -47,7 +47,7 @@ NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates n
 NOT_FINITE = Limit("not_finite", "a log-probability or an entropy of the evaluation buffer is not a finite number")
 OVERFLOW = Limit("overflow", "the step changed a sequence's probability by more than float64 can hold")
 FEW_BLOCKS = Limit("few_blocks", "{count} blocks of sequences: an error bar needs {least}")
-MOST_SEQUENCES = 65536
+MAX_SEQUENCES = 65536
 SUFFIXES = ("", "_sequence")
 PREDICTED = ("delta_h/evaluation", "delta_h/evaluation_error")
 MEASURED = (
@@ -80,8 +80,8 @@ class GroundTruthProbe(Probe):
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
         check_whole("ground_truth: sequences", sequences, importance.MIN_SEQUENCES)
-        if sequences > MOST_SEQUENCES:
-            raise UserError(f"ground_truth: sequences={sequences} takes hours per step: use at most {MOST_SEQUENCES}")
+        if sequences > MAX_SEQUENCES:
+            raise UserError(f"ground_truth: sequences={sequences} takes hours per step: use at most {MAX_SEQUENCES}")
         check_whole("ground_truth: seed", seed, 0)
         self.sequences, self.seed = sequences, seed
 

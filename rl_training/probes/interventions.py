@@ -39,7 +39,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.step.needs import Need
 
-USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
+DEFAULT_INTERVENTIONS = ("bonus", "psr", "nsr", "lr", "clip_cov")
 QUANTITIES = (
     *("delta_h", "delta_h_kept", "delta_reward", "price"),
     *("mean_delta_h", "mean_delta_h_kept", "mean_delta_reward", "mean_price", "kept_halves_at"),
@@ -48,14 +48,14 @@ PLAIN_METRICS = tuple(
     f"intervention/{PLAIN}_{quantity}" for quantity in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
 )
 KEPT = "/kept"  # suffix: the running mean of an intervention's kept effect
-SMALLEST = 1e-4  # nats: measurements did not confirm smaller predictions
+MIN_DELTA_H = 1e-4  # nats: measurements did not confirm smaller predictions
 OFF_POLICY = Limit(
     "off_policy",
     "off-policy: where ratios differ from 1, predictions came out 1.6 times too large",
     fix="use one step per rollout",
 )
 INTERVAL_INCLUDES_ZERO = Limit("interval_holds_0", "the interval of its ΔH includes 0")
-TOO_SMALL = Limit("too_small", f"its ΔH is below {SMALLEST:g} nats")
+TOO_SMALL = Limit("too_small", f"its ΔH is below {MIN_DELTA_H:g} nats")
 BY_SIGN = "the step takes only the gradient's signs (Adam's first, Lion's always): its size ignores the gradient's"
 OTHER_BETAS = Limit("other_betas", "parameters with different betas have no common factor")
 NOT_LINEAR = Limit("not_linear", "the gradient is not linear in the strength")
@@ -80,12 +80,18 @@ class InterventionsProbe(Probe):
     needs = Need.ENTROPY_ROWS | Need.LOSS_CHECK
 
     def __init__(
-        self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
+        self,
+        which: Sequence[str] = DEFAULT_INTERVENTIONS,
+        every: int = 10,
+        num_folds: int | None = None,
+        decay: float = 0.9,
     ) -> None:
         super().__init__(every)
         self.which = parse_interventions(which, "interventions.which")
         if not self.which:
-            raise UserError(f"interventions: which=[] is empty: name some, such as which=[{','.join(USUAL)}]")
+            raise UserError(
+                f"interventions: which=[] is empty: name some, such as which=[{','.join(DEFAULT_INTERVENTIONS)}]"
+            )
         check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
         check_num_folds("interventions", num_folds)
         self.num_folds = num_folds
@@ -156,7 +162,7 @@ class InterventionsProbe(Probe):
             means: Means over steps, this one included.
             no_reward: The reason why every Δreward is nan; None if there is none.
         """
-        is_small = abs(float(pair.values[0])) < SMALLEST
+        is_small = abs(float(pair.values[0])) < MIN_DELTA_H
         remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.has_sign_based_step, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.estimates(no_reward, remark)

@@ -28,7 +28,7 @@ PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
 NOT_WEIGHTS = ("probes", "buffer")  # prefixes of safetensors files that are not the model's weights
 CHUNK = 2**24  # bytes read at once
-MOST_PROCESSES = 100_000  # a checkpoint that claims more is damaged, since each has a file in it
+MAX_PROCESSES = 100_000  # a checkpoint that claims more is damaged, since each has a file in it
 
 
 class Stateful(Protocol):
@@ -77,7 +77,7 @@ def _are_ours(notes: Mapping[str, str]) -> bool:
         num_processes = int(notes["num_processes"])
     except (ValueError, KeyError, AttributeError, RecursionError):
         return False
-    return "probes" in notes and 0 < num_processes <= MOST_PROCESSES and all(Path(name).name == name for name in names)
+    return "probes" in notes and 0 < num_processes <= MAX_PROCESSES and all(Path(name).name == name for name in names)
 
 
 def checksum(path: Path) -> str:

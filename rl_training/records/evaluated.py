@@ -22,7 +22,7 @@ import pandas as pd
 from rl_training.errors import UserError
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.spreadsheet import as_csv
-from rl_training.records.jsonl import MOST, checked_count, checked_text, parse_json, to_json
+from rl_training.records.jsonl import MAX_COUNT, checked_count, checked_text, parse_json, to_json
 from rl_training.statistics.estimate import Estimate
 
 IN_TRAINING = "in training"  # name of the trainer's own evaluations (trainer.eval_strategy)
@@ -117,7 +117,8 @@ def _pair(ends: Any) -> tuple[float, float] | None:
 def read_table(folder: Path) -> pd.DataFrame:
     """Return the numbers of all evaluated steps, sorted by step: COLUMNS and `reason`. No rows if there are none."""
     names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
-    steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MOST})  # step_8.old does not count
+    # step_8.old does not count.
+    steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MAX_COUNT})
     rows = [
         {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row["interval"] or (), strict=False))}
         for step in steps

@@ -40,10 +40,10 @@ SETTINGS_FILE = "settings.json"  # of a training without config.yaml
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
-MOST_DIGITS = 300  # of an integer; a longer one is read as a float, because converting it later could overflow
-MOST = 2**53  # largest step or other count
+MAX_DIGITS = 300  # of an integer; a longer one is read as a float, because converting it later could overflow
+MAX_COUNT = 2**53  # largest step or other count
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate, lone or one of a pair
-MOST_LEVELS = 50  # of nesting: no run writes as many
+MAX_LEVELS = 50  # of nesting: no run writes as many
 MAKE_ROOM = "make room, then go on with resume=latest"
 
 
@@ -169,8 +169,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def checked_count(value: Any) -> int:
-    """Return the value if it is an integer of at most MOST in size; otherwise raise UserError."""
-    if type(value) is not int or abs(value) > MOST:
+    """Return the value if it is an integer of at most MAX_COUNT in size; otherwise raise UserError."""
+    if type(value) is not int or abs(value) > MAX_COUNT:
         raise UserError(f"{str(value)[:40]!r}, which is not a count")
     return value
 
@@ -204,7 +204,7 @@ OPTIONAL = [name for name in CHECKS[ROLLOUTS_FILE] if name != "step"]
 
 
 def _whole_number(digits: str) -> int | float:
-    return int(digits) if len(digits) < MOST_DIGITS else float(digits)
+    return int(digits) if len(digits) < MAX_DIGITS else float(digits)
 
 
 def logs_of(run: str | Path) -> Path:
@@ -276,7 +276,7 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def from_json(value: Any, levels: int = MOST_LEVELS) -> Any:
+def from_json(value: Any, levels: int = MAX_LEVELS) -> Any:
     """Return the value with null as nan, except below `settings`. Raises UserError if it is nested too deeply."""
     if value is None:
         return math.nan

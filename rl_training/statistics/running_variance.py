@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SMALLEST_WEIGHT = 1e-9  # a batch is dropped once its weight decay^age is below this
+MIN_WEIGHT = 1e-9  # a batch is dropped once its weight decay^age is below this
 OF_THE_NEWEST = 0.01  # a batch with less than this share of the newest one's variance is a dead step, and left out
 
 
@@ -70,4 +70,4 @@ class RunningVariance:
 
 def _memory(decay: float) -> int:
     """Return the number of optimizer steps for which a batch counts."""
-    return 1 if decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(decay))
+    return 1 if decay == 0.0 else math.ceil(math.log(MIN_WEIGHT) / math.log(decay))

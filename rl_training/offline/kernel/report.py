@@ -41,8 +41,8 @@ from rl_training.statistics.clusters import average_linkage
 
 PAGE = "kernel.html"
 EVOLUTION = "evolution.html"
-MOST_CELLS = 64  # per side of a drawn matrix; larger matrices are averaged over blocks of cells
-SMALLEST_SHARE = 1e-5
+MAX_CELLS = 64  # per side of a drawn matrix; larger matrices are averaged over blocks of cells
+MIN_SHARE = 1e-5
 NUM_CLUSTERS = 8
 BINS = 40
 SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # a sequence's fields on the page
@@ -196,7 +196,7 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
     charts = []
     for row, cosines in zip(rows, within, strict=True):
         places = order if same_texts and len(cosines) == len(order) else average_linkage(cosines, 1)[1]
-        size = min(len(cosines), MOST_CELLS)
+        size = min(len(cosines), MAX_CELLS)
         cells = torch.nn.functional.adaptive_avg_pool2d(cosines[places][:, places].float().unsqueeze(0), size)[0]
         # Signed roots make small values visible: the few pairs near 1 dominate a linear scale.
         table = pd.DataFrame((cells.sign() * cells.abs().sqrt()).tolist())
@@ -209,7 +209,7 @@ def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
     series = []
     for number, (row, cosines) in enumerate(zip(rows, within, strict=True)):
         values = (torch.linalg.eigvalsh((cosines + cosines.T) / 2).flip(0) / len(cosines)).tolist()
-        known = [(place, value) for place, value in enumerate(values, 1) if value > SMALLEST_SHARE]  # the rest is noise
+        known = [(place, value) for place, value in enumerate(values, 1) if value > MIN_SHARE]  # the rest is noise
         places, shares = zip(*known, strict=True)
         red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))
         series.append(Series(f"step {row['step']}", f"rgb({red}, 77, {255 - red})", places, shares))

@@ -10,7 +10,7 @@ from rl_training.records.report.writing import format_estimate, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
-SAID = ("reward", "token entropy")
+QUOTED_FIGURES = ("reward", "token entropy")
 ONE_SEED = " This is a single seed: another may change it by more than the noise within a run."
 
 
@@ -26,7 +26,7 @@ def one_group(seeds: Sequence[str]) -> str:
 
 def _difference(pair: Difference) -> str:
     names = f"{pair.second.name} against {pair.first.name}"
-    shown = [label for label in SAID if label in pair.figures]
+    shown = [label for label in QUOTED_FIGURES if label in pair.figures]
     if not shown:
         return f"{names}: no step is recorded in both, and there is nothing to compare."
     changes = "; ".join(f"{label} {_change(pair.figures[label])}" for label in shown)

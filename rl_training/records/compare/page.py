@@ -31,7 +31,7 @@ STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
 DOTTED = (2, 2)
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward usually is one
-FAR = 1e3
+MAX_END_FACTOR = 1e3
 SUMS = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
 NO_ERROR = "a logged number has no error"
 
@@ -172,7 +172,8 @@ def _curves(
     runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
     pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
     mean = finite(pooled)
-    mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
+    highest = MAX_END_FACTOR * mean["value"].abs().max()
+    mean = mean.assign(high=mean["high"].clip(upper=highest))  # the frame cuts an infinite end
     series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
     singles = runs.items() if len(runs) > 1 else ()
     series += [

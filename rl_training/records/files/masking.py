@@ -51,7 +51,7 @@ HOOK = re.compile(  # an address that anyone who knows it may write to
     r"([^\s'\",}\]]+)",
     re.IGNORECASE,
 )
-SHORTEST = 6  # length of a secret that is searched for by value: a shorter one would match parts of other words
+MIN_SECRET_LENGTH = 6  # of a secret that is searched for by value: a shorter one would match parts of other words
 
 
 def is_secret(name: str, value: Any = "") -> bool:
@@ -155,7 +155,7 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
         elif masked != word:
             secrets += [word.partition("=")[2]] * masked.endswith(f"={MASK}") + _secrets_named(word)
     bare = (value.strip("'\"") for value in secrets)
-    return [value for value in dict.fromkeys(bare) if len(value) >= SHORTEST]
+    return [value for value in dict.fromkeys(bare) if len(value) >= MIN_SECRET_LENGTH]
 
 
 def _mask_addresses(text: str) -> str:

@@ -12,16 +12,16 @@ import yaml
 
 from rl_training.errors import UserError
 
-MOST_BYTES = 2**20  # a run's settings have about 5 KB
-MOST_DEPTH = 50
+MAX_BYTES = 2**20  # a run's settings have about 5 KB
+MAX_DEPTH = 50
 
 
 def read_text(path: Path, errors: str = "replace") -> str:
     """Return the text of a file. Raises UserError, naming the file, if it is too large for settings."""
     with open(path, "rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise UserError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: fix or delete it")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path} has more than {MAX_BYTES / 1e6:.0f} MB, which no settings need: fix or delete it")
     return data.decode("utf-8", errors)
 
 
@@ -36,7 +36,7 @@ def plain_yaml(path: Path) -> str:
         text = read_text(path, errors="strict")
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MOST_DEPTH)
+            unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MAX_DEPTH)
             if unusual:
                 line = event.start_mark.line + 1 if event.start_mark else 1
                 raise UserError(f"{path}, line {line}: {unusual}, which no run writes: fix or delete it")

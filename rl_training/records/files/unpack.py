@@ -17,8 +17,8 @@ from rl_training.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-MOST_LINE_BYTES = 1 << 24  # a hundred times the longest line written, a response with its prompt
-MOST_BYTES = 1 << 28  # largest size of a whole file, unpacked
+MAX_LINE_BYTES = 1 << 24  # a hundred times the longest line written, a response with its prompt
+MAX_BYTES = 1 << 28  # largest size of a whole file, unpacked
 _READ_BYTES = 1 << 14  # read at a time; gzip expands them at most a thousandfold
 _MEMBER = b"\x1f\x8b\x08\x00"  # first bytes of a gzip member
 _GZIP = 31  # zlib's `wbits` for gzip
@@ -28,7 +28,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of a file, without their line breaks.
 
     Raises:
-        UserError: If a line has more than MOST_LINE_BYTES, or a gzip member other than the last is damaged.
+        UserError: If a line has more than MAX_LINE_BYTES, or a gzip member other than the last is damaged.
     """
     with _opened(path) as file:
         rest, number = b"", 1
@@ -36,8 +36,8 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             *lines, rest = (rest + part).split(b"\n")
             yield from lines
             number += len(lines)
-            if len(rest) > MOST_LINE_BYTES:
-                raise UserError(f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: fix or delete that line")
+            if len(rest) > MAX_LINE_BYTES:
+                raise UserError(f"{path}, line {number} has over {MAX_LINE_BYTES >> 20} MiB: fix or delete that line")
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -51,18 +51,18 @@ def whole_content(path: Path) -> bytes:
     """Return the content of a file, unpacked if its name ends in .gz.
 
     Raises:
-        UserError: If a gzip file is damaged, or unpacks to more than MOST_BYTES.
+        UserError: If a gzip file is damaged, or unpacks to more than MAX_BYTES.
     """
     packed = path.read_bytes()
     if path.suffix != ".gz":
         return packed
     unpacker = zlib.decompressobj(_GZIP)
     try:
-        content = unpacker.decompress(packed, MOST_BYTES + 1)
+        content = unpacker.decompress(packed, MAX_BYTES + 1)
     except zlib.error as error:
         raise UserError(f"it is damaged: {error}") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"it unpacks to over {MOST_BYTES >> 20} MiB: gunzip it, if you trust it, and give that file")
+    if len(content) > MAX_BYTES:
+        raise UserError(f"it unpacks to over {MAX_BYTES >> 20} MiB: gunzip it, if you trust it, and give that file")
     if not unpacker.eof:
         raise UserError("it is damaged: it ends too early")
     return content

@@ -15,7 +15,7 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.verdict import is_falling
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
-MOST = 4  # proposed interventions at most
+MAX_PROPOSALS = 4
 BRANCH_STEPS = 40  # steps of each branch
 
 
@@ -42,7 +42,10 @@ def branch_commands(run: Run) -> list[str]:
 
 
 def preferred(run: Run) -> list[str]:
-    """Return values of `intervention` that halve the fall or keep entropy, the cheapest MOST; [] without a fall."""
+    """Return values of `intervention` that halve the fall or keep entropy, at most MAX_PROPOSALS, the cheapest.
+
+    There are none if entropy does not fall.
+    """
     named = run.probe("interventions").get("which")
     which = [str(name) for name in named] if isinstance(named, list) else []
     chosen = []
@@ -53,7 +56,7 @@ def preferred(run: Run) -> list[str]:
             chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
         elif effect.delta_h.bounds()[0] > 0:
             chosen.append(text)
-    return list(dict.fromkeys(chosen))[:MOST]
+    return list(dict.fromkeys(chosen))[:MAX_PROPOSALS]
 
 
 def as_list(names: Sequence[str]) -> str:

@@ -22,12 +22,13 @@ from rl_training.records.report.environment import ENVIRONMENT
 # Okabe and Ito's colours, safe for colour-blind readers. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
 NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # names in charts.yaml
-WHOLE = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}  # or Vega labels halves
-STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE}
+# Without the expression Vega labels halves.
+WHOLE_NUMBERS = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}
+STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE_NUMBERS}
 WIDTH, HEIGHT = 640, 280
 TITLE_LENGTH = 44  # characters per line of an axis title
-MOST_MARKS = 20  # a line with more points has no marks
-MOST_POINTS = 400  # per series: a page cannot show more
+MAX_MARKS = 20  # a line with more points has no marks
+MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
 STYLES = ("line", "mark", "band", "opacity", "text", "drop")
@@ -94,7 +95,7 @@ class Series:
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:
         """Return a metric's finite values as a line over steps, with a band if they have errors."""
         known = rows[np.isfinite(rows["value"])]
-        mark = mark if len(known) <= MOST_MARKS else ""
+        mark = mark if len(known) <= MAX_MARKS else ""
         return cls(label, color, known.index, known["value"], known["low"], known["high"], mark=mark, **style)
 
     @classmethod
@@ -115,8 +116,8 @@ class Series:
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
     def to_record(self, series_number: int) -> dict[str, Any]:
-        """Return the style of the series, and its points by column, thinned to MOST_POINTS."""
-        every = max(1, math.ceil(len(self.x) / MOST_POINTS))
+        """Return the style of the series, and its points by column, thinned to MAX_POINTS."""
+        every = max(1, math.ceil(len(self.x) / MAX_POINTS))
         columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in COLUMNS}
         styles = {name: getattr(self, name) for name in STYLES}
         return {"part": series_number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}

@@ -32,7 +32,7 @@ STYLES = {  # by key of a result: label, colour and marker
 IN_TABLE = list(STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
 KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # for the verdict
-MOST_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
+MAX_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
 
 
 def write_analyses_page(folder: Path, section: Section) -> Path:
@@ -154,7 +154,7 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
     for split, words in SPLITS.items():
         keys = [key for key in known if key.startswith(f"deltaH1/{split}/")]
         parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
-        if 1 < len(parts) <= MOST_ROWS:
+        if 1 < len(parts) <= MAX_ROWS:
             rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
     results = pd.DataFrame([known])
     series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, look in rows]

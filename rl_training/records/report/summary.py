@@ -19,7 +19,7 @@ STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a ste
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
-FIT = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
+FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
 class Row(NamedTuple):
@@ -156,11 +156,11 @@ def _advice(ratio: tuple[float, float] | None) -> str:
         return unknown
     low, high = ratio
     advice = unknown
-    if high < FIT[0]:
+    if high < FITTING_BATCH_RATIO[0]:
         advice = "larger batches still save steps"
-    elif low > FIT[1]:
+    elif low > FITTING_BATCH_RATIO[1]:
         advice = "a smaller batch would learn almost as much in each step"
-    elif low >= FIT[0] and high <= FIT[1]:
+    elif low >= FITTING_BATCH_RATIO[0] and high <= FITTING_BATCH_RATIO[1]:
         advice = "it is about right; beyond it gains shrink"
     return f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it: {advice}"
 

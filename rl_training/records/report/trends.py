@@ -12,7 +12,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import mean_of
 
 MIN_STEPS = 8  # for a line: with fewer steps its error is too noisy to quote
-MOST_CORRELATED = 0.8  # cap on the correlation of neighbouring residuals: beyond it a line's error would be a guess
+MAX_CORRELATION = 0.8  # cap on the correlation of neighbouring residuals: beyond it a line's error would be a guess
 RECENT = 10  # logged steps that shares and means cover
 
 
@@ -38,7 +38,7 @@ def line_through(values: pd.Series[float]) -> Estimate:
     slope = float(x @ y) / squares
     rest = y - slope * x
     around = float(rest @ rest)
-    rho = min(max(float(rest[:-1] @ rest[1:]) / around, 0.0), MOST_CORRELATED) if around > 0 else 0.0
+    rho = min(max(float(rest[:-1] @ rest[1:]) / around, 0.0), MAX_CORRELATION) if around > 0 else 0.0
     stderr = math.sqrt(around / (count - 2) / squares * (1 + rho) / (1 - rho))
     return Estimate(size * slope, size * stderr, count - 1)  # a line has one degree of freedom less than a mean
 

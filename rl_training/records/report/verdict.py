@@ -5,7 +5,8 @@ the run, but at least 10 and at most 50 logged steps. Longer stretches, up to th
 (trends.py). Falling entropy is
 
 lost    if, over some stretch in which it falls, reward stands still: the interval of reward's slope is not above 0, and
-        its upper end allows a gain, in standard deviations of the rewards, below ENOUGH times the share of entropy lost
+        its upper end allows a gain, in standard deviations of the rewards, below MIN_REWARD_GAIN times the share of
+        entropy lost
 spent   otherwise, if over some stretch in which it falls the interval of reward's slope lies above 0
 """
 
@@ -25,13 +26,13 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
 SPENT, LOST, STEADY, RISES, UNKNOWN = "spent", "lost", "steady", "rises", "unknown"
-LEAST_NOW, MOST_NOW = 10, 50  # least and largest number of logged steps that count as now
-ENOUGH = 0.5  # least gain in reward for all of the entropy, in standard deviations
+MIN_RECENT_STEPS, MAX_RECENT_STEPS = 10, 50  # least and largest number of logged steps that count as now
+MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
 STEADY_WITHIN = 0.5  # of the level: largest possible change now of a steady entropy
-NEXT_TO_NOTHING = 0.02  # of the level: a smaller change is steady, even if it is significant
-MOST_STARTS = 60  # number of stretches that are tried
-PARTED = 0.3  # of forward: if half of forward − backward is larger, forward is not used
-SAID = {
+NEGLIGIBLE_CHANGE = 0.02  # of the level: a smaller change is steady, even if it is significant
+MAX_STARTS = 60  # number of stretches that are tried
+MAX_HALF_DIFFERENCE = 0.3  # of forward: if half of forward − backward is larger, forward is not used
+HEADLINES = {
     SPENT: "Entropy is being spent on reward",
     LOST: "Entropy is being lost",
     STEADY: "Entropy is steady",
@@ -63,7 +64,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        return SAID[self.kind]
+        return HEADLINES[self.kind]
 
     @property
     def evidence(self) -> str:
@@ -88,7 +89,7 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     because steps are then too large for them.
     """
     levels = run.token_entropy()
-    window = min(max(len(levels) // 2, LEAST_NOW), MOST_NOW)
+    window = min(max(len(levels) // 2, MIN_RECENT_STEPS), MAX_RECENT_STEPS)
     recent = levels.tail(window)
     line = line_through(recent)
     known = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
@@ -105,19 +106,19 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
 
 
 def predictions_part(run: Run) -> bool:
-    """Return whether forward and backward of the same steps differ significantly and by more than PARTED allows."""
+    """Return whether forward and backward of the same steps differ significantly and by more than is allowed."""
     apart = forward_and_backward(run)
     if apart is None:
         return False
     forward, half = apart
-    return is_significant(half) and abs(half.value) > PARTED * abs(forward.value)
+    return is_significant(half) and abs(half.value) > MAX_HALF_DIFFERENCE * abs(forward.value)
 
 
 def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
     forward, backward = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/backward")
     backward = backward.set_index(backward["about_step"].astype(int)) if len(backward) else backward
-    steps = forward.index.intersection(backward.index)[-LEAST_NOW:]
+    steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
     if steps.empty:
         return None
     ahead, behind = (findings.mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
@@ -145,9 +146,9 @@ def judge(run: Run) -> Verdict:
     if math.isnan(now.value):
         return Verdict(UNKNOWN, *by_now, why=now.reason)
     is_enough = len(levels) >= MIN_STEPS
-    level = abs(float(levels.tail(LEAST_NOW).mean())) if is_enough else 0.0
+    level = abs(float(levels.tail(MIN_RECENT_STEPS).mean())) if is_enough else 0.0
     reach = max(map(abs, now.bounds())) * max(last - since, 1)
-    if is_enough and reach <= (NEXT_TO_NOTHING if is_significant(now) else STEADY_WITHIN) * level:
+    if is_enough and reach <= (NEGLIGIBLE_CHANGE if is_significant(now) else STEADY_WITHIN) * level:
         return Verdict(STEADY, *by_now)
     if not is_significant(now):
         return Verdict(UNKNOWN, *by_now, why="The interval of entropy is still too wide")
@@ -171,7 +172,7 @@ def _stretches(rewards: pd.Series[float], levels: pd.Series[float]) -> list[Stre
     """Return stretches that end at the last step, the longest first."""
     steps = rewards.index.intersection(levels.index)
     most = len(steps) - MIN_STEPS + 1
-    starts = np.unique(np.linspace(0, most - 1, max(min(most, MOST_STARTS), 0)).astype(int))
+    starts = np.unique(np.linspace(0, most - 1, max(min(most, MAX_STARTS), 0)).astype(int))
     parts = [(int(steps[start]), steps[start:]) for start in starts]
     return [(first, line_through(levels.loc[part]), line_through(rewards.loc[part])) for first, part in parts]
 
@@ -184,7 +185,7 @@ def _still_since(rewards: pd.Series[float], levels: pd.Series[float], spread: fl
         at_start = float(part.mean()) - 0.5 * long * entropy.value
         lost = -entropy.value * long / at_start if at_start > 0 else math.nan
         gained = max(reward.bounds()[1] * long, 0.0)  # upper bound
-        if entropy.bounds()[1] < 0 and not reward.bounds()[0] > 0 and gained < ENOUGH * lost * spread + 1e-12:
+        if entropy.bounds()[1] < 0 and not reward.bounds()[0] > 0 and gained < MIN_REWARD_GAIN * lost * spread + 1e-12:
             return first, entropy, reward
     return None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_training.records.files.unpack import MOST_LINE_BYTES, whole_lines
+from rl_training.records.files.unpack import MAX_LINE_BYTES, whole_lines
 from rl_training.records.frames import read_probe_log
 from rl_training.records.jsonl import METRICS_FILE, ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
 
@@ -104,7 +104,7 @@ def test_a_line_of_300_megabytes_is_refused_after_a_few(tmp_path: Path, name: st
         list(iterate_rollouts(tmp_path) if packed else read_metrics(tmp_path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 5 * MOST_LINE_BYTES
+    assert peak < 5 * MAX_LINE_BYTES
 
 
 def test_whole_lines_equal_those_of_a_plain_reader_without_an_unfinished_one(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_decompression_bomb_or_truncated_log_is_refused(tmp_path: Path) -> Non
 def test_a_log_larger_than_its_limit_is_refused_with_the_way_to_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_training.records.files.unpack.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("rl_training.records.files.unpack.MAX_BYTES", 1 << 20)
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(gzip.compress(b" " * (1 << 21)))
     with pytest.raises(ValueError, match="unpacks to over 1 MiB: gunzip it, if you trust it"):

@@ -20,9 +20,9 @@ from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
 from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
+    HEADLINES,
     LOST,
     RISES,
-    SAID,
     SPENT,
     STEADY,
     UNKNOWN,
@@ -187,8 +187,8 @@ def test_where_entropy_needs_nothing_the_advice_is_to_fix_the_anomaly(tmp_path: 
 def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|.*\| (.*) \|$", page, re.MULTILINE)
-    assert len(rows) == len(SAID)
-    for kind, said in SAID.items():
+    assert len(rows) == len(HEADLINES)
+    for kind, said in HEADLINES.items():
         do = next(what for words, what in rows if said.endswith(words))
         assert do.startswith("nothing") == (kind != LOST)
 

@@ -11,7 +11,7 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import objective, rewards, sampling, steps
 from rl_training.records.report.standing_out.line import Line, RunRecords
 
-MOST_LINES = 3
+MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
     rewards.jump, steps.too_large, rewards.all_equal, sampling.no_end, sampling.most_cut_off, rewards.hardly_mixed,
     sampling.other_sampler, steps.moves_nothing, objective.reference_wins, objective.bonus_wins,
@@ -26,4 +26,4 @@ def standing_out(run: Run) -> list[Line]:
         line = rule(records)
         if line is not None:
             by_setting.setdefault(line.setting, line)
-    return list(by_setting.values())[:MOST_LINES]
+    return list(by_setting.values())[:MAX_LINES]

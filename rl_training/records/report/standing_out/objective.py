@@ -8,8 +8,8 @@ from rl_training.records.report.standing_out.line import Line, RunRecords, steps
 from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.records.report.writing import format_estimate, milli
 
-WORTH = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
-RISEN = 0.25  # least rise of entropy for a bonus to win, as a share of its initial level
+MIN_ALLOWED_GAIN = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
+MIN_ENTROPY_RISE = 0.25  # least rise of entropy for a bonus to win, as a share of its initial level
 
 
 def reference_wins(records: RunRecords) -> Line | None:
@@ -24,7 +24,7 @@ def reference_wins(records: RunRecords) -> Line | None:
         return None
     scaled = str(records.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
     gain = (1.0 if scaled else spread) / beta  # in standard deviations of the reward
-    if gain >= WORTH:
+    if gain >= MIN_ALLOWED_GAIN:
         return None
     kl = mean_of_recent(records.run.logged("kl"))
     apart = f"; KL to the first model is {format_estimate(kl)} nats per token" if math.isfinite(kl.value) else ""
@@ -44,7 +44,7 @@ def bonus_wins(records: RunRecords) -> Line | None:
         return None
     steps = float(levels.index[-1] - levels.index[0])
     start = max(float(levels.mean()) - 0.5 * steps * rise.value, float(levels.head(3).mean()))
-    if not rise.bounds()[0] * steps > RISEN * start:
+    if not rise.bounds()[0] * steps > MIN_ENTROPY_RISE * start:
         return None
     said = (
         f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "

@@ -14,12 +14,13 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
 FEW_STEPS = 3  # steps with equal rewards, before it is reported
-LEARNED = "Stop here, or give harder prompts, or a reward that still differs between responses."
+STOP_ADVICE = "Stop here, or give harder prompts, or a reward that still differs between responses."
 FEW_MIXED = 0.1  # share of prompts
 VISIBLE = 0.5  # share of responses cut off from which it is mentioned along with equal rewards
-BEFORE, AFTER = 4, 3  # steps averaged before and after a jump
-FAR_OFF = 6.0  # standard errors of a jump; high, because every step is tested
-GROWN, MOVES_WITH = 0.15, 0.4  # least growth of length, and least correlation of the changes of length and reward
+STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
+MIN_JUMP_STDERRS = 6.0  # standard errors of a jump; high, because every step is tested
+MIN_LENGTH_GROWTH = 0.15
+MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
 
 
 def all_equal(records: RunRecords) -> Line | None:
@@ -40,11 +41,10 @@ def all_equal(records: RunRecords) -> Line | None:
         f"{in_percent(mixed)}, {steps_of(part)}."
     )
     before = records.reward[records.reward.index < since]
-    said += (
-        f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
-    )
+    if len(before):
+        said += f" Before, it was {before.tail(STEPS_BEFORE).mean():.3f} ({steps_of(before.tail(STEPS_BEFORE))})."
     if len(before) and part.iloc[-1] > records.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
-        return Line("equal", since, f"{said} No step had a higher one: nothing is left to learn here.", LEARNED)
+        return Line("equal", since, f"{said} No step had a higher one: nothing is left to learn here.", STOP_ADVICE)
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = records.of_responses(cut_off)
         length = records.set_up.number("max_completion_length")
@@ -88,8 +88,8 @@ def jump(records: RunRecords) -> Line | None:
     reward, noise = records.reward, _noise_of_a_step(records)
     made = records.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
-    for place in range(2, len(reward) - AFTER + 1):
-        before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
+    for place in range(2, len(reward) - STEPS_AFTER + 1):
+        before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
         step = int(after.index[0])
         moves = pd.concat([before, after]).diff().abs()
         if moves[step] < moves.max():  # a neighbouring step has the larger jump
@@ -108,7 +108,7 @@ def jump(records: RunRecords) -> Line | None:
         size = abs(beyond.value) - (abs(known.value) if known is not None and math.isfinite(known.value) else 0.0)
         score = size / max(beyond.stderr, 1e-12)
         if (
-            score > FAR_OFF
+            score > MIN_JUMP_STDERRS
             and abs(beyond.value) > 0.2 * max(float(records.spread.max()), 1e-9)
             and (largest is None or score > largest[0])
         ):
@@ -143,7 +143,9 @@ def length_with_reward(records: RunRecords) -> Line | None:
     start = float(length.mean()) - 0.5 * steps * slope.value
     grown = times(slope, steps / start) if start > 0 else Estimate.missing("no length")
     together = correlation(length.diff().dropna(), reward.diff().dropna())
-    if not (grown.bounds()[0] > GROWN and together.bounds()[0] > 0 and together.value > MOVES_WITH):
+    if not (
+        grown.bounds()[0] > MIN_LENGTH_GROWTH and together.bounds()[0] > 0 and together.value > MIN_LENGTH_CORRELATION
+    ):
         return None
     said = (
         f"Responses grow longer as reward rises: by {format_estimate(times(slope, 1.0), signed=True)} tokens a step, "

@@ -11,10 +11,10 @@ from rl_training.records.report.standing_out.line import Line, RunRecords, in_pe
 from rl_training.records.report.trends import first_of_trailing, mean_of_recent
 from rl_training.records.report.writing import format_estimate
 
-MOST = 0.5  # share of responses
+MIN_CUT_OFF_SHARE = 0.5  # share of responses
 FEW_STEPS = 3
-FAR = 0.8  # ESS as a share of the sequences, below which the batch is no longer the policy's
-WHOLE = 0.97  # mean ratio of policy to sampler; it is 1 if the sampler leaves no token out
+MIN_ESS = 0.8  # ESS as a share of the sequences, below which the batch is no longer the policy's
+MIN_MEAN_RATIO = 0.97  # mean ratio of policy to sampler; it is 1 if the sampler leaves no token out
 # Settings that truncate the sampling distribution, with the value that truncates nothing.
 CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -36,9 +36,9 @@ def most_cut_off(records: RunRecords) -> Line | None:
     """Report that most responses are cut off at the maximum length."""
     cut = recent(records.cut_off)
     share = mean_of_recent(records.cut_off)
-    if len(cut) < FEW_STEPS or (cut >= 1).all() or not share.bounds()[0] > MOST:
+    if len(cut) < FEW_STEPS or (cut >= 1).all() or not share.bounds()[0] > MIN_CUT_OFF_SHARE:
         return None
-    since = first_of_trailing(records.cut_off > MOST) or int(cut.index[0])
+    since = first_of_trailing(records.cut_off > MIN_CUT_OFF_SHARE) or int(cut.index[0])
     length = records.set_up.number("max_completion_length")
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
     said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
@@ -88,14 +88,16 @@ def _by_measurement(records: RunRecords) -> Line | None:
         return None
     shares: pd.Series[float] = records.run.values("sampler/ess")
     apart = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
-    if ratio.bounds()[1] < WHOLE:
+    if ratio.bounds()[1] < MIN_MEAN_RATIO:
         said = (
             f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
             f"1. They are {apart}."
         )
         return Line("sampler", int(shares.index[0]), said, "Setting: the engine's top_p, top_k and temperature.")
-    if left.bounds()[1] < FAR:
-        since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < FAR) or int(recent(shares).index[0])
+    if left.bounds()[1] < MIN_ESS:
+        since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS) or int(
+            recent(shares).index[0]
+        )
         said = f"The policy that samples is not the one that is trained: {apart}. Importance weights leave "
         said += f"{format_estimate(left)} of the sequences."
         return Line("sampler", since, said, "Setting: copy the weights to the sampler more often.")

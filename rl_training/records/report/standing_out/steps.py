@@ -14,18 +14,18 @@ from rl_training.records.report.verdict import forward_and_backward, predictions
 from rl_training.records.report.writing import format_estimate, milli
 from rl_training.statistics.welch import mean_of
 
-NOTHING = 0.02  # of the reward's range: steps that all together move it less move nothing
-SURVIVES = 0.5  # share of a step that must survive rounding
+MIN_REWARD_MOVE = 0.02  # of the reward's range: steps that all together move it less move nothing
+MIN_SURVIVING_SHARE = 0.5  # share of a step that must survive rounding
 TOO_FAR = 0.1  # a step's KL over entropy, both per token; fifty times the recommended target_kl_share
 LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
 NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
-OFTEN = 0.2  # share of steps
+MIN_FAR_SHARE = 0.2  # share of steps
 BEST = 3  # steps that the best reward averages
-FAR_OFF = 4.0  # standard errors that reward has fallen below its best
-GONE = 0.5  # share of the best reward that is gone
-TURNED = 0.5  # share by which entropy changes after the best step
-NOISY = 0.25  # batch over noise scale
-STILL = 0.25  # standard deviations of the reward: if it may have gained more, it may be learning
+MIN_FALL_STDERRS = 4.0  # standard errors that reward has fallen below its best
+MIN_REWARD_LOSS = 0.5  # share of the best reward that is gone
+MIN_ENTROPY_CHANGE = 0.5  # share by which entropy changes after the best step
+MAX_BATCH_RATIO = 0.25  # batch over noise scale
+MAX_REWARD_GAIN = 0.25  # standard deviations of the reward: if it may have gained more, it may be learning
 STEPS_OF_NOISE = 12  # logged steps that reward must have had to rise
 
 
@@ -36,11 +36,15 @@ def moves_nothing(records: RunRecords) -> Line | None:
 
 def _lost_to_rounding(records: RunRecords) -> Line | None:
     shares = records.run.values("update/surviving_share")
-    if len(shares) < min(3, len(records.run.steps)) or not len(shares) or not recent(shares).mean() < SURVIVES:
+    if (
+        len(shares) < min(3, len(records.run.steps))
+        or not len(shares)
+        or not recent(shares).mean() < MIN_SURVIVING_SHARE
+    ):
         return None
     left = mean_of_recent(shares)
     said = f"Rounding to the weights' dtype leaves {format_estimate(left)} of a step."
-    since = first_of_trailing(shares < SURVIVES) or int(shares.index[0])
+    since = first_of_trailing(shares < MIN_SURVIVING_SHARE) or int(shares.index[0])
     return Line(
         "no_step", since, said, "Setting: weights in float32 (bf16=True computes in bf16), or a higher learning_rate."
     )
@@ -53,7 +57,7 @@ def _hardly_moves(records: RunRecords) -> Line | None:
         return None
     of_responses = (kl * length).clip(lower=0.0)
     most = math.sqrt(0.5) * float(np.sqrt(of_responses).sum())
-    if most >= NOTHING or (records.mixed.reindex(kl.index) == 0).all():
+    if most >= MIN_REWARD_MOVE or (records.mixed.reindex(kl.index) == 0).all():
         return None
     said = (
         f"The steps move nothing: KL is {format_estimate(mean_of(list(of_responses)))} nats per response and step, and "
@@ -131,7 +135,7 @@ def _too_far(records: RunRecords) -> Line | None:
     of_responses = kl * records.length.reindex(kl.index)
     far = (kl > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (ess.to_numpy() < LEFT)
     share = share_of(int(far.sum()), len(far))
-    if not share.bounds()[0] > OFTEN:
+    if not share.bounds()[0] > MIN_FAR_SHARE:
         return None
     said = (
         f"Steps are too large: {in_percent(share)} of them moved the policy by more than {TOO_FAR:g} of its entropy, "
@@ -170,8 +174,8 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
     noise = 2 * float(records.spread.max()) / math.sqrt(records.set_up.sequences)
     fall = float(top.mean() - end.mean())
     before, after = levels[levels.index <= best].tail(BEST).mean(), levels[levels.index > best].head(BEST).mean()
-    turned = before > 0 and abs(after / before - 1) > TURNED
-    if not (fall > FAR_OFF * noise and fall > GONE * float(top.mean()) and turned):
+    turned = before > 0 and abs(after / before - 1) > MIN_ENTROPY_CHANGE
+    if not (fall > MIN_FALL_STDERRS * noise and fall > MIN_REWARD_LOSS * float(top.mean()) and turned):
         return None
     said = (
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
@@ -184,10 +188,14 @@ def follows_noise(records: RunRecords) -> Line | None:
     """Report a batch far below the noise scale, if reward does not rise."""
     ratio = last_of(records.run.with_interval("gns/batch_ratio"))
     rate = line_through(records.reward)
-    if ratio is None or len(records.reward) < STEPS_OF_NOISE or not ratio.bounds()[1] < NOISY:
+    if ratio is None or len(records.reward) < STEPS_OF_NOISE or not ratio.bounds()[1] < MAX_BATCH_RATIO:
         return None
     gained = rate.bounds()[1] * float(records.reward.index[-1] - records.reward.index[0])  # upper bound
-    if rate.bounds()[0] > 0 or gained > STILL * float(records.spread.mean()) or recent(records.spread).max() == 0:
+    if (
+        rate.bounds()[0] > 0
+        or gained > MAX_REWARD_GAIN * float(records.spread.mean())
+        or recent(records.spread).max() == 0
+    ):
         return None
     low, high = ratio.bounds()
     said = (
