@@ -98,7 +98,7 @@ def test_probes_that_allocate_vectors_in_turn_need_the_buffers_of_the_largest_al
     assert cost["buffer_bytes"] == 5 * 4 * entries
 
 
-def test_a_probe_cannot_have_the_engines_name() -> None:
+def test_a_probe_must_not_have_the_engines_name() -> None:
     class Engine(Seen):
         name = SHARED
 

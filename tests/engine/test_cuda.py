@@ -105,7 +105,7 @@ def test_training_with_probes_and_flash_attention_is_bitwise_training_without_th
     assert_probes_change_nothing(make_trainer, "cuda", bf16=True, model=model)
 
 
-def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, device: str, request) -> None:
+def test_measurements_are_in_ieee_fp32_where_training_is_in_tf32(make_trainer, device: str, request) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
     policy = trainer.attachment._policy
     rollout = policy.sample(8, seed=1)

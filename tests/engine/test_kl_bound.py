@@ -42,12 +42,12 @@ def test_a_quadratic_kl_reaches_its_target_from_any_starting_rate(start: float) 
     assert info.tries == 0
 
 
-def test_a_step_within_twice_the_target_is_left_as_it_is() -> None:
+def test_a_step_within_twice_the_kl_target_is_not_changed() -> None:
     _, info = search_factor(lambda factor: 0.019 * factor**2, 0.01, BoundState())
     assert (info.factor, info.share, info.tries) == (1.0, 1.0, 0)
 
 
-def test_a_step_that_breaks_the_policy_is_cut_until_it_does_not() -> None:
+def test_a_step_that_breaks_the_policy_is_shortened_until_it_does_not() -> None:
     def kl_of(factor: float) -> float:
         return math.nan if factor > 3.0 else math.inf if factor > 0.5 else factor**2
 
@@ -77,7 +77,7 @@ def test_the_mean_over_tokens_sampled_from_the_old_policy_is_the_kl_divergence()
     torch.testing.assert_close((before.exp() * values.squeeze(1)).sum(), exact)
 
 
-def test_a_schedules_factor_is_read_from_the_optimizer() -> None:
+def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
     assert schedule_factor([{"lr": 0.1, "initial_lr": 0.4}]) == 0.25
     assert schedule_factor([{"lr": 0.1}]) == 1.0
 
@@ -277,7 +277,7 @@ def test_rounding_that_hides_small_steps_is_reported_and_refused(make_trainer: C
         trainer.train()
 
 
-def test_a_plain_loop_is_bounded_by_one_argument() -> None:
+def test_a_plain_loop_gets_the_kl_bound_by_one_argument() -> None:
     losses, count = [], len(microbatches(1))
     for share in (None, SHARE):
         torch.manual_seed(0)
@@ -318,7 +318,7 @@ def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_loop() -> None
         assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:
+def test_any_trl_trainer_gets_the_kl_bound_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL)
     with attach(trainer, probes=(), metrics="all", target_kl_share=SHARE):
         trainer.train()
@@ -327,7 +327,7 @@ def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Call
     assert first["bound/kl"] <= 2 * first["bound/target_kl"]
 
 
-def test_a_second_training_of_a_trainer_begins_with_the_factor_of_a_first_one(make_trainer: Callable[..., Any]) -> None:
+def test_a_second_training_of_a_trainer_starts_with_the_initial_factor(make_trainer: Callable[..., Any]) -> None:
     """That factor is 1: the factor of another training's last step does not apply."""
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL | {"max_steps": 2})
     with attach(trainer, probes=(), metrics="all", target_kl_share=SHARE):

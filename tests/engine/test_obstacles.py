@@ -153,7 +153,7 @@ def test_a_parameter_that_does_not_move_does_not_make_a_step_look_like_a_sign_st
     assert OptimizerView({"warm": warm, "cold": cold}, 1.0).has_sign_based_step
 
 
-def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_the_others(
+def test_an_unreached_parameter_does_not_hide_adams_metric_of_the_others(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That parameter's Adam state stays cold after any number of steps."""
@@ -272,7 +272,7 @@ def test_training_with_one_fold_announces_that_there_is_no_noise_scale(caplog) -
         assert caplog.messages[0].startswith(f"no noise scale: {ONE_FOLD.message}: use smaller")
 
 
-def test_the_announcement_and_the_estimates_of_a_step_have_the_same_limits(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_announcement_at_the_start_and_the_estimates_have_the_same_limits(caplog: pytest.LogCaptureFixture) -> None:
     """Here: only one prompt, and another policy's samples. Both are reported at the start and with each estimate."""
     short = {"responses_per_prompt": G_OF_LOOP, "microbatch_size": G_OF_LOOP, "microbatches": 1}
     for settings, code in (({}, "one_fold"), ({"sampling_mismatch": "top-p cuts them"}, "sampling_mismatch")):

@@ -110,7 +110,7 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0])
-def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: float) -> None:
+def test_a_clipping_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: float) -> None:
     forwards = []
     for max_grad_norm in (threshold, 1e9):
         trainer = make_trainer(probes=[SimpleEntropyProbe()], max_grad_norm=max_grad_norm, max_steps=1)
@@ -119,7 +119,7 @@ def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: floa
     assert forwards[0] == forwards[1]
 
 
-def test_a_fold_that_is_a_slice_of_a_microbatch_is_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:
+def test_slices_are_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:
     _, tokenizer = load_tiny()
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | dict.fromkeys(

@@ -64,7 +64,7 @@ def test_the_real_experiment_trains_lora_in_bf16_with_checkpointing_and_measures
     assert {"delta_h/layer/0", "delta_h/layer/1"} <= layers
 
 
-def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an_error_bar() -> None:
+def test_the_real_experiment_has_error_bars_on_1_2_4_and_8_processes() -> None:
     cfg = composed("train", "experiment=qwen_gsm8k")
     batch = (cfg.batch.sequences_per_step, cfg.batch.microbatch_size)
     steps = {n: accumulation_steps(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}

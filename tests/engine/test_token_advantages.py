@@ -123,7 +123,7 @@ def loss_inputs() -> LossInputs:
     )  # fmt: skip
 
 
-def test_a_response_has_the_mean_of_its_tokens_advantages() -> None:
+def test_the_advantage_of_a_response_is_the_mean_over_its_tokens() -> None:
     single = with_one_advantage_each(rollout(ADVANTAGES))
     assert single.advantages.tolist() == [0.5, 1.0]
     assert single.token_advantages.tolist() == [[2.0, -1.0, 0.0], [-3.0, 0.0, 6.0]]
@@ -132,7 +132,7 @@ def test_a_response_has_the_mean_of_its_tokens_advantages() -> None:
     assert joined.advantages.tolist() == [7.0, 8.0, 0.5, 1.0]
 
 
-def test_a_response_that_the_loss_hides_has_no_advantage_on_any_token() -> None:
+def test_a_response_masked_by_the_loss_has_no_advantage_on_any_token() -> None:
     ids, hidden = torch.ones_like(MASK), torch.tensor([[0, 0, 0], [1, 1, 1]])
     names = ("prompt_ids", "prompt_mask", "completion_ids")
     inputs = {**dict.fromkeys(names, ids), "completion_mask": hidden, "advantages": ADVANTAGES}

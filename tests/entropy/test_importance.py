@@ -129,7 +129,7 @@ def test_over_the_whole_population_the_estimate_is_the_exact_change(
 @every_estimator
 @pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_value_and_left_out_values_are_those_of_the_plain_definition(
+def test_values_with_and_without_each_sequence_equal_the_plain_definition(
     estimator: Estimator, plain: Plain, seed: int, size: int
 ) -> None:
     new, responses = moved(OLD, 0.5), draws(12, seed)
@@ -155,9 +155,7 @@ def test_only_the_relative_size_of_ratios_matters_and_they_never_overflow(
 
 
 @every_estimator
-def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_change(
-    estimator: Estimator, plain: Plain
-) -> None:
+def test_the_standard_error_matches_the_scatter_of_repeated_samples(estimator: Estimator, plain: Plain) -> None:
     new, number, size = moved(OLD, 0.3), 300, 40
     rows = [draws(size, 1000 + i) for i in range(number)]
     changes = [estimator(as_scores(OLD, r), as_scores(new, r)) for r in rows]
@@ -177,7 +175,7 @@ def test_one_sequence_is_refused(estimator: Estimator, plain: Plain) -> None:
 # --- whole sequences --------------------------------------------------------------------------------------------------
 
 
-def test_two_weighted_sequences_by_hand() -> None:
+def test_two_weighted_sequences_give_the_change_by_hand() -> None:
     before = torch.tensor([[-1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]], dtype=torch.float64)
     after = torch.tensor([[-1.0 + math.log(3), 2.0, 1.0], [-1.0, 4.0, 1.0]], dtype=torch.float64)
     got, weights = reweighted_replicates(before, after), importance_weights(before, after)
@@ -189,7 +187,7 @@ def test_two_weighted_sequences_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_not_finite_makes_the_change_or_its_ess_nan(bad: float) -> None:
+def test_a_non_finite_log_probability_makes_the_change_or_its_ess_nan(bad: float) -> None:
     before = sequence_totals(as_scores(OLD, draws(9, 3)))
     after = before.clone()
     after[4, 0] = bad
@@ -213,7 +211,7 @@ def test_paired_change_is_the_mean_difference_with_the_error_of_pairs() -> None:
     assert again.stderr.tolist() == pytest.approx(got.stderr.tolist(), rel=1e-9)
 
 
-def test_totals_count_sampled_tokens_only() -> None:
+def test_sequence_totals_include_sampled_tokens_only() -> None:
     scores = Scores(
         logps=torch.tensor([[-1.0, -2.0, math.nan], [-4.0, 7.0, 7.0]]),
         entropies=torch.tensor([[0.5, 0.25, math.inf], [1.0, 9.0, 9.0]]),

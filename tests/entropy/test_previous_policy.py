@@ -62,7 +62,7 @@ def test_the_mean_over_all_pairs_of_responses_is_exact_for_a_step_of_any_size(sa
     )
 
 
-def test_the_documented_example() -> None:
+def test_the_documented_example_gives_the_stated_values() -> None:
     scores = as_scores(OLD, [(reference.EOS,)] * 2)
     scores.entropies[:, 0] = 1.0
     before = as_scores(OLD, [(reference.EOS,)])

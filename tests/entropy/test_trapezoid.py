@@ -118,7 +118,7 @@ def test_the_error_of_the_sum_is_exact_where_forward_and_backward_of_a_batch_are
         close(terms.predicted.stderr.square(), twin_variance(plain, last))
 
 
-def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent_batches() -> None:
+def test_errors_of_one_step_and_of_the_measured_sum_add_two_independent_batches() -> None:
     plain = batches(seed=2)
     for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         if last:
@@ -173,7 +173,7 @@ def test_a_skipped_step_is_bridged_by_the_measured_change_and_reported() -> None
     close(answers[3].predicted.stderr.square(), others + plain[1].terms()[3].square())
 
 
-def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_second_order_widens_the_bar() -> None:
+def test_a_step_without_forward_is_bridged_by_backward_with_a_wider_error_bar() -> None:
     plain = batches(seed=4)
     plain[2].forward = [math.nan] * 6
     answers = feed(plain, list(range(1, NUM_BATCHES + 1)))[1]
@@ -188,7 +188,7 @@ def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_secon
     assert not answers[2].predicted.remark
 
 
-def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_its_sum_covers_all_steps() -> None:
+def test_the_predicted_sum_is_missing_before_the_first_trapezoid_and_then_covers_all_steps() -> None:
     """One probe measures only every second step; another cannot predict its first step."""
     plain = batches(seed=5)
     for terms in feed(plain, [1, 3, 5, 7, 9, 11])[1][1:]:

@@ -109,7 +109,7 @@ def test_the_mean_over_all_groups_is_the_exact_derivative_of_entropy_and_length(
 
 
 @pytest.mark.parametrize("target", ["sequence", "length"])
-def test_ratios_to_another_sampler_give_the_exact_derivative_in_its_mean_over_groups(target: str) -> None:
+def test_ratios_to_another_sampler_give_the_exact_derivative_in_the_mean_over_its_groups(target: str) -> None:
     """The ratios are not normalised. ∂H_tok is (∂H_seq − H_tok ∂E[T]) / E[T]."""
     sampler = [[1.3 * x + 0.4 * math.sin(3 * i + 5 * j) for j, x in enumerate(row)] for i, row in enumerate(TABLE)]
     policy = Tabular(TABLE)
@@ -143,7 +143,7 @@ def test_the_token_target_over_the_whole_population_is_the_exact_derivative_per_
 # --- weight by weight -------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_three_responses_worked_by_hand() -> None:
+def test_weights_of_three_responses_equal_those_by_hand() -> None:
     """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]. R sums the entropies after a token:
 
         R_A = [1.0 .4 .1 0]        R_B = [.2 0]        R_C = [0]

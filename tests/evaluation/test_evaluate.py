@@ -319,7 +319,7 @@ def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows(run: Path
     assert len({r.text for r in together.values()}) > 8, "responses to one prompt differ"
 
 
-def test_tokens_are_drawn_with_the_policys_probabilities(run: Path) -> None:
+def test_tokens_are_sampled_with_the_policys_probabilities(run: Path) -> None:
     """χ² test of the first token of 3000 responses to one prompt at temperature 2, against its exact distribution."""
     checkpoint = run / "training_state" / "checkpoint-1"
     loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=2.0, max_completion_length=1)
@@ -346,7 +346,7 @@ def test_greedy_responses_take_the_most_likely_token(run: Path) -> None:
         assert answer.tolist() == ids[len(prompt) :].tolist()
 
 
-def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
+def test_scores_equal_those_of_a_plain_forward_without_padding(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
     loaded = policy.load_policy(checkpoint, load_tiny, with_reference=True, temperature=0.7, max_completion_length=36)
     prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
@@ -419,7 +419,7 @@ def given() -> list[Response]:
     ]
 
 
-def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
+def test_the_built_in_metrics_of_two_prompts_equal_those_by_hand() -> None:
     metrics = response_metrics(given(), max_k=2, right_reward=1.0, can_read_answers=True)
     expected = {
         "reward": 0.25, "greedy_accuracy": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.5, "majority": 0.5,
@@ -469,7 +469,7 @@ def test_metrics_that_were_not_requested_are_nan_with_a_reason() -> None:
         assert metrics[name].code == code
 
 
-def test_the_shipped_metrics_by_hand() -> None:
+def test_the_example_metrics_equal_those_by_hand() -> None:
     sampled, _ = group_by_row(given())
     dataset = {0: {"prompt": "a"}, 4: {"prompt": "b"}}
     metrics = custom_metrics("c", examples.entropy_by_correctness, sampled, dataset)

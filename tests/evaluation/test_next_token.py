@@ -11,7 +11,7 @@ import torch
 from rl_training.evaluation.next_token import CHUNK, divergences
 
 
-def test_divergences_are_those_of_the_definition() -> None:
+def test_divergences_equal_their_definitions() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = (3 * torch.randn(20, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     values = divergences(logits, other)
@@ -37,7 +37,7 @@ def test_a_policy_has_no_divergence_from_itself_even_with_impossible_tokens() ->
     assert divergences(logits, logits).tolist() == [0, 0]
 
 
-def test_divergences_do_not_depend_on_how_positions_are_split() -> None:
+def test_divergences_do_not_depend_on_the_split_of_positions() -> None:
     width = CHUNK // 2
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).repeat(1, width // 5 + 1)[:, :width]
     together = divergences(logits, logits.flip(0))

@@ -175,21 +175,21 @@ def textbook(by_fold: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("num_folds", [2, 3, 8, 16])
-def test_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
+def test_the_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
     by_fold = fold_sums(num_folds, seed=num_folds)
     sums = by_fold.sum(dim=0)
     got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
 
 
-def test_jackknife_error_of_folds_that_agree_is_zero_and_not_nan() -> None:
+def test_the_jackknife_error_of_equal_folds_is_zero_and_not_nan() -> None:
     by_fold = torch.tensor([[0.1, 0.3, 0.7]] * 9, dtype=torch.float64)
     sums = by_fold.sum(dim=0)
     got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert (got < 1e-15).all()
 
 
-def test_jackknife_error_does_not_lose_digits_to_a_large_mean() -> None:
+def test_the_jackknife_error_does_not_lose_digits_to_a_large_mean() -> None:
     values = [1e8 + x for x in (0.25, -0.5, 1.0, 0.125, -1.5, 0.75, 2.0, -0.25)]
     by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
     sums = by_fold.sum(dim=0)
@@ -253,7 +253,7 @@ def interleaved_prompts(num_prompts: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: int) -> None:
+def test_the_response_index_counts_earlier_responses_to_the_same_prompt(seed: int) -> None:
     labels = interleaved_prompts(7, seed)
     assert response_index(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
 

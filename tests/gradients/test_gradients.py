@@ -178,7 +178,7 @@ def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
+def test_dot_products_equal_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
     """The tolerance is relative to Σ|x||y|, because rounding depends on the terms and not on their sum."""
     a_by_name, b_by_name = named(dtype), named(dtype, seed=1)
     layout = Layout(a_by_name)
@@ -297,7 +297,7 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
             assert torch.equal(rows_by_name(rows)[name][k], gradient), name
 
 
-def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
+def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
     rows.start_step(folds_of([3]), keep_rows=False)
     rows.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())

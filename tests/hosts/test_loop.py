@@ -128,7 +128,9 @@ def trainer(tmp_path: Path) -> Callable[..., ReplayTrainer]:
     return make
 
 
-def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[..., ReplayTrainer]) -> None:
+def test_attach_and_the_plain_loop_give_the_same_estimates(
+    tmp_path: Path, trainer: Callable[..., ReplayTrainer]
+) -> None:
     """TRL's trainer and a hand-written loop get the same sequences, weights and optimizer.
 
     With TRL's forward pass in the loop, training and numbers are identical. A hand-written forward rounds differently.
@@ -201,7 +203,7 @@ def test_a_failing_backward_ends_without_a_collective(monkeypatch: pytest.Monkey
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
+def test_no_hook_is_left_after_a_failed_step_or_after_the_context() -> None:
     model, optimizer, measured = new_loop(probes())
     before = {id(owner): set(vars(owner)) for owner in (model, optimizer)}
 
@@ -229,7 +231,7 @@ def test_entropies_that_the_loop_does_not_pass_come_from_the_scorer(tmp_path: Pa
     assert too_far(off_from(tmp_path / "own", tmp_path / "scorer")) == {}
 
 
-def test_a_resumed_loop_measures_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_resumed_loop_gives_the_estimates_of_an_uninterrupted_one(tmp_path: Path) -> None:
     trained(*new_loop(probes(), records=Records(tmp_path / "whole")))
     model, optimizer, first = new_loop(probes(), records=Records(tmp_path / "parts"))
     train(model, optimizer, first, steps=2)

@@ -182,7 +182,7 @@ def test_off_policy_steer_includes_the_importance_ratio() -> None:
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
 
 
-def test_off_policy_the_covariant_tokens_are_drawn_back_to_the_sampling_policy() -> None:
+def test_off_policy_kl_cov_pulls_covariant_tokens_to_the_sampling_policy() -> None:
     weights = parse_intervention("kl_cov:0.2").weights(make_loss(off_policy=True))
     expected = plain(off_policy=True)
     for i, t in covariance_order()[: int(0.2 * len(tokens()))]:
@@ -312,7 +312,7 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED["intervention"].items())
-def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
+def test_an_invalid_intervention_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         parse_intervention(text)
     assert "\n" not in str(error.value)

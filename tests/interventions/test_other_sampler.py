@@ -55,7 +55,7 @@ def test_the_reward_gradient_is_exact_in_the_mean_over_groups_of_another_sampler
     torch.testing.assert_close(gradient, torch.autograd.grad(reward, logits)[0], rtol=0, atol=1e-12)
 
 
-def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callable[..., Any]) -> None:
+def test_effects_of_corrections_are_relative_to_the_step_taken(make_trainer: Callable[..., Any]) -> None:
     """The loss corrects nothing, so `none` is the step itself, and halving the rate changes it by minus one half."""
     probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
     simple = SimpleEntropyProbe(num_folds=4)

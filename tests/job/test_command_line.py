@@ -140,7 +140,9 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
         ),
     ],
 )
-def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_users_mistake_is_reported_in_one_line_with_exit_code_2(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     ended = train(tmp_path, *arguments)
     assert ended.end() == 2
     assert ended.lines[-1].startswith("error: ")

@@ -97,7 +97,7 @@ def test_no_module_that_an_adapter_names_is_imported(folder: Path, monkeypatch: 
     assert not (folder.parent / "canary").exists()
 
 
-def test_a_chat_template_reaches_nothing_of_python(folder: Path) -> None:
+def test_a_chat_template_cannot_access_python_objects(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(ESCAPE)
     _, tokenizer = load_causal_lm(folder)
     with pytest.raises(jinja2.exceptions.SecurityError):

@@ -24,7 +24,7 @@ def train(*overrides: str) -> subprocess.CompletedProcess[str]:
     return forks.run("train.py", *overrides)
 
 
-def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
+def test_the_training_job_trains_measures_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["probe=simple", *SMALL, "logger=tensorboard", "++trainer.disable_tqdm=false", f"run_dir={folder}"]
     program, env = launched_program("--config_file", "launch/cpu.yaml", "train.py", *options)

@@ -37,7 +37,7 @@ from rl_training.records.frames import read_analysis
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 
 
-def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(restored, analysed) -> None:
+def test_the_prediction_is_a_weighted_sum_of_slopes_along_the_step(restored, analysed) -> None:
     """The slope of every token comes from finite differences at 1/100 of the step, independent of the backward."""
     e, size = analysed.evaluation, 1e-2
     sizes = [p.numel() for p in restored.parameters.values()]

@@ -66,7 +66,7 @@ def test_several_gradients_give_separate_steps_and_nothing_is_modified(formula, 
 
 
 @of_every_optimizer
-def test_a_parameter_without_any_gradient_stays_where_it_is(formula, settings) -> None:
+def test_a_parameter_without_any_gradient_does_not_move(formula, settings) -> None:
     """Despite momentum and decay, like in the library."""
     trained = Trained(formula, settings, SHAPES)
     for _ in range(3):

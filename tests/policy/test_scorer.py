@@ -133,7 +133,7 @@ def assert_like_plain(model: Any, scorer: Scorer, sequences: Sampled, tolerance:
 
 @pytest.mark.parametrize("call_head", [False, True], ids=["weight", "called"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_and_gradients_are_those_of_all_logits_in_float64(family: str, call_head: bool) -> None:
+def test_scores_and_gradients_equal_those_of_all_logits_in_float64(family: str, call_head: bool) -> None:
     model = model_of(family).double()
     scorer = Scorer(model, TEMPERATURE, call_head=call_head, chunk_logits=3 * VOCABULARY)
     assert scorer.verify() == ""
@@ -141,7 +141,7 @@ def test_scores_and_gradients_are_those_of_all_logits_in_float64(family: str, ca
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_scores_and_gradients_are_those_of_float64_to_1e_6(family: str) -> None:
+def test_fp32_scores_and_gradients_equal_those_of_float64_to_1e_6(family: str) -> None:
     model = model_of(family, initializer_range=0.1)
     exact = copy.deepcopy(model).double()
     twin = plain(exact, sampled(), ROWS)
@@ -175,7 +175,7 @@ def test_adapters_including_those_on_the_head_are_scored(adapter: dict[str, Any]
     torch.testing.assert_close(base[0], expected)
 
 
-def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
+def test_four_bit_weights_are_scored_like_the_model_does() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = model_of("untied", hidden_size=64, intermediate_size=128, vocab_size=64)  # multiples of the block size
     for name, module in list(model.named_modules()):

@@ -107,7 +107,7 @@ def test_only_rounding_in_a_prompt_with_equal_advantages_is_removed() -> None:
 # --- on a trainer -----------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_trainer) -> None:
+def test_every_estimate_equals_its_plain_definition_on_the_recorded_rollout(make_trainer) -> None:
     probe = Answers()
     trainer = make_trainer(probes=[probe], reward=half_of_the_prompts)
     trainer.train()

@@ -301,7 +301,7 @@ def test_without_a_known_trace_the_interval_is_unbounded() -> None:
 
 @pytest.mark.parametrize("steps", [WARM_STEPS, 10 * WARM_STEPS])
 @pytest.mark.parametrize("dead", [0, 2])
-def test_adam_scale_of_one_step_is_that_of_the_preconditioned_square_norms(steps: int, dead: int) -> None:
+def test_the_adam_noise_scale_of_one_step_uses_preconditioned_square_norms(steps: int, dead: int) -> None:
     states = adamw_states(step=steps, dead=dead)
     vectors = Truth().draw(4, 16, generator=seeded(4)) + 1.0  # so that |G|²^ is certainly positive
     answers = Loop(GradientNoiseScaleProbe(), states=states).step(vectors)
@@ -324,7 +324,7 @@ def test_adams_metric_is_nan_before_warm_up_and_averages_only_later_steps() -> N
     assert (second.value, second.num_samples) == (alone.value, 1)
 
 
-def test_without_adam_its_metric_is_nan() -> None:
+def test_without_adam_the_adam_metric_is_nan() -> None:
     answers = Loop(GradientNoiseScaleProbe()).step(Truth().draw(4, 16, generator=seeded(5)) + 1.0)
     assert math.isnan(answers["gns/adam_noise_scale_prompts"].value)
     assert math.isfinite(answers["gns/noise_scale_prompts"].value)

@@ -339,7 +339,7 @@ def test_a_nan_error_is_not_attributed_to_too_few_blocks() -> None:
     assert estimate.code == "not_finite"
 
 
-def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
+def test_ess_and_weights_follow_from_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
         def measure(self, ctx: Any, state: Any) -> Reading:
             step = ctx.step
@@ -409,7 +409,7 @@ def test_the_noise_floor_rescores_in_smaller_batches_and_each_step_draws_new_pro
     assert len(first - second) > 4
 
 
-def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
+def test_a_non_finite_score_gives_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
             def broken(rollout: Rollout) -> Scores:
@@ -432,7 +432,7 @@ def sample(trainer: GRPOTrainer, number: int, seed: int) -> Rollout:
     return TrainerPolicy(trainer).sample(number, seed)
 
 
-def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_every_batch(make_trainer) -> None:
+def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses(make_trainer) -> None:
     trainer = make_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_completion_length=48)
     before = sample(trainer, 64, seed=5)
     noise = torch.Generator().manual_seed(0)
@@ -446,7 +446,7 @@ def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_e
     assert 56 <= same < 64  # 52 if random numbers continued across batches, because their lengths differ
 
 
-def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:
+def test_responses_equal_those_of_trl_with_the_same_random_state(make_trainer) -> None:
     trainer = make_trainer(temperature=0.8)
     rollout = sample(trainer, 32, seed=3)
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]

@@ -155,7 +155,7 @@ def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_t
         assert_same(probe.all[number - 1], plain(before, now, probe.steps[number - 1], scored=1, steps=2))
 
 
-def test_with_every_above_one_it_is_the_change_since_the_last_measured_step(make_trainer) -> None:
+def test_with_every_above_one_the_change_is_since_the_last_measured_step(make_trainer) -> None:
     probe = Answers(1, every=2, error_decay=0.0)
     make_trainer(probes=[probe], max_steps=3, **SHAPE).train()
     assert_same(probe.all[1], plain(*probe.models, probe.steps[1], scored=1, steps=2))

@@ -225,7 +225,7 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
     torch.testing.assert_close(last_update(trainer), watch.change, rtol=1e-6, atol=1e-12)
 
 
-def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter_difference(make_trainer) -> None:
+def test_without_a_formula_forward_is_nan_and_backward_uses_the_parameter_difference(make_trainer) -> None:
     class Sgd(torch.optim.SGD):
         """An optimizer whose step has no formula."""
 

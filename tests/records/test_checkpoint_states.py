@@ -102,7 +102,7 @@ def test_forged_metadata_of_probe_states_is_refused(tmp_path: Path, changed: dic
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"global_step": {}}', '{"global_step": "1"}', "[" * 100_000])
-def test_a_checkpoint_that_does_not_say_its_step_is_damaged(tmp_path: Path, text: str) -> None:
+def test_a_checkpoint_without_a_step_counts_as_damaged(tmp_path: Path, text: str) -> None:
     checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
     (checkpoint / "trainer_state.json").write_text(text)
     assert find_flaw(checkpoint) == "its trainer_state.json is damaged"

@@ -33,6 +33,6 @@ def test_provenance_names_the_imported_version_of_a_library_installed_twice(tmp_
     assert provenance()["libraries"] == told
 
 
-def test_a_token_on_the_command_line_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_token_on_the_command_line_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "trainer.hub_token=hf_abc", "+api_key=xyz", "seed=1"])
     assert provenance()["command"] == "train.py 'trainer.hub_token=***' '+api_key=***' seed=1"

@@ -85,7 +85,7 @@ def test_an_estimate_keeps_all_its_fields_and_is_about_its_own_step_by_default(t
     ],
 )
 @pytest.mark.parametrize("name", [METRICS_FILE, PROBES_FILE])
-def test_a_bad_line_is_named_with_its_file_and_number_and_nothing_is_lost(
+def test_a_malformed_line_is_named_with_its_file_and_number_and_nothing_is_lost(
     tmp_path: Path, name: str, line: str, message: str
 ) -> None:  # fmt: skip
     records = Records(tmp_path)
@@ -111,7 +111,7 @@ def test_an_estimate_that_lacks_a_field_is_named_by_its_line(tmp_path: Path, nam
         read_estimates(tmp_path)
 
 
-def test_a_number_of_four_hundred_digits_is_read_as_infinite(tmp_path: Path) -> None:
+def test_a_number_beyond_float64_is_read_as_infinite(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text(f'{{"step": 1, "loss": {"9" * 400}, "reward": -{"9" * 5000}}}\n')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": math.inf, "reward": -math.inf}]
 

@@ -115,7 +115,7 @@ def test_imports_go_only_downward(path: Path) -> None:
             assert top in libraries_of(path), f"{layer} imports {name}"
 
 
-def test_the_layers_have_an_order() -> None:
+def test_import_permissions_of_layers_are_transitive() -> None:
     for layer, below in BELOW.items():
         for lower in below:
             assert BELOW[lower] < below, f"what {lower} may import, {layer} may too, and more"

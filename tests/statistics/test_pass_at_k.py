@@ -21,7 +21,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:
                 assert pass_at_k(torch.tensor([right]), n, k).item() == pytest.approx(share, abs=1e-14)
 
 
-def test_pass_at_k_of_many_responses_neither_over_nor_underflows() -> None:
+def test_pass_at_k_of_many_responses_neither_overflows_nor_underflows() -> None:
     twin = 1 - math.comb(990, 500) / math.comb(1000, 500)
     assert pass_at_k(torch.tensor([10]), 1000, 500).item() == pytest.approx(twin, rel=1e-12)
 

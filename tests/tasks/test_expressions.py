@@ -11,7 +11,7 @@ import pytest
 from rl_training.tasks.expressions import value_of
 
 
-def test_arithmetic_has_the_value_that_python_gives_it() -> None:
+def test_arithmetic_has_the_value_of_python() -> None:
     """Compared with Python's own parser and exact fractions, on random expressions."""
     rng = random.Random(0)
 

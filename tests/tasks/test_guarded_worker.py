@@ -165,7 +165,7 @@ def test_a_process_that_died_between_checks_is_restarted(worker: GuardedWorker) 
     assert worker.pid != pid
 
 
-def test_the_reply_to_an_interrupted_question_is_not_taken_for_the_next_one(worker: GuardedWorker) -> None:
+def test_a_late_reply_to_an_interrupted_question_is_not_used_for_the_next(worker: GuardedWorker) -> None:
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 

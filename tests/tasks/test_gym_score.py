@@ -81,7 +81,7 @@ def test_hostile_text_is_scored_quickly_without_running_code(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_packages_own_answer_and_none_are_scored_as_the_package_scores_them(task: str) -> None:
+def test_the_reference_answer_and_an_empty_one_get_the_packages_scores(task: str) -> None:
     dataset, entry = entry_of(task)
     answers = [None if entry["answer"] is None else str(entry["answer"]), None, ""]
     assert score(task, *answers) == [dataset.score_answer(answer, entry) for answer in answers]

@@ -84,7 +84,7 @@ def test_half_of_the_worked_examples_show_the_correct_running_result(examples: l
     "<answer>5</answer><answer>6</answer>", "<answer><answer>6</answer></answer>",
     "<answer>\N{FULLWIDTH DIGIT SIX}</answer>", "<answer>__import__('os')</answer>",
 ])  # fmt: skip
-def test_anything_but_the_answer_in_one_pair_of_tags_earns_nothing(completion: str) -> None:
+def test_only_the_answer_in_one_pair_of_tags_is_rewarded(completion: str) -> None:
     assert arithmetic_reward([completion], answer=["6"]) == [0.0]
 
 

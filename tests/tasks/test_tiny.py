@@ -117,7 +117,7 @@ def test_a_worked_example_may_have_the_maximum_length_of_the_tokenizer() -> None
     assert len(warm_start(model, tokenizer, worked_examples(0, 24, 24), num_steps=1)) == 1
 
 
-def test_remaking_is_bitwise_reproducible_and_leaves_the_random_state_alone() -> None:
+def test_rebuilding_is_bitwise_reproducible_and_keeps_the_random_state() -> None:
     def weights(seed: int) -> torch.Tensor:
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed)

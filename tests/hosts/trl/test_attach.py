@@ -82,7 +82,7 @@ def test_hooks_are_called_in_order_and_once(measured) -> None:
     ]  # fmt: skip
 
 
-def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
+def test_every_2_measures_steps_1_3_5(make_trainer) -> None:
     witness = Witness(every=2)
     make_trainer(probes=[witness], max_steps=5, gradient_accumulation_steps=1).train()
     assert [what[1] for what in witness.heard if what[0] == "measure"] == [1, 3, 5]
@@ -243,7 +243,7 @@ def test_settings_that_cannot_be_measured_are_refused_at_attach(make_trainer, se
         make_trainer(probes=probes, **settings)
 
 
-def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_trainer) -> None:
+def test_fp16_from_accelerates_configuration_is_refused_too(make_trainer) -> None:
     """The trainer's own fp16 stays False. Gradients would be 1024 times too large, and the trace 1024²."""
     trainer = make_trainer(GRPOTrainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -421,7 +421,7 @@ def test_a_probe_that_breaks_its_contract_ends_training_with_the_reason(
         make_trainer(probes=[witness], max_steps=1, **FEW).train()
 
 
-def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_step_ends(make_trainer) -> None:
+def test_gradients_are_kept_only_for_probes_that_need_them_until_the_step_ends(make_trainer) -> None:
     frugal, greedy = Witness("frugal"), Witness("greedy")
     greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()

@@ -170,7 +170,7 @@ def told_to_end_behind_a_later_handler(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_later_handler_that_calls_the_one_before_it_ends_the_process_after_one_report(tmp_path: Path) -> None:
+def test_a_handler_set_later_that_calls_ours_ends_the_process_after_one_report(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
         forks.in_fork(told_to_end_behind_a_later_handler, tmp_path)
     assert (tmp_path / "reports").read_text() == "one "
@@ -223,7 +223,7 @@ def test_an_error_before_training_leaves_no_folder(make_trainer, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_training_goes_to_the_next_free_number_and_says_so(make_trainer, tmp_path: Path, caplog) -> None:
+def test_a_second_training_uses_the_next_free_folder_name_and_says_so(make_trainer, tmp_path: Path, caplog) -> None:
     first = tmp_path / "run"
     for expected in (first, tmp_path / "run-2", tmp_path / "run-3"):
         trainer = make_trainer(**PLAIN, max_steps=1)

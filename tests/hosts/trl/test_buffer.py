@@ -154,7 +154,7 @@ def test_rewards_that_differ_only_by_rounding_are_not_mixed() -> None:
     ("option", "message"),
     [({"max_attempts": 0}, "at least 1"), ({"floor": 0.0}, "prompts die out"), ({"half_life": 0}, "above 0")],
 )
-def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message: str) -> None:
+def test_invalid_buffer_options_are_refused(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FilteredBuffer(**option)
 
@@ -292,7 +292,7 @@ def test_probes_do_not_change_filtered_training(make_trainer: Make) -> None:
     assert_equal(bare.buffer.state_dict(), probed.buffer.state_dict())
 
 
-def test_without_a_buffer_training_is_bitwise_that_of_trl(make_trainer: Make, tmp_path: Path) -> None:
+def test_without_a_buffer_training_is_bitwise_equal_to_trls(make_trainer: Make, tmp_path: Path) -> None:
     ours = parameters_after(make_trainer(save_strategy="steps", save_steps=2))
     settings = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "use_cpu": True, "bf16": False}
     plain = make_trainer(GRPOTrainer, config_class=GRPOConfig, gradient_checkpointing=False, **settings)
@@ -385,7 +385,7 @@ def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> Non
         start_buffer(trainer, FilteredBuffer())
 
 
-def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options_only(tmp_path: Path) -> None:
+def test_a_filtered_run_is_resumed_with_the_same_options_only(tmp_path: Path) -> None:
     def built(*overrides: str) -> TrainingRun:
         return quick_run(tmp_path / "run", *SMALL, *overrides)
 

@@ -124,7 +124,7 @@ def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_
         assert opening(read_run(tmp_path / name)).headline.startswith("Measuring ended at step 2") == says_so
 
 
-def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path: Path) -> None:
+def test_a_probe_state_that_cannot_be_saved_does_not_prevent_a_checkpoint(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 2})
     with attach(trainer, probes=Failing("state"), strict=False):
         trainer.train()

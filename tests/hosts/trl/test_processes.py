@@ -188,7 +188,7 @@ def test_the_mean_of_the_fold_gradients_is_the_gradient(runs: Path, run: str) ->
 
 
 @pytest.mark.parametrize("run", ["zero2_2", "fsdp2_2"])
-def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(runs: Path, run: str) -> None:
+def test_attach_leaves_one_run_folder_under_a_sharded_launch(runs: Path, run: str) -> None:
     """Its estimates agree with the other launches: see the tests below."""
     assert [saved(runs, run, rank)["listens"] for rank in (0, 1)] == [True, False]  # only the writer handles SIGTERM
     assert yaml.safe_load((runs / run / "config.yaml").read_text())["batch"]["processes"] == 2
@@ -345,7 +345,7 @@ def test_a_deepspeed_checkpoint_is_complete_only_with_its_engine_states(tmp_path
 # --- impossible launches ----------------------------------------------------------------------------------------------
 
 
-def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
+def test_requesting_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
     asked = ["--cpu", "--num_processes", "2", "train.py", *QUICK, f"run_dir={tmp_path / 'run'}"]
     program, env = launched_program(*asked)
     ended = forks.run(*program, env=env)
@@ -355,7 +355,7 @@ def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
-def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypatch, name: str) -> None:
+def test_requested_sharding_that_does_not_take_effect_is_an_error(make_trainer, monkeypatch, name: str) -> None:
     trainer = make_trainer()
     check_sharding(trainer)
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")

@@ -64,7 +64,7 @@ def test_every_probe_can_be_chosen(composed: Any) -> None:
     assert (config.probes.ground_truth.seed, config.probes.simple.every) == (0, 4)
 
 
-def test_the_default_is_all_and_a_choice_is_added_to_verl_s_settings() -> None:
+def test_all_probes_are_the_default_and_a_choice_is_added_to_verls_settings() -> None:
     assert with_probe_choice(["probe=simple", "data.seed=1"]) == ["+probe=simple", "data.seed=1"]
     assert with_probe_choice(["--config-name", "a", "data.seed=1", "--cfg", "job"]) == [
         "--config-name", "a", "+probe=all", "data.seed=1", "--cfg", "job"

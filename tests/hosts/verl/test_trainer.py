@@ -202,7 +202,7 @@ def settings_of_loss(**changes: Any) -> Any:
     return dr_grpo(functools.partial(print, config=FSDPActorConfig(**known)), TensorDict({}, batch_size=2))
 
 
-def test_dr_grpo_s_loss_is_known_by_its_settings() -> None:
+def test_dr_grpos_loss_is_recognized_by_its_settings() -> None:
     settings = settings_of_loss()
     assert (settings.max_length, settings.epsilon_low, settings.epsilon_high, settings.hides_truncated) == (
         12,

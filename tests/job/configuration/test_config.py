@@ -156,15 +156,13 @@ def test_the_batch_size_is_given_for_all_processes_together(sequences, microbatc
         (0, 32, 1, "batch.sequences_per_step=32"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
-    sequences, microbatch, processes, way_out
-) -> None:
+def test_an_indivisible_batch_is_refused_with_a_size_that_divides(sequences, microbatch, processes, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
         accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8)
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["build"].items())
-def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: str, message: str) -> None:
+def test_a_mistake_in_the_settings_is_named_with_the_fix(tmp_path: Path, overrides: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
         built(tmp_path, *overrides.split())
 
@@ -186,7 +184,7 @@ def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
         assert not re.findall(r"(?<!['\"\w.])[\w.]+=\[.*", "\n".join(blocks)), page
 
 
-def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:
+def test_resuming_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
     OmegaConf.save(composed("train", "run_dir=somewhere"), tmp_path / "config.yaml", resolve=True)
     refuse_other_settings(composed("train", "run_dir=elsewhere", "trainer.max_steps=99", "probe=none"), tmp_path)
     with pytest.raises(ValueError, match=r"batch\.sequences_per_step=128 \(was 256\).*seed=3 \(was 0\)"):

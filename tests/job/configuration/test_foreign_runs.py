@@ -227,7 +227,7 @@ def test_built_in_interventions_need_no_approval_as_code() -> None:
     assert not any(names_code(text) for name in INTERVENTIONS for text in (name, f"{name}:0.5", f"{name}:0.5,2"))
 
 
-def test_settings_become_objects_in_one_place_only() -> None:
+def test_settings_are_instantiated_in_one_place_only() -> None:
     """verl's command also makes probes, but from what was typed, and reads no folder."""
     places: dict[str, set[str]] = {}
     for path in (ROOT / "rl_training").rglob("*.py"):

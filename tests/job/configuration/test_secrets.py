@@ -105,7 +105,7 @@ def files_with(canary: str, folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def test_no_command_writes_or_prints_a_secret_of_any_name(left: Left) -> None:
+def test_no_command_writes_or_prints_a_secret(left: Left) -> None:
     """Not in its folder, not in those of dashboards, and not on a terminal."""
     expected = {"train": 143, "wrong": 2, "debugged": 2, "unread": 2, "listed": 2, "swept": 2}
     assert left.codes == {name: expected.get(name, 0) for name in left.codes}, [*map(left.said, left.codes)]

@@ -92,7 +92,7 @@ def test_wandb_holds_every_metric_at_its_step(run_dir: Path) -> None:
     assert logged == expected
 
 
-def test_wandb_goes_on_in_the_same_run(run_dir: Path) -> None:
+def test_wandb_resumes_the_same_run(run_dir: Path) -> None:
     first, second = (
         [r.run for r in records if r.WhichOneof("record_type") == "run"] for records in wandb_runs(run_dir)
     )

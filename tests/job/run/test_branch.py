@@ -108,7 +108,7 @@ def test_a_branch_resumes_exactly_from_its_own_checkpoints(original: Path, tmp_p
         ("", 7, "there is no such folder"),
     ],
 )
-def test_what_cannot_be_a_branch_is_refused(original, tmp_path, overrides: str, step: int, said: str) -> None:
+def test_invalid_branches_are_refused(original, tmp_path, overrides: str, step: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         run_of(tmp_path / "new", f"branch={checkpoint(original, step)}", *overrides.split())
     assert not (tmp_path / "new" / CONFIG_FILE).exists()

@@ -14,7 +14,7 @@ from rl_training.job.run import progress
 from rl_training.job.run.progress import StepProgress
 
 
-def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_with_the_entropy_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, tqdm = io.StringIO(), trainer_callback.tqdm
     monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
     state = SimpleNamespace(max_steps=1000, global_step=0, is_world_process_zero=True)

@@ -163,7 +163,7 @@ def test_a_probe_state_of_another_shape_is_named_with_the_fix(run_dir: Path, pro
         load_probe_states({probe.name: probe.init()}, checkpoint)
 
 
-def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None:
+def test_a_checkpoint_needs_the_random_states_of_every_process(run_dir: Path) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     save_probe_states({}, checkpoint, num_processes=2)
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")

@@ -99,14 +99,14 @@ def test_classes_of_pairs_are_disjoint_and_their_shares_add_up_to_one(structure:
     assert rows["all"]["contribution"] == pytest.approx(float(structure.kernel.metadata["delta_h/part/gradient"]))
 
 
-def test_cosines_are_those_of_the_gradients(structure: Structure) -> None:
+def test_cosines_equal_those_of_the_gradients(structure: Structure) -> None:
     rows = by_name(structure)
     assert rows["same text"]["cosine_mean"] == pytest.approx(1.0)
     assert rows["same prompt, other text"]["cosine_mean"] == pytest.approx(-1.0)
     assert abs(rows["other prompt"]["cosine_mean"]) < 0.03
 
 
-def test_cosines_within_a_buffer_are_those_of_its_gradients(structure: Structure) -> None:
+def test_cosines_within_a_buffer_equal_those_of_its_gradients(structure: Structure) -> None:
     """Of U's 15 pairs, the first two sequences are opposite, and two more share a prompt. E's pairs share none."""
     rows = {(row["within"], row["pairs"]): row for row in cosine_table(structure)}
     assert [rows["E", name]["count"] for name in CLASSES] == [0, 0, 6]
@@ -138,7 +138,7 @@ def test_top_pairs_are_those_with_the_largest_contributions(structure: Structure
 
 
 @pytest.mark.parametrize(("a", "b", "distance"), [("", "ab", 2), ("abc", "ac", 1), ("kitten", "sitting", 3)])
-def test_edit_distance(a: str, b: str, distance: int) -> None:
+def test_edit_distances_equal_values_by_hand(a: str, b: str, distance: int) -> None:
     assert edit_distance([ord(c) for c in a], [ord(c) for c in b]) == distance
 
 

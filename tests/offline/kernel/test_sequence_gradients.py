@@ -226,7 +226,7 @@ def broken() -> Tensor:
 # --- mistakes that would otherwise be silent --------------------------------------------------------------------------
 
 
-def test_a_fused_head_is_right_where_the_head_is_frozen_and_refused_where_it_is_trained(ids: Tensor) -> None:
+def test_a_fused_head_is_accepted_only_where_the_head_is_frozen(ids: Tensor) -> None:
     """It never calls lm_head. For a tied weight only part of the gradient would be seen, without any sign of this."""
     model = qwen(torch.float32)
     add_fused_lm_head(model)

@@ -262,7 +262,7 @@ def test_noise_scales_have_the_interval_of_the_report_and_pooled_ones_are_not_ne
     assert format_estimate(pooled) == "150 (20 … ∞)"
 
 
-def test_the_difference_of_asymmetric_intervals_is_newcombes() -> None:
+def test_the_difference_of_asymmetric_intervals_has_newcombes_interval() -> None:
     """Shares from Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
     estimate = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
     other = Estimate(48 / 80, 0.055, 80, interval=(0.4902, 0.6999))
@@ -348,7 +348,7 @@ def test_a_run_without_predictions_has_none_in_a_comparison(attached: Path, tmp_
     assert not any("predicted" in part["series"] for part in chart.data)
 
 
-def test_pooled_runs_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_pooled_runs_are_distinguished_by_name(tmp_path: Path) -> None:
     groups = read_groups([record(tmp_path / name / "run", seed=seed) for seed, name in enumerate(("one", "two"))])
     (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
     assert [part["series"].rpartition(": ")[2] for part in reward.data[1:]] == ["one/run", "two/run"]
@@ -365,7 +365,7 @@ def test_the_error_of_a_group_is_the_spread_between_its_seeds(tmp_path: Path) ->
     assert final_figures(group, 12)["token entropy"].value == pytest.approx(sum(1 / s for s in range(8, 13)) / 5)
 
 
-def test_the_difference_of_two_groups_is_welchs(tmp_path: Path) -> None:
+def test_the_difference_of_two_groups_has_welchs_interval(tmp_path: Path) -> None:
     """Errors of 1 and 8 with 2 and 4 degrees of freedom give √65, with 65²/(1/2 + 64²/4) = 4.1 degrees."""
     gap = difference(Estimate(5.0, 1.0, 3), Estimate(2.0, 8.0, 5))
     assert (gap.value, gap.stderr, gap.num_samples) == (3.0, pytest.approx(math.sqrt(65)), 5)
@@ -444,7 +444,7 @@ def test_runs_of_a_group_are_drawn_beside_their_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["a: [", "no mapping"])
-def test_a_broken_config_names_the_file_or_counts_as_empty(tmp_path: Path, config: str) -> None:
+def test_a_broken_config_is_named_or_counts_as_empty(tmp_path: Path, config: str) -> None:
     (record(tmp_path / "a") / "config.yaml").write_text(config)
     record(tmp_path / "b")
     if config == "a: [":

@@ -37,7 +37,7 @@ def rows_of(path: Path) -> list[dict[str, object]]:
     return list(iterate_rollouts(path.parent))
 
 
-def test_damage_before_the_last_member_is_an_error_and_a_resume_rewrites_nothing(path: Path) -> None:
+def test_damage_before_the_last_gzip_member_is_an_error_and_resuming_rewrites_nothing(path: Path) -> None:
     whole = path.read_bytes()
     start, following = member_starts(whole)[1:3]
     path.write_bytes(whole[: start + 30] + b"?" * 20 + whole[start + 50 :])
@@ -80,7 +80,7 @@ def test_no_changed_byte_loses_a_row_silently(path: Path, caplog: pytest.LogCapt
     assert num_errors > 0.8 * last / 5
 
 
-def test_a_resumed_run_keeps_a_member_for_each_step(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_keeps_one_gzip_member_per_step(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(path)
     path.write_bytes(path.read_bytes()[:-5])
     Records(path.parent).start(after_step=NUM_STEPS)

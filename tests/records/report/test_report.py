@@ -264,7 +264,7 @@ def test_a_report_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
+def test_the_table_of_contents_links_to_every_heading(page: Path) -> None:
     html = page.read_text(encoding="utf-8")
     links = re.findall(r'<a href="#(.*?)">(.*?)</a>', html)
     headings = re.findall(r'<(?:h2|summary) id="(.*?)">(.*?)</', html)
@@ -518,7 +518,7 @@ def test_an_entropy_change_over_a_gap_is_not_drawn_as_one_step(tmp_path: Path) -
     assert [len(series.x) for series in drawn.series if series.label.startswith("forward")] == [3]
 
 
-def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:
+def test_the_report_warns_where_prediction_and_measurement_disagree(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     records.write_metrics(2, {"reward": 0.5})
     sums = {"measured": -1.0, "predicted": -2.0}
@@ -568,7 +568,7 @@ def test_calibration_slope_and_coverage_need_eight_recorded_pairs(tmp_path: Path
     assert "slope" not in early.caption
 
 
-def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_path: Path) -> None:
+def test_a_part_that_is_always_0_is_not_drawn_and_missing_error_bars_are_named(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     for step in (2, 3):
         parts = {"momentum": Estimate(-0.5, reason="too few folds"), "gradient": Estimate(-0.4, 0.1, 8)}

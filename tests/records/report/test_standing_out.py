@@ -129,7 +129,7 @@ def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> N
     assert line.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
 
 
-def test_a_length_that_moves_with_the_reward_stands_out(tmp_path: Path) -> None:
+def test_a_length_that_moves_with_the_reward_is_reported(tmp_path: Path) -> None:
     together = noisy(lambda step: 0.0, 0.03, 3)
     by_rule = lines(tmp_path, reward=lambda step: rising(step) + together(step),
                   completions__mean_length=lambda step: 20 + step + 20 * together(step))  # fmt: skip
@@ -149,7 +149,7 @@ def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Pat
     assert [*by_rule] == ["large_step", "equal", "endless"]
 
 
-def test_lines_are_in_the_page_and_in_the_terminal(tmp_path, capsys, monkeypatch) -> None:
+def test_anomaly_lines_are_in_the_page_and_the_terminal(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     run = read_run(log_run(tmp_path, **EQUAL))
     (line,) = standing_out(run)
