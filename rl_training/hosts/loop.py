@@ -128,7 +128,7 @@ class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
     def __init__(self, probes: Any, loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
-        probes = loop_refusals.probes_in(probes)
+        probes = loop_refusals.as_probes(probes)
         self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.shape)

@@ -41,7 +41,7 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         module: The same model without DDP.
         optimizer: As the loop steps it.
     """
-    probes_in(probes)
+    as_probes(probes)
     refuse_what_is_no_language_model(module)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
@@ -53,17 +53,17 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         )
 
 
-def probes_in(given: Any) -> tuple[Probe, ...]:
+def as_probes(given: Any) -> tuple[Probe, ...]:
     """Return the given probes as a tuple: one or several, as objects, or as names for their default options.
 
     Raises:
         UserError: For an object or a name that is no probe, and for an impossible number of folds.
     """
     probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
-    return tuple(map(_probe_in, probes))
+    return tuple(map(_as_probe, probes))
 
 
-def _probe_in(given: Any) -> Probe:
+def _as_probe(given: Any) -> Probe:
     if isinstance(given, str):
         if given not in BUILT_IN:
             raise UserError(f"{given!r} names no probe: there are {', '.join(BUILT_IN)}")

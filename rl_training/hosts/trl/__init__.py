@@ -83,7 +83,7 @@ def attach(
 
     from trl import GRPOTrainer  # imported here, like the modules below, so that importing `attach` stays fast
 
-    from rl_training.hosts.loop_refusals import probes_in
+    from rl_training.hosts.loop_refusals import as_probes
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment, Options
     from rl_training.hosts.trl.compatibility import wrong_trainer_message
@@ -98,6 +98,6 @@ def attach(
         )
     if metrics not in ("core", "all"):
         raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
-    place = AttachedRun(folder) if isinstance(folder, str | Path) else folder
+    destination = AttachedRun(folder) if isinstance(folder, str | Path) else folder
     options = Options(whole_prompts, metrics, target_kl_share, strict=strict)
-    return Attachment(trainer, probes_in(probes), place, options)
+    return Attachment(trainer, as_probes(probes), destination, options)

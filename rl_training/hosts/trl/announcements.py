@@ -25,7 +25,7 @@ def hide_progress_bar() -> AbstractContextManager[None]:
     return tqdm.external_write_mode(file=sys.stderr, nolock=True)
 
 
-def opening(probes: Sequence[Probe], folder: Path | None) -> str:
+def opening_line(probes: Sequence[Probe], folder: Path | None) -> str:
     """Return the opening line: versions, number of processes, folder, and probes with their intervals."""
     count = all_ranks().count
     processes = "one process trains" if count == 1 else f"{count} processes train"

@@ -22,7 +22,7 @@ from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
-from rl_training.hosts.trl.announcements import hide_progress_bar, how_it_ended, opening
+from rl_training.hosts.trl.announcements import hide_progress_bar, how_it_ended, opening_line
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
@@ -63,9 +63,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     """Probes attached to a trainer, until `remove`. Made by `attach`."""
 
     def __init__(
-        self, trainer: GRPOTrainer, probes: Sequence[Probe], place: AttachedRun | Records | None, options: Options
+        self, trainer: GRPOTrainer, probes: Sequence[Probe], destination: AttachedRun | Records | None, options: Options
     ) -> None:
-        """Attach probes, and write to `place`: a run folder, bare `Records`, or None to write nothing."""
+        """Attach probes, and write to `destination`: a run folder, bare `Records`, or None to write nothing."""
         compatibility.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
@@ -81,17 +81,14 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.driver.refuse_impossible_folds(batches.shape_of(trainer))
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
-        self.run = place if isinstance(place, AttachedRun) else None
-        self._writer = EstimateWriter(self.driver, place if isinstance(place, Records) else None, self._policy.decode)
+        self.run = destination if isinstance(destination, AttachedRun) else None
+        records = destination if isinstance(destination, Records) else None
+        self._writer = EstimateWriter(self.driver, records, self._policy.decode)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
-        self._guard = Guard(
-            self.driver,
-            self._writer,
-            training_needs_measurements=bool(self._bound or self._loss.on_loss),
-            strict=options.strict,
-        )
+        is_needed = bool(self._bound or self._loss.interventions)
+        self._guard = Guard(self.driver, self._writer, training_needs_measurements=is_needed, strict=options.strict)
         self._steps = StepHooks(
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
             is_bounded=self._bound is not None, is_recorded=lambda: self._records is not None,
@@ -147,7 +144,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return self._writer.records
 
     @property
-    def _place(self) -> Path | None:
+    def _output_folder(self) -> Path | None:
         """Where this process writes: the run folder, or the folder of bare records."""
         return self.folder or (None if self._records is None else self._records.folder)
 
@@ -160,7 +157,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """The settings of the loss that training uses, interventions included."""
         settings = batches.loss_settings(self._trainer)
         return dataclasses.replace(
-            settings, differs=settings.differs | {intervention.differs for intervention in self._loss.on_loss}
+            settings, differs=settings.differs | {intervention.differs for intervention in self._loss.interventions}
         )
 
     def remove(self) -> None:
@@ -237,7 +234,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         resumed, self._checkpoints.resumed = self._checkpoints.resumed, None
         attached_settings = {
             "whole_prompts": self._rollouts.whole_prompts,
-            "interventions": [intervention.name for intervention in self._loss.on_loss],
+            "interventions": [intervention.name for intervention in self._loss.interventions],
             "target_kl_share": self._bound and self._bound.share_of_entropy,
         }
         settings = settings_of_trainer(self._trainer, attached_settings)
@@ -267,7 +264,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         self._rollouts.mark_leftover_rollout()
         loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_cli=self.is_cli)
-        loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
+        loop = dataclasses.replace(loop, opening=opening_line(self.probes, self._output_folder))
         self.driver.start(loop, None if resumed is None else resumed.states)
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._steps.on_engine_step, self._undo_engine)

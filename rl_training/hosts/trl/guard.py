@@ -62,7 +62,7 @@ class Guard:
         if self.reason:  # a second error: writing that measuring has ended fails too
             self._writer.records = None
             return
-        source = " ".join(filter(None, (_probe_in(error), type(error).__name__)))
+        source = " ".join(filter(None, (_failing_probe(error), type(error).__name__)))
         message = " ".join(str(error).split())
         self.reason = mask_line(
             f"measuring ended at step {self.step} by an error ({source}: {message}), and training went on without it"
@@ -76,7 +76,7 @@ class Guard:
         logger.warning(f"{self.reason}: {where}")
 
 
-def _probe_in(error: Exception) -> str:
+def _failing_probe(error: Exception) -> str:
     """Return the probe in whose method an error was raised, as "probe NAME,". Empty if it was raised elsewhere."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     probes = [frame.f_locals.get("self") for frame in frames]

@@ -75,26 +75,27 @@ class Zero(Shard):
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
         self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
-        self._place = self._find_places()  # by parameter: its group, its flat vector, and its start in that vector
-        self.optimized = {name: self._flats[number] for name, (_, number, _) in self._place.items()}
+        # By parameter: its group, its flat vector, and its start in that vector.
+        self._positions = self._find_positions()
+        self.optimized = {name: self._flats[number] for name, (_, number, _) in self._positions.items()}
 
-    def _find_places(self) -> dict[str, tuple[int, int, int]]:
+    def _find_positions(self) -> dict[str, tuple[int, int, int]]:
         zero = self._zero
-        places: dict[nn.Parameter, tuple[int, int, int]] = {}
+        positions: dict[nn.Parameter, tuple[int, int, int]] = {}
         for group, params in enumerate(zero.round_robin_bit16_groups):
             first = self.rank * self._flats[group].numel()
             starts = zip(params, zero.round_robin_bit16_offsets[group], strict=True)
-            places |= {param: (group, group, start - first) for param, start in starts}
-        return {name: places[param] for name, param in self.trained.items()}
+            positions |= {param: (group, group, start - first) for param, start in starts}
+        return {name: positions[param] for name, param in self.trained.items()}
 
     def entry_range(self, name: str, rank: int) -> tuple[int, int]:
-        group, _, start = self._place[name]  # start is negative if the parameter begins on an earlier rank
+        group, _, start = self._positions[name]  # start is negative if the parameter begins on an earlier rank
         width, entries = self._flats[group].numel(), self.numel(name)
         start += (self.rank - rank) * width
         return min(entries, max(0, -start)), min(entries, max(0, width - start))
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
+        return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._positions.items()}
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
         """Return this rank's entries of a parameter in a flat vector with the layout of the flat weights.
@@ -102,13 +103,13 @@ class Zero(Shard):
         `view_optimizer` in optim/state.py uses it to read Adam's exp_avg and exp_avg_sq.
         """
         begin, end = self.entry_range(name, self.rank)
-        return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
+        return value.detach().reshape(-1)[max(0, self._positions[name][2]) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return this rank's entries of the gradients, zeros where there is none. Call it before engine.step."""
         averaged = self._zero.averaged_gradients
         flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
-        return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}
+        return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._positions.items()}
 
 
 class Zero3(Zero):
@@ -119,12 +120,12 @@ class Zero3(Zero):
     gathers_weights = True
     supports_retain_graph = False  # weights are released in the backward
 
-    def _find_places(self) -> dict[str, tuple[int, int, int]]:
-        zero, places = self._zero, {}
+    def _find_positions(self) -> dict[str, tuple[int, int, int]]:
+        zero, positions = self._zero, {}
         for name, param in self.trained.items():
             number, first, _ = zero.grad_position[zero.get_param_id(param)]
-            places[name] = zero.sub_group_to_group_id[number], number, first
-        return places
+            positions[name] = zero.sub_group_to_group_id[number], number, first
+        return positions
 
     def numel(self, name: str) -> int:
         return int(self.trained[name].ds_numel)  # type: ignore[attr-defined]  # even while it is sharded and empty

@@ -131,7 +131,7 @@ class StepHooks:
         output = original(inputs)
         if self._trainer.model.training and not self._guard.reason:
             with self._guard.watching():
-                is_measured = bool(self._driver.probes or self._is_bounded or self._loss.on_loss)
+                is_measured = bool(self._driver.probes or self._is_bounded or self._loss.interventions)
                 self._rollouts.begin(output, is_measured=is_measured)
                 self._loss.begin(self._rollouts.read(output))
         return output
@@ -158,7 +158,7 @@ class StepHooks:
         assert step is not None
         rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.scores_behind(loss), None
         needs_scores = bool(step.probes or self._is_bounded or self._is_recorded())
-        if self._loss.on_loss and (loss_scores is None or not loss_scores[0].requires_grad):
+        if self._loss.interventions and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         is_incomplete = loss_scores is None or loss_scores[1] is None
         if needs_scores and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):

@@ -85,12 +85,13 @@ class TrainedLoss:
     def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
         refuse_what_cannot_be_trained(trainer, policy, interventions)
         self._trainer, self._policy = trainer, policy
-        self.on_loss = [intervention for intervention in interventions if intervention.function is not None]
+        # Those that change the loss.
+        self.interventions = [intervention for intervention in interventions if intervention.function is not None]
         self._zero_advantage_share = 0.0  # share of the rollout's prompts whose advantages are all 0
 
     def begin(self, rollout: Rollout) -> None:
         """Register this rank's fresh rollout. Collective if there are interventions on the loss."""
-        if self.on_loss:
+        if self.interventions:
             self._zero_advantage_share = zero_advantage_share(
                 rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce
             )
@@ -104,10 +105,10 @@ class TrainedLoss:
             scores: The scores from which the loss is computed, with graph.
             reference_logps: The reference model's log-probabilities, (B, T), if TRL computed them.
         """
-        if not self.on_loss:
+        if not self.interventions:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
-        if reference_logps is None and any("reference" in intervention.needs for intervention in self.on_loss):
+        if reference_logps is None and any("reference" in intervention.needs for intervention in self.interventions):
             reference_logps = self._policy.reference_logps(rollout)
         inputs = microbatch_inputs(
             rollout,
@@ -119,7 +120,7 @@ class TrainedLoss:
             zero_advantage_share=self._zero_advantage_share,
             responses_per_prompt=self._trainer.num_generations,
         )
-        for intervention in self.on_loss:
+        for intervention in self.interventions:
             inputs = dataclasses.replace(inputs, weights=_weights(intervention, inputs))
         new = inputs.weights
         correction = ((new.logps - c) * scores.logps).sum()

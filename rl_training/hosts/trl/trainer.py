@@ -27,7 +27,7 @@ from trl import GRPOTrainer as GRPOTrainer
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import as_records
-from rl_training.hosts.loop_refusals import probes_in
+from rl_training.hosts.loop_refusals import as_probes
 from rl_training.hosts.trl.attachment import Attachment, Options
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
@@ -185,7 +185,7 @@ class DrGRPOTrainer(GRPOTrainer):
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
         options = Options(True, "all", self.args.target_kl_share, trained_with, keep_attached=True)
-        self.attachment = Attachment(self, probes_in(probes), as_records(records), options)
+        self.attachment = Attachment(self, as_probes(probes), as_records(records), options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))

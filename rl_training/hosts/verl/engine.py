@@ -183,7 +183,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
     _measurement: Measurement | None = None
     resumed_from: Path | None = None  # folder of the checkpoint that was loaded
-    _open: Measurement | None = None  # `_measurement` during a measured `train_batch`, else None
+    _active_measurement: Measurement | None = None  # `_measurement` during a measured `train_batch`, else None
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         settings = tensordict_utils.get(data, SETTINGS)
@@ -193,20 +193,20 @@ class ProbedEngine(FSDPEngineWithLMHead):
             loop = _describe_loop(self, settings, loss_function, data)
             self._measurement = Measurement(loop, settings, self.resumed_from)
         microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
-        self._open = self._measurement
+        self._active_measurement = self._measurement
         try:
-            self._open.begin(settings, [len(part) for part in microbatches])
+            self._active_measurement.begin(settings, [len(part) for part in microbatches])
             outputs = super().train_batch(data, loss_function)
-            outputs["metrics"] |= self._open.finish(outputs)
+            outputs["metrics"] |= self._active_measurement.finish(outputs)
         except BaseException:
-            self._open.driver.fail_step()
+            self._active_measurement.driver.fail_step()
             raise
         finally:
-            self._open = None
+            self._active_measurement = None
         return outputs
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable[..., Any], forward_only: bool) -> Any:
-        measurement = self._open
+        measurement = self._active_measurement
         if measurement is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
 
@@ -220,16 +220,16 @@ class ProbedEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
         result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if self._open is not None and "entropy" not in result:
-            result |= self._open.entropies(output.logits, micro_batch)
+        if self._active_measurement is not None and "entropy" not in result:
+            result |= self._active_measurement.entropies(output.logits, micro_batch)
         return result
 
     def optimizer_step(self) -> Any:
-        if self._open is not None:
+        if self._active_measurement is not None:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
-                return self._open.step(super().optimizer_step)
-            self._open.driver.skip_step()  # verl skips a step with a non-finite gradient: nothing changes
+                return self._active_measurement.step(super().optimizer_step)
+            self._active_measurement.driver.skip_step()  # verl skips a step with a non-finite gradient: nothing changes
         return super().optimizer_step()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
