@@ -71,7 +71,7 @@ def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
     return kind(model, torch.optim.SGD(model.parameters()), None)
 
 
-def rows_of(model: nn.Module, **options: Any) -> FoldRecorder:
+def recorder_of(model: nn.Module, **options: Any) -> FoldRecorder:
     return FoldRecorder(FoldReduction(shard_of(model)), **options)
 
 
@@ -81,30 +81,30 @@ def folds_of(*sizes: list[int]) -> list[FoldGroup]:
     return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
-def rows_by_name(rows: FoldRecorder) -> dict[str, Tensor]:
+def rows_by_name(recorder: FoldRecorder) -> dict[str, Tensor]:
     """Return the kept rows by parameter, (F, n)."""
-    assert rows.rows is not None
-    return rows.layout.by_name(rows.rows)
+    assert recorder.rows is not None
+    return recorder.layout.by_name(recorder.rows)
 
 
-def mean_of(model: nn.Module, rows: FoldRecorder) -> Vector:
+def mean_of(model: nn.Module, recorder: FoldRecorder) -> Vector:
     """Return the mean gradient that the optimizer gets."""
-    return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    return recorder.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
 
 
-def catch(rows: FoldRecorder, first_row: int, loss: Tensor) -> None:
-    rows.arm(first_row)
+def catch(recorder: FoldRecorder, first_row: int, loss: Tensor) -> None:
+    recorder.arm(first_row)
     loss.backward()
-    rows.finish_backward()
+    recorder.finish_backward()
 
 
-def train_step(model: nn.Module, rows: FoldRecorder, batches: list[Tensor]) -> None:
+def train_step(model: nn.Module, recorder: FoldRecorder, batches: list[Tensor]) -> None:
     """Run backward as a trainer does: each microbatch's loss divided by their number. Each microbatch is a fold."""
     count = len(batches)
-    rows.start_step(folds_of(*[[3]] * count))
+    recorder.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
-        catch(rows, 3 * k, model(tokens) / count)
-    rows.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
+        catch(recorder, 3 * k, model(tokens) / count)
+    recorder.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model, recorder))
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def model() -> TiedModel:
 
 
 @pytest.fixture
-def rows(model: TiedModel) -> FoldRecorder:
-    return rows_of(model)
+def recorder(model: TiedModel) -> FoldRecorder:
+    return recorder_of(model)
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
@@ -230,89 +230,91 @@ def test_a_layout_of_parameters_on_several_devices_raises() -> None:
 def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
     """Bitwise if K is a power of two, because dividing the loss by K is exact. bf16 rows are kept in fp32."""
     model, batches = TiedModel(dtype), microbatches(count)
-    rows = rows_of(model)
-    train_step(model, rows, batches)
-    assert {part.dtype for part in rows.rows} == {torch.promote_types(dtype, torch.float32)}
+    recorder = recorder_of(model)
+    train_step(model, recorder, batches)
+    assert {part.dtype for part in recorder.rows} == {torch.promote_types(dtype, torch.float32)}
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
-            got, tolerance = rows_by_name(rows)[name][k], 1e-12 if count == 3 else 0.0
+            got, tolerance = rows_by_name(recorder)[name][k], 1e-12 if count == 3 else 0.0
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
 
 
 def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
     exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
-    rows, short = rows_of(exact), rows_of(halved, dtype=torch.bfloat16)
-    for model, recorder in ((exact, rows), (halved, short)):
-        train_step(model, recorder, microbatches(3))
-    assert {part.dtype for part in short.rows} == {torch.bfloat16}
-    for name, row in rows_by_name(rows).items():
-        torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # rounded twice
+    recorder, bf16_recorder = recorder_of(exact), recorder_of(halved, dtype=torch.bfloat16)
+    train_step(exact, recorder, microbatches(3))
+    train_step(halved, bf16_recorder, microbatches(3))
+    assert {part.dtype for part in bf16_recorder.rows} == {torch.bfloat16}
+    for name, row in rows_by_name(recorder).items():
+        torch.testing.assert_close(
+            rows_by_name(bf16_recorder)[name].float(), row, rtol=2.0**-7, atol=1e-9
+        )  # rounded twice
 
 
-def test_the_mean_of_the_rows_is_the_gradient_of_the_optimizer(model: TiedModel, rows: FoldRecorder) -> None:
-    train_step(model, rows, microbatches(3))
+def test_the_mean_of_the_rows_is_the_gradient_of_the_optimizer(model: TiedModel, recorder: FoldRecorder) -> None:
+    train_step(model, recorder, microbatches(3))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(rows_by_name(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(rows_by_name(recorder)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
 def test_rows_are_the_same_under_gradient_checkpointing() -> None:
     """The tied weight is used both inside and before the checkpointed part."""
     model, batches = TiedModel(reentrant=False), microbatches(4)
-    rows = rows_of(model)
-    train_step(model, rows, batches)
+    recorder = recorder_of(model)
+    train_step(model, recorder, batches)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            torch.testing.assert_close(rows_by_name(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(rows_by_name(recorder)[name][k], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     """Reentrant checkpointing delivers the tied weight's gradient from inside the checkpointed part separately."""
     model = TiedModel(reentrant=True)
-    rows = rows_of(model)
-    train_step(model, rows, microbatches(1))
-    sums = rows.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
+    recorder = recorder_of(model)
+    train_step(model, recorder, microbatches(1))
+    sums = recorder.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, recorder))
     assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
 
 
-def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedModel, rows: FoldRecorder) -> None:
+def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedModel, recorder: FoldRecorder) -> None:
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
-        train_step(model, rows, batches)
-        assert {len(part) for part in rows.rows} == {count}
-        assert rows.peak_bytes == count * rows.layout.num_bytes
+        train_step(model, recorder, batches)
+        assert {len(part) for part in recorder.rows} == {count}
+        assert recorder.peak_bytes == count * recorder.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
-            assert torch.equal(rows_by_name(rows)[name][-1], gradient), name
+            assert torch.equal(rows_by_name(recorder)[name][-1], gradient), name
 
 
-def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: FoldRecorder) -> None:
+def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, recorder: FoldRecorder) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
-    rows.start_step(folds_of([3], [3]))
+    recorder.start_step(folds_of([3], [3]))
     for k, tokens in enumerate(batches):
         loss = model(tokens)
         torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
-        catch(rows, 3 * k, loss)
+        catch(recorder, 3 * k, loss)
         torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            assert torch.equal(rows_by_name(rows)[name][k], gradient), name
+            assert torch.equal(rows_by_name(recorder)[name][k], gradient), name
 
 
-def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
-    rows.start_step(folds_of([3]), keep_rows=False)
-    rows.arm(0)
+def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
+    recorder.start_step(folds_of([3]), keep_rows=False)
+    recorder.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_finished_rows_leave_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
-    rows.start_step(folds_of([3], [3]))
+def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
+    recorder.start_step(folds_of([3], [3]))
     for first_row in (0, 3):
-        rows.arm(first_row)
+        recorder.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
-        rows.finish_backward()
+        recorder.finish_backward()
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-    rows.finish_backward()
+    recorder.finish_backward()
     model(microbatches(1)[0]).backward()
-    assert not any(part.any() for part in rows.rows)
+    assert not any(part.any() for part in recorder.rows)
 
 
 @pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
@@ -320,20 +322,20 @@ def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
     model: TiedModel, offload: bool, keep_rows: bool
 ) -> None:
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
-    rows, sizes = rows_of(model, offload=offload), [1, 2, 3]
+    recorder, sizes = recorder_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    rows.start_step(folds_of([1, 2], [3]), keep_rows, sqrt_metric=rows.layout.zeros())
+    recorder.start_step(folds_of([1, 2], [3]), keep_rows, sqrt_metric=recorder.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
-        catch(rows, first_row, model(tokens) * len(tokens) / sum(sizes))
-    rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, rows))
+        catch(recorder, first_row, model(tokens) * len(tokens) / sum(sizes))
+    recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, recorder))
     expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
-    assert rows.sq_norms is not None
+    assert recorder.sq_norms is not None
     for number, name in enumerate(expected[0]):
         of_folds = torch.stack([gradients[name] for gradients in expected])
         of_folds_and_mean = torch.cat([of_folds, of_folds.mean(dim=0, keepdim=True)]).square().sum(dim=1)
-        torch.testing.assert_close(rows.sq_norms[:, number, 0], of_folds_and_mean)
+        torch.testing.assert_close(recorder.sq_norms[:, number, 0], of_folds_and_mean)
         if keep_rows:
-            torch.testing.assert_close(rows_by_name(rows)[name], of_folds)
+            torch.testing.assert_close(rows_by_name(recorder)[name], of_folds)
 
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
@@ -342,10 +344,10 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout(shard.trained)
-        rows = FoldRecorder(FoldReduction(shard), offload=offload)
-        rows.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
-        assert {part.device.type for part in rows.rows} == {lies_on}
-        assert rows.sq_norms.device.type == "cuda"
+        recorder = FoldRecorder(FoldReduction(shard), offload=offload)
+        recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
+        assert {part.device.type for part in recorder.rows} == {lies_on}
+        assert recorder.sq_norms.device.type == "cuda"
 
 
 class Linear(Policy):
@@ -377,17 +379,17 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_at_any_size() -> No
     ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
     microbatch_rows = (range(10), range(10, 16))
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of one microbatch, and a whole one
-    caught = FoldRecorder(ctx.runtime.reduction)
+    recorder = FoldRecorder(ctx.runtime.reduction)
     groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
     batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
-    caught.start_step(groups)
+    recorder.start_step(groups)
     for rows in microbatch_rows:
         indices = torch.tensor(rows)
-        catch(caught, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
-    caught.split_microbatch_gradients(batch, ctx.runtime)
-    caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, caught.layout.zeros())
+        catch(recorder, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
+    recorder.split_microbatch_gradients(batch, ctx.runtime)
+    recorder.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, recorder.layout.zeros())
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
-    torch.testing.assert_close(caught.rows[0], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(recorder.rows[0], expected, rtol=1e-12, atol=0)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Loop:
         self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
         self.layout = self.shard.layout
         self.reduction = FoldReduction(self.shard)
-        self.rows = FoldRecorder(self.reduction)
+        self.recorder = FoldRecorder(self.reduction)
         self.states = {
             name: dataclasses.replace(state, exp_avg=state.exp_avg.flatten(), exp_avg_sq=state.exp_avg_sq.flatten())
             for name, state in (states or {}).items()
@@ -114,12 +114,12 @@ class Loop:
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
         sqrt_metric = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
-        self.rows.start_step(folds, keep_rows=False, sqrt_metric=sqrt_metric)
+        self.recorder.start_step(folds, keep_rows=False, sqrt_metric=sqrt_metric)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
-            self.rows.arm(rows[k].start)
+            self.recorder.arm(rows[k].start)
             loss.backward()
-            self.rows.finish_backward()
+            self.recorder.finish_backward()
         reading = self.probe.measure(self.view(rows, folds), self.state)
         self.state = reading.state
         self.model.zero_grad()
@@ -140,13 +140,13 @@ class Loop:
             states=self.states,
         )
         fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
-        self.rows.finish(fold_sizes, 1, self.layout.vector(self.shard.gradients().values()))
+        self.recorder.finish(fold_sizes, 1, self.layout.vector(self.shard.gradients().values()))
         gradients = Gradients(
             self.shard.weights(),
             self.shard.gradients(),
             self.layout,
             rows=None,
-            sq_norms=self.rows.sq_norms,
+            sq_norms=self.recorder.sq_norms,
         )
         batch = dataclasses.replace(ctx.step.batch, microbatch_rows=rows, folds=folds, fold_sizes=fold_sizes)
         return dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, batch=batch, gradients=gradients))
@@ -456,15 +456,15 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
     """For an expert without tokens autograd calls no hook."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
-    rows = FoldRecorder(FoldReduction(shard))
+    recorder = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    rows.start_step(folds, keep_rows=False, sqrt_metric=shard.layout.zeros())
+    recorder.start_step(folds, keep_rows=False, sqrt_metric=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
-        rows.arm(k)
+        recorder.arm(k)
         (3.0 * p.sum() / 2).backward()
-        rows.finish_backward()
-    rows.finish(torch.ones(2, dtype=torch.float64), 1, shard.layout.vector(shard.gradients().values()))
-    assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
+        recorder.finish_backward()
+    recorder.finish(torch.ones(2, dtype=torch.float64), 1, shard.layout.vector(shard.gradients().values()))
+    assert recorder.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 
 
 # --- the split of the trace -------------------------------------------------------------------------------------------
