@@ -149,7 +149,7 @@ def test_a_response_masked_by_the_loss_has_no_advantage_on_any_token() -> None:
         ("w_reinforce", [[0.1, 2.0, 3.0], [4.0, 5.0, 0.6]]),
     ],
 )
-def test_an_intervention_asks_for_the_sign_of_each_token_s_advantage(name: str, expected: Any) -> None:
+def test_interventions_use_the_sign_of_each_tokens_advantage(name: str, expected: Any) -> None:
     weights = INTERVENTIONS[name].weights(loss_inputs()).logps
     torch.testing.assert_close(weights, torch.tensor(expected))
 

@@ -173,7 +173,7 @@ def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path
         ["++trainer.importance_sampling_level=sequence", "++trainer.off_policy_mask_threshold=0.1"],
     ],
 )
-def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[str]) -> None:
+def test_the_gradient_of_u_equals_that_of_trls_loss(run: Path, settings: list[str]) -> None:
     restored = restored_at(run, 1, *settings)
     trainer = restored.trainer
     trainer.current_gradient_accumulation_steps = 1

@@ -76,7 +76,7 @@ def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
 # --- the unit is the prompt -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
+@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "resampled"])
 def test_measurements_on_several_responses_leave_out_whole_prompts(far: float) -> None:
     line = Line(far)
     measurement = measured(line, evaluation(line, responses=2))
@@ -117,7 +117,7 @@ def test_blocks_are_whole_prompts_filling_a_microbatch_and_at_least_32_where_pos
     assert blocks(65, 1, 32) == [2] * 32 + [1]
 
 
-@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
+@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "resampled"])
 def test_a_part_of_e_gives_the_measurement_of_a_smaller_e_with_these_prompts(far: float) -> None:
     line = Line(far)
     e = evaluation(line, responses=2)

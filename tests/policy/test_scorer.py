@@ -159,7 +159,7 @@ def test_fp32_scores_and_gradients_equal_those_of_float64_to_1e_6(family: str) -
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     ],
-    ids=["q and v", "all linear", "on the head", "a head of its own"],
+    ids=["q and v", "all linear", "on the head", "saved head"],
 )
 def test_adapters_including_those_on_the_head_are_scored(adapter: dict[str, Any]) -> None:
     model = with_adapter(model_of("untied"), **adapter).double()
