@@ -70,8 +70,8 @@ def std_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 def _deviation(rewards: Tensor) -> Tensor:
     """Return the standard deviation of the rewards that are not nan; 0 for fewer than two."""
-    known = rewards[~rewards.isnan()].double()
-    return known.std() if len(known) > 1 else known.new_zeros(())
+    known_rewards = rewards[~rewards.isnan()].double()
+    return known_rewards.std() if len(known_rewards) > 1 else known_rewards.new_zeros(())
 
 
 def length_norm(loss: LossInputs, strength: float) -> LossWeights:

@@ -186,12 +186,12 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, score_rows: Tensor,
 
 def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
     """Gather the sequences of all processes on every process, ordered by `prompt_index`. Collective."""
-    parts = restored.gather([_on(rollout, torch.device("cpu"))])
-    rollout = _on(join_rollouts(parts), restored.device)
+    parts = restored.gather([_to_device(rollout, torch.device("cpu"))])
+    rollout = _to_device(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
 
 
-def _on(rollout: Rollout, device: torch.device) -> Rollout:
+def _to_device(rollout: Rollout, device: torch.device) -> Rollout:
     values: dict[str, Any] = {key: v.to(device) for key, v in vars(rollout).items() if isinstance(v, Tensor)}
     return dataclasses.replace(rollout, **values)
 

@@ -71,7 +71,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    numbers = _of_buffers(restored, evaluation, update_buffer, update)
+    numbers = _buffer_numbers(restored, evaluation, update_buffer, update)
     numbers += _predicted(first_order, restored.learning_rate)
     numbers += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
     numbers += _measured(truth, first_order)
@@ -103,13 +103,13 @@ def _with_reasons(groups: Sequence[Numbers]) -> tuple[dict[str, float], dict[str
     return results, reasons
 
 
-def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
+def _buffer_numbers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
     rollout = u.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.double()
     mask = rollout.completion_mask.double()
     sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
-    reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
+    reward, length, zero_advantage = (float(restored.reduce(x)) / u.num_sequences for x in sums)
     numbers = {
         "B_E": float(len(e.rows)),
         "B_U": float(u.num_prompts),
@@ -117,7 +117,7 @@ def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, up
         "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,
         "avg_update_length": length,
         "avg_reward": reward,
-        "zero_advantage": idle,
+        "zero_advantage": zero_advantage,
         "clip_coefficient": update.clip,
         "update_norm": float(update.delta.double().norm()),
         "gradient_norm": float(update.gradient.double().norm()),
@@ -155,7 +155,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
     odd = at.odd
     numbers = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
     numbers["second_order"] = None if odd is None else true - odd
-    further = {
+    more_numbers = {
         "floor": float(truth.floor.value[TOKEN]),
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
         "resampled": float(at.forward.is_resampled),
@@ -166,12 +166,12 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
         predicted = replace(truth.first_order, value=first_order.value[0])  # from the backward; errors of E only
         numbers |= at.errors_of(predicted)
         off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
-        further["slope_check"] = float(off.max())
-    known = {key: replicates for key, replicates in numbers.items() if replicates is not None}
+        more_numbers["slope_check"] = float(off.max())
+    available = {key: replicates for key, replicates in numbers.items() if replicates is not None}
     return [
-        (in_both_units(known), NOT_FINITE),
-        (in_both_units({key: None for key in numbers if key not in known}), NOT_ODD),
-        (further, NOT_FINITE),
+        (in_both_units(available), NOT_FINITE),
+        (in_both_units({key: None for key in numbers if key not in available}), NOT_ODD),
+        (more_numbers, NOT_FINITE),
         ({"w_max": at.forward.weights.largest}, OVERFLOW),
     ]
 

@@ -198,7 +198,7 @@ def refuse_without_gradients(
 ) -> None:
     """Raise a UserError if the scores have no gradient (G2), or none for some trainable parameter (G3)."""
     try:
-        scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
+        scores = policy.score(_four_token_rollout(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(
             scores.logps.sum() + scores.entropies.sum(), list(parameters.values()), allow_unused=True
         )
@@ -239,7 +239,7 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
         )
 
 
-def _four_tokens(device: torch.device) -> Rollout:
+def _four_token_rollout(device: torch.device) -> Rollout:
     ids = torch.tensor([[0, 1]], device=device)
     mask = torch.ones(1, 2, dtype=torch.long, device=device)
     unknown = torch.full((1,), torch.nan, device=device)

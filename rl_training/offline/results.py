@@ -145,7 +145,7 @@ def write_log(
     name = checkpoint.parent.name if checkpoint.name == "model" else checkpoint.name
     stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{name}"
     if restored.rank == 0:
-        stem = _not_taken(place, stem)
+        stem = _unused_stem(place, stem)
         text = json.dumps(to_json(content), ensure_ascii=False).encode(errors="backslashreplace")
         files = {"_tensors.safetensors": save(_tensors(analysis))} if log.reaches("debug") and log.raw_tensors else {}
         files |= {
@@ -223,11 +223,11 @@ def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any,
         "generation_length": (e, "length"), "sequence_entropy": (e, "entropy"), "reward": (u, "reward"),
         "advantage": (u, "advantage"), "update_length": (u, "length"), "importance_weight": (e, "weight"),
     }  # fmt: skip
-    known = {name: rows[key] for name, (rows, key) in columns.items() if key in rows}
-    for name, values in known.items():
+    available = {name: rows[key] for name, (rows, key) in columns.items() if key in rows}
+    for name, values in available.items():
         if values.isna().any():  # describe() would skip the nan
-            known[name] = values * math.nan
-    table = pd.DataFrame(known).describe()
+            available[name] = values * math.nan
+    table = pd.DataFrame(available).describe()
     return table.drop("count").rename({"std": "sd", "25%": "q25", "50%": "median", "75%": "q75"}).to_dict()
 
 
@@ -256,7 +256,7 @@ def _tensors(analysis: Analysis) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _not_taken(folder: Path, stem: str) -> str:
+def _unused_stem(folder: Path, stem: str) -> str:
     """Return `stem`, with a number appended if another analysis in the same second has taken it."""
     names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())

@@ -87,7 +87,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
     checkpointing: if the model has no dropout, checkpointed layers keep the flag. bitsandbytes' layers never apply
     dropout. In evaluation mode on a CPU they would repack their weights for good and pass no gradients any more.
     """
-    drops_out = _says_dropout(model)
+    drops_out = _config_has_dropout(model)
     return _with_values([
         (module, "training", False)
         for module in model.modules()
@@ -100,12 +100,12 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 def has_dropout(model: nn.Module) -> bool:
     """Return whether two passes over the same rows may differ because of dropout."""
     modules = (module for module in model.modules() if module.training)
-    return _says_dropout(model) or any(
+    return _config_has_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
     )
 
 
-def _says_dropout(model: nn.Module) -> bool:
+def _config_has_dropout(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     options = {} if config is None else config.get_text_config().to_dict()
     return any("drop" in key and isinstance(value, float) and value > 0 for key, value in options.items())

@@ -251,7 +251,7 @@ def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Ten
     ([0.5, -0.5, nan, 0.0], [2, 2, 2, 1])
     """
     prompts, group = prompt_index.unique(return_inverse=True)
-    known = ~rewards.isnan()
-    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards.where(known, 0.0))
-    sizes = group.new_zeros(len(prompts)).index_add_(0, group, known.long())
+    is_known = ~rewards.isnan()
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards.where(is_known, 0.0))
+    sizes = group.new_zeros(len(prompts)).index_add_(0, group, is_known.long())
     return rewards - (sums / sizes)[group], sizes[group]

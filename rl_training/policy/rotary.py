@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CHANGING = ("dynamic", "longrope")  # substrings of such tables' rope_type
+DYNAMIC_TYPES = ("dynamic", "longrope")  # substrings of such tables' rope_type
 
 
 def depends_on_longest_row(model: nn.Module) -> bool:
     """Return whether a row's scores may depend on the other rows of its batch."""
-    return bool(_changing(model))
+    return bool(_dynamic_modules(model))
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def preserve_rotary_tables(model: nn.Module) -> Iterator[None]:
     saved = [
         (module, dict(module._buffers), {name: buffer.clone() for name, buffer in _tensors(module._buffers).items()},
          {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)})
-        for module in _changing(model)
+        for module in _dynamic_modules(model)
     ]  # fmt: skip
     try:
         yield
@@ -42,7 +42,9 @@ def _tensors(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
 
-def _changing(model: nn.Module) -> list[Any]:
+def _dynamic_modules(model: nn.Module) -> list[Any]:
     return [
-        module for module in model.modules() if any(kind in str(getattr(module, "rope_type", "")) for kind in CHANGING)
+        module
+        for module in model.modules()
+        if any(kind in str(getattr(module, "rope_type", "")) for kind in DYNAMIC_TYPES)
     ]

@@ -181,9 +181,9 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     """Return a chart over steps for each quantity in DRAWN."""
     charts = []
     for key, title in DRAWN.items():
-        known = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
-        steps, values = zip(*known, strict=True) if known else ((), ())
-        missing = [] if known else ["only if E is sampled from the policy itself"]
+        points = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        missing = [] if points else ["only if E is sampled from the policy itself"]
         series = [Series(title, BLUE, steps, values, mark="circle")]
         charts.append(draw("evolution", series, missing, quantity=key.rpartition("/")[2], title=title))
     return charts
@@ -209,8 +209,8 @@ def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
     series = []
     for number, (row, cosines) in enumerate(zip(rows, within, strict=True)):
         values = (torch.linalg.eigvalsh((cosines + cosines.T) / 2).flip(0) / len(cosines)).tolist()
-        known = [(place, value) for place, value in enumerate(values, 1) if value > MIN_SHARE]  # the rest is noise
-        places, shares = zip(*known, strict=True)
+        points = [(place, value) for place, value in enumerate(values, 1) if value > MIN_SHARE]  # the rest is noise
+        places, shares = zip(*points, strict=True)
         red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))
         series.append(Series(f"step {row['step']}", f"rgb({red}, 77, {255 - red})", places, shares))
     return draw("spectrum", series)

@@ -121,8 +121,8 @@ class Structure:
 
     def right(self, rows: Sequence[Row]) -> Tensor:
         """Return for each row whether its reward is above the midpoint of U's lowest and highest reward."""
-        known = [row["reward"] for row in self.update]
-        middle = (min(known) + max(known)) / 2
+        rewards = [row["reward"] for row in self.update]
+        middle = (min(rewards) + max(rewards)) / 2
         return torch.tensor([row["reward"] > middle for row in rows])
 
 
@@ -161,9 +161,9 @@ def pair_table(s: Structure) -> list[Row]:
 
 
 def _distribution(cosine: Tensor) -> Row:
-    known = pd.Series(cosine)  # its statistics skip nan
-    quantiles = {f"cosine_{q}": known.quantile(q / 100) for q in (5, 50, 95)}
-    return {"cosine_mean": known.mean(), "cosine_sd": known.std(), **quantiles}
+    cosines = pd.Series(cosine)  # its statistics skip nan
+    quantiles = {f"cosine_{q}": cosines.quantile(q / 100) for q in (5, 50, 95)}
+    return {"cosine_mean": cosines.mean(), "cosine_sd": cosines.std(), **quantiles}
 
 
 def cosine_table(s: Structure) -> list[Row]:

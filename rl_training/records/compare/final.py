@@ -132,8 +132,8 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
 
 def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:
     """Return the mean over the last few logged steps up to `step`. Its error is their scatter, which a trend widens."""
-    known = values[(values.index >= since) & (values.index <= step)]
-    return mean_of(known.tail(min(MAX_WINDOW, max(len(known) // 2, 1))).tolist())
+    recent = values[(values.index >= since) & (values.index <= step)]
+    return mean_of(recent.tail(min(MAX_WINDOW, max(len(recent) // 2, 1))).tolist())
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:

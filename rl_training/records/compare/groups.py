@@ -82,9 +82,9 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
 
 def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Return the settings that differ between groups: name → the value in each group, ABSENT if it has none."""
-    known = [group.members[0].settings or {} for group in groups]
-    names = sorted({name for settings in known for name in settings})
-    table = {name: [settings.get(name, ABSENT) for settings in known] for name in names}
+    settings_by_group = [group.members[0].settings or {} for group in groups]
+    names = sorted({name for settings in settings_by_group for name in settings})
+    table = {name: [settings.get(name, ABSENT) for settings in settings_by_group] for name in names}
     return {name: values for name, values in table.items() if len(set(values)) > 1}
 
 

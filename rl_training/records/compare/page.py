@@ -160,8 +160,8 @@ def _overlay(
         if dotted:
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    known = finite(pd.concat(shown))
-    ends, branched = axis_limits(known, is_share, floor) if len(known) else None, branching_steps(groups)
+    finite_rows = finite(pd.concat(shown))
+    ends, branched = axis_limits(finite_rows, is_share, floor) if len(finite_rows) else None, branching_steps(groups)
     return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
 
 
@@ -202,9 +202,11 @@ def _entropy(run: Run) -> pd.DataFrame:
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Return the (evaluation, metric) pairs to draw: those in EVALUATED, and pass@k with the largest k."""
-    known = finite(pd.concat([member.run.table for group in groups for member in group.members]))
+    finite_rows = finite(pd.concat([member.run.table for group in groups for member in group.members]))
     chosen = []
-    for evaluation, names in known[~known["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")["name"]:
+    for evaluation, names in finite_rows[~finite_rows["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")[
+        "name"
+    ]:
         several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names.unique()), *EVALUATED[3:]])
         wanted = ("reward",) if evaluation == IN_TRAINING else several
         chosen += [(str(evaluation), metric) for metric in wanted if metric in names.unique()]

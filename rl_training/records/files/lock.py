@@ -23,14 +23,14 @@ LOCK = ".lock"
 _held: set[int] = set()  # file descriptors of this process
 
 
-def _let_go_in_a_fork() -> None:
+def _release_in_child() -> None:
     """Close inherited descriptors: a fork would otherwise keep the lock after the process that took it has ended."""
     for file in _held:
         os.close(file)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_a_fork)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 class FolderInUse(UserError):

@@ -36,7 +36,7 @@ def plain_yaml(path: Path) -> str:
         text = read_text(path, errors="strict")
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MAX_DEPTH)
+            unusual = _find_unusual(event) or "nested too deeply" * (depth > MAX_DEPTH)
             if unusual:
                 line = event.start_mark.line + 1 if event.start_mark else 1
                 raise UserError(f"{path}, line {line}: {unusual}, which no run writes: fix or delete it")
@@ -45,7 +45,7 @@ def plain_yaml(path: Path) -> str:
     return text
 
 
-def _what_is_unusual(event: yaml.Event) -> str:
+def _find_unusual(event: yaml.Event) -> str:
     """Return what is not plain in a YAML event, or ""."""
     if getattr(event, "anchor", None) is not None:  # aliases have an anchor too
         return "an anchor or alias"

@@ -24,7 +24,7 @@ def branch_commands(run: Run) -> list[str]:
 
     There are none if nothing is recommended, or if there is no checkpoint to branch from.
     """
-    checkpoints, names = checkpoints_of(run.folder), preferred(run)
+    checkpoints, names = checkpoints_of(run.folder), preferred_interventions(run)
     if not checkpoints or not names:
         return []
     already = run.settings.get("intervention") or []
@@ -32,16 +32,16 @@ def branch_commands(run: Run) -> list[str]:
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
         folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
-        branches[folder] = f"intervention={as_list([*already, name])}"
-    start = ["rl-training", "train", f"branch={as_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
+        branches[folder] = f"intervention={quote_list([*already, name])}"
+    start = ["rl-training", "train", f"branch={quote_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
     trainings = [
-        [*start, f"run_dir={as_value(str(folder))}", *([setting] if setting else [])]
+        [*start, f"run_dir={quote_value(str(folder))}", *([setting] if setting else [])]
         for folder, setting in branches.items()
     ]
     return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
 
 
-def preferred(run: Run) -> list[str]:
+def preferred_interventions(run: Run) -> list[str]:
     """Return values of `intervention` that halve the fall or keep entropy, at most MAX_PROPOSALS, the cheapest.
 
     There are none if entropy does not fall.
@@ -59,15 +59,15 @@ def preferred(run: Run) -> list[str]:
     return list(dict.fromkeys(chosen))[:MAX_PROPOSALS]
 
 
-def as_list(names: Sequence[str]) -> str:
+def quote_list(names: Sequence[str]) -> str:
     """Return names as a Hydra list.
 
-    >>> as_list(["lr:0.5", "mis:0.5,2"])
+    >>> quote_list(["lr:0.5", "mis:0.5,2"])
     '[lr:0.5,"mis:0.5,2"]'
     """
-    return f"[{','.join(map(as_value, names))}]"
+    return f"[{','.join(map(quote_value, names))}]"
 
 
-def as_value(text: str) -> str:
+def quote_value(text: str) -> str:
     """Return a text as a Hydra value, quoted if Hydra's grammar requires it."""
     return text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -31,7 +31,7 @@ MAX_MARKS = 20  # a line with more points has no marks
 MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
-STYLES = ("line", "mark", "band", "opacity", "text", "drop")
+STYLES = ("line", "mark", "band", "opacity", "text", "text_offset")
 MARGIN = 0.02  # room on an axis beyond 0 and 1, for the width of the line
 MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
@@ -72,7 +72,7 @@ class Series:
         dash: Lengths of the line's strokes and gaps.
         opacity: From 0 (hidden) to 1.
         text: Text next to each point, instead of an entry in the legend.
-        drop: Pixels by which the text is moved down.
+        text_offset: Pixels by which the text is moved down.
     """
 
     label: str
@@ -89,14 +89,23 @@ class Series:
     dash: Sequence[int] = ()
     opacity: float = 1.0
     text: str = ""
-    drop: float = 0.0
+    text_offset: float = 0.0
 
     @classmethod
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:
         """Return a metric's finite values as a line over steps, with a band if they have errors."""
-        known = rows[np.isfinite(rows["value"])]
-        mark = mark if len(known) <= MAX_MARKS else ""
-        return cls(label, color, known.index, known["value"], known["low"], known["high"], mark=mark, **style)
+        finite_rows = rows[np.isfinite(rows["value"])]
+        mark = mark if len(finite_rows) <= MAX_MARKS else ""
+        return cls(
+            label,
+            color,
+            finite_rows.index,
+            finite_rows["value"],
+            finite_rows["low"],
+            finite_rows["high"],
+            mark=mark,
+            **style,
+        )
 
     @classmethod
     def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:

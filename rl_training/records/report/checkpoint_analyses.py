@@ -98,17 +98,17 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
     Args:
         results: Numbers of a checkpoint analysis by key, with `…_se`; nan if not available.
     """
-    known = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
-    predicted, apart = known["deltaH1"], known["paired_error"]
-    size = max(abs(predicted), known["deltaH1_se"])  # max keeps the first if the second is nan
-    if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
+    numbers = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
+    predicted, error = numbers["deltaH1"], numbers["paired_error"]
+    size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
+    if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= HALF * size):
         return ""
-    times = abs(apart) / (HALF * size) if size > 0 else math.inf
+    times = abs(error) / (HALF * size) if size > 0 else math.inf
     if math.isinf(times):  # the prediction is 0, and no step is small enough
         return ""
-    does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
+    does = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(times)) + 1
-    said, measured, off = (f"{MILLI * known[key]:+.3f} ± {MILLI * Z_95 * known[f'{key}_se']:.3f}" for key in KEYS)
+    said, measured, off = (f"{MILLI * numbers[key]:+.3f} ± {MILLI * Z_95 * numbers[f'{key}_se']:.3f}" for key in KEYS)
     return (
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
         f"Predicted {said}, measured {measured}, difference {off} (1e-3 nats per token, 95 %). "
@@ -119,8 +119,8 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
 def _holds(analysis: Mapping[str, Any]) -> str:
     """Return the sentence for a step at which the prediction does not fail: it holds, or that is unknown."""
     step, results = analysis["step"] + 1, analysis["results"]
-    known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
-    if not known:
+    is_known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
+    if not is_known:
         missing = _reasons_for(analysis, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
         return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
     said, measured, off = (normal_milli(results[key], results[f"{key}_se"]) for key in KEYS)
@@ -147,16 +147,16 @@ def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
 
 def _numbers(content: Mapping[str, Any]) -> Chart:
     """Return the chart of a result.json: a row for each number per token, with its 95 % interval."""
-    known = {
+    finite_results = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
     }
-    rows = [(key, STYLES[key]) for key in IN_TABLE if key in known]
+    rows = [(key, STYLES[key]) for key in IN_TABLE if key in finite_results]
     for split, words in SPLITS.items():
-        keys = [key for key in known if key.startswith(f"deltaH1/{split}/")]
+        keys = [key for key in finite_results if key.startswith(f"deltaH1/{split}/")]
         parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
         if 1 < len(parts) <= MAX_ROWS:
             rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
-    results = pd.DataFrame([known])
+    results = pd.DataFrame([finite_results])
     series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, look in rows]
     missing, names = ["neither prediction nor truth is a finite number"], [label for _, (label, *_) in rows]
     facts = {"step": content["step"], "results": content["results"]}

@@ -26,7 +26,7 @@ from rl_training.records.report.charts import (
     draw,
 )
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, to_estimates, what_is_missing
+from rl_training.records.report.series import Run, finite, missing_notes, to_estimates
 from rl_training.records.report.writing import MILLI, format_estimate
 from rl_training.statistics.calibration import calibration
 
@@ -57,10 +57,10 @@ def draw_figures(run: Run) -> list[Chart]:
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
     """Return values as points with error bars, or a great many as dots with their running mean."""
-    known = finite(rows)
-    if len(known) > MAX_BARS:
-        return dots(known["value"], color, mark, label, label)
-    return [Series.cloud(label, color, mark, known.index + offset, known)]
+    finite_rows = finite(rows)
+    if len(finite_rows) > MAX_BARS:
+        return dots(finite_rows["value"], color, mark, label, label)
+    return [Series.cloud(label, color, mark, finite_rows.index + offset, finite_rows)]
 
 
 def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str) -> list[Series]:
@@ -101,7 +101,7 @@ def _declared(
         for label, look in looks.items()
         if label not in without and len(finite(quantities[label]))
     ]
-    missing = what_is_missing(quantities) if source == PROBES_FILE else []
+    missing = missing_notes(quantities) if source == PROBES_FILE else []
     is_share = drawn and chart.get("is_share")
     ends = axis_limits(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
     return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
@@ -130,7 +130,7 @@ def _entropy(run: Run) -> Chart:
         Series.of_rows("predicted", BLUE, sums["predicted"], "square"),
         Series.of_rows("naive product (biased)", ORANGE, naive, "triangle", dash=(5, 3)),
     ]
-    missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
+    missing = missing_notes({**sums, "naive product": naive}, bands=False) + missing_notes(sums, values=False)
     series = [curve for curve in drawn if len(curve.x) > 1]  # a single point is the initial 0
     starts = findings.sum_starts(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
@@ -148,7 +148,7 @@ def _delta_h(run: Run) -> Chart:
         *points("backward, from the next step's batch", backward, GREEN, "square", OFFSET),
         *points("true, on a separate buffer", run.rows("delta_h/true"), TEXT, "diamond"),
     ]
-    return draw("delta_h", series if shown else [], what_is_missing(quantities))
+    return draw("delta_h", series if shown else [], missing_notes(quantities))
 
 
 def _calibration(run: Run) -> list[Chart]:
@@ -180,7 +180,7 @@ def _layers(run: Run) -> Chart:
     names = [name for name in run.names() if name.startswith(prefix) and not name.endswith("_sequence")]
     parts = {name.removeprefix(prefix): run.values(name) for name in names}
     labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
-    missing = what_is_missing({"layers": run.rows("delta_h/forward")}, bands=False)
+    missing = missing_notes({"layers": run.rows("delta_h/forward")}, bands=False)
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
     # A quantile rather than the maximum: Adam's first steps would leave all others colourless.
     sizes = table.abs().to_numpy(dtype=float).ravel()
@@ -191,15 +191,17 @@ def _layers(run: Run) -> Chart:
 
 def _noise_scale(run: Run) -> Chart:
     rows = run.with_interval("gns/noise_scale_prompts")
-    known = finite(rows).copy()
-    missing = what_is_missing({"noise scale": rows}, bands=bool(known["low"].isna().all()))
-    if known.empty:
+    finite_rows = finite(rows).copy()
+    missing = missing_notes({"noise scale": rows}, bands=bool(finite_rows["low"].isna().all()))
+    if finite_rows.empty:
         return draw("noise_scale", [], missing)
-    batch = known["value"] * run.rows("gns/batch_ratio")["value"].reindex(known.index)
-    top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
-    known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # cuts off an infinite end of the band
+    batch = finite_rows["value"] * run.rows("gns/batch_ratio")["value"].reindex(finite_rows.index)
+    top = 1.5 * max(finite_rows["value"].iloc[len(finite_rows) // 4 :].max(), batch.max())
+    finite_rows[["low", "high"]] = finite_rows[["low", "high"]].clip(
+        upper=2 * top
+    )  # cuts off an infinite end of the band
     series = [
-        Series.of_rows("noise scale, running average", BLUE, known, "circle"),
+        Series.of_rows("noise scale, running average", BLUE, finite_rows, "circle"),
         Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
     ]
     return draw("noise_scale", series, missing, ends=(0.0, top))

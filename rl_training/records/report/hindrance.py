@@ -17,7 +17,7 @@ def hindrance(run: Run) -> str:
     rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""
-    known = finite(rows)
+    finite_forward = finite(rows)
     reason = rows["reason"].iloc[-1] or "too few prompts in a step"
-    what = "No step has a prediction" if known.empty else "No prediction has an error bar"
+    what = "No step has a prediction" if finite_forward.empty else "No prediction has an error bar"
     return f"{what}: {reason}."

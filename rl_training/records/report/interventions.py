@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
-from rl_training.records.report.labels import drops
+from rl_training.records.report.labels import label_offsets
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.verdict import entropy_now, is_falling
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
@@ -186,8 +186,8 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
     The first is None if more would be needed than the mean remembers.
     """
     settings = {"decay": 0.9, "every": 1} | run.probe("interventions")
-    known = all(isinstance(settings[key], int | float) for key in ("decay", "every")) and 0 <= settings["decay"] < 1
-    decay = settings["decay"] ** settings["every"] if known else 1.0  # between two measured steps
+    is_known = all(isinstance(settings[key], int | float) for key in ("decay", "every")) and 0 <= settings["decay"] < 1
+    decay = settings["decay"] ** settings["every"] if is_known else 1.0  # between two measured steps
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # largest effective number of steps in the mean
     times = (effect.delta_h.half_width() / effect.delta_h.value) ** 2 if effect.delta_h.value else math.inf
     needed = max(effect.steps, 1) * times
@@ -236,12 +236,19 @@ def plane(effects: Sequence[Effect]) -> Chart:
                     (ends[1] - MILLI * entropies["value"][name]) / (ends[1] - ends[0]))
         for name in rewards.index
     }  # fmt: skip
-    lower = drops(places, PLANE_HEIGHT)
+    offsets = label_offsets(places, PLANE_HEIGHT)
     series = [
         *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
         *(
             Series.cloud(
-                name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name, drop=lower[name]
+                name,
+                BLUE,
+                "circle",
+                rewards.loc[[name]],
+                entropies.loc[[name]],
+                MILLI,
+                text=name,
+                text_offset=offsets[name],
             )
             for name in rewards.index
         ),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PHONE, LETTER, LINE_HEIGHT = 250.0, 7.0, 14.0  # pixels: width of a chart on a phone, of a letter, height of a line
+PHONE_WIDTH, LETTER_WIDTH, LINE_HEIGHT = (
+    250.0,
+    7.0,
+    14.0,
+)  # pixels: width of a chart on a phone, of a letter, height of a line
 
 
-def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str, float]:
+def label_offsets(points: Mapping[str, tuple[float, float]], height: float) -> dict[str, float]:
     """Return by how many pixels each label must move down (up if negative) so that no two overlap.
 
     A label takes the nearest free position, within the chart if there is one.
@@ -17,15 +21,15 @@ def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str,
         height: Height of the chart in pixels. Its width is that on a phone; on wider screens labels are further apart.
     """
     placed: list[tuple[float, float, float]] = []  # left, right and middle of each label, in pixels
-    lower = {}
+    offsets = {}
     for text, (across, down) in sorted(points.items(), key=lambda item: item[1][1]):
-        left, middle = PHONE * across, height * down
-        right = left + LETTER * len(text)
+        left, middle = PHONE_WIDTH * across, height * down
+        right = left + LETTER_WIDTH * len(text)
         taken = [other for start, end, other in placed if left < end and start < right]
-        free = _nearest(middle, taken, height)
-        placed.append((left, right, free))
-        lower[text] = free - middle
-    return lower
+        placed_at = _nearest(middle, taken, height)
+        placed.append((left, right, placed_at))
+        offsets[text] = placed_at - middle
+    return offsets
 
 
 def _nearest(middle: float, taken: list[float], height: float) -> float:

@@ -39,20 +39,20 @@ def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict, lines = judge(run), standing_out(run)
     further = non_empty_lines(_whether_predictions_hold(run), _bound(run))
-    hindered, headline = on_one_line(hindrance(run)), verdict.headline
-    evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
+    hindrance_text, headline = on_one_line(hindrance(run)), verdict.headline
+    evidence = f" {headline}{verdict.evidence}" if hindrance_text else verdict.evidence
     change = advice(run, verdict, lines)
-    line = _never_unequal(run, lines)
+    line = _equal_from_the_start(run, lines)
     if line is not None:
         said = f": every response has earned the same, {run.logged('reward').iloc[-1]:g}, at every logged step."
         headline, change = "Nothing has been learned from rewards", as_a_change(line)
-        evidence = f" {headline}{said}" if hindered else said
-    if hindered and change == NOTHING_YET:
+        evidence = f" {headline}{said}" if hindrance_text else said
+    if hindrance_text and change == NOTHING_YET:
         change = "First of all, fix what the first sentence says."
-    return Opening(hindered or headline, evidence, change, further, lines)
+    return Opening(hindrance_text or headline, evidence, change, further, lines)
 
 
-def _never_unequal(run: Run, lines: Sequence[Line]) -> Line | None:
+def _equal_from_the_start(run: Run, lines: Sequence[Line]) -> Line | None:
     """Return the line about equal rewards if all have been equal since the first logged step; otherwise None."""
     rewards = run.logged("reward")
     return next((line for line in lines if line.name == "equal" and line.since <= rewards.index[0]), None)
@@ -60,18 +60,20 @@ def _never_unequal(run: Run, lines: Sequence[Line]) -> Line | None:
 
 def _whether_predictions_hold(run: Run) -> str:
     """Compare the sums of predicted and measured changes at the last step that has both."""
-    both = [run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
-    last = both[0].index.intersection(both[1].index, sort=False)[-1:]
-    truth, total = (last_of(rows.loc[last]) for rows in both)
-    if truth is None or total is None or total.stderr == 0:
+    sums = [run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
+    last = sums[0].index.intersection(sums[1].index, sort=False)[-1:]
+    measured, predicted = (last_of(rows.loc[last]) for rows in sums)
+    if measured is None or predicted is None or predicted.stderr == 0:
         return ""
-    apart = difference(total, truth)
-    figures = f"they add up to {format_estimate(total, True)} nats, and {format_estimate(truth, True)} was measured"
-    if math.isnan(apart.stderr):
+    error = difference(predicted, measured)
+    figures = (
+        f"they add up to {format_estimate(predicted, True)} nats, and {format_estimate(measured, True)} was measured"
+    )
+    if math.isnan(error.stderr):
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    if is_significant(apart):
+    if is_significant(error):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
-    if 2.0 * apart.bounds()[1] - 2.0 * apart.value > abs(truth.value):  # twice the half-width
+    if 2.0 * error.bounds()[1] - 2.0 * error.value > abs(measured.value):  # twice the half-width
         return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
     return f"The predictions hold so far: {figures}."
 

@@ -239,21 +239,23 @@ def ending_reason(rows: pd.DataFrame) -> str:
     """Return why a quantity is missing and from which step on, or "" if its last value is there."""
     if rows.empty:
         return NO_PROBE
-    last, known = rows.iloc[-1], finite(rows).index
+    last, finite_steps = rows.iloc[-1], finite(rows).index
     if math.isfinite(last["value"]):
         return ""
     reason = last["reason"] or "not a finite number"
-    return f"from step {rows.index[rows.index > known.max()].min()} on: {reason}" if len(known) else reason
+    return (
+        f"from step {rows.index[rows.index > finite_steps.max()].min()} on: {reason}" if len(finite_steps) else reason
+    )
 
 
-def what_is_missing(quantities: Mapping[str, pd.DataFrame], values: bool = True, bands: bool = True) -> list[str]:
+def missing_notes(quantities: Mapping[str, pd.DataFrame], values: bool = True, bands: bool = True) -> list[str]:
     """Return a line for each reason why quantities are missing from a chart, end before it, or have no error bars."""
     ends: dict[str, list[str]] = {}
     for label, rows in quantities.items():
         ends.setdefault(ending_reason(rows), []).append(label)
     lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
-    known = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
-    without = known[known["stderr"].isna() & (known["reason"] != "")]
+    finite_rows = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
+    without = finite_rows[finite_rows["stderr"].isna() & (finite_rows["reason"] != "")]
     for reason, rows in without.groupby("reason", sort=False) if bands else ():
         span = f"steps {rows.index.min()}–{rows.index.max()}"
         lines.append(f"error bars of {', '.join(rows['label'].unique())}, {span} – {reason}")

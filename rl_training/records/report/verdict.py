@@ -92,20 +92,20 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     window = min(max(len(levels) // 2, MIN_RECENT_STEPS), MAX_RECENT_STEPS)
     recent = levels.tail(window)
     line = line_through(recent)
-    known = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
+    candidates = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
     means = {"mean of what each step was measured to change": findings.measured_by_one_step(run, "measured/delta_h")}
-    if not predictions_part(run):
+    if not predictions_disagree(run):
         means["mean of the predictions"] = run.finite_rows("delta_h/forward")
     for what, rows in means.items():
         mean = findings.mean_of_rows(rows.tail(window))
         if mean and math.isfinite(mean.stderr):
-            known.append((mean, int(rows.tail(window).index[0]), what))
-    if not known:
+            candidates.append((mean, int(rows.tail(window).index[0]), what))
+    if not candidates:
         return Estimate.missing(f"fewer than {MIN_STEPS} steps are logged, and no probe has measured one"), 0, ""
-    return min(known, key=lambda pair: pair[0].half_width())
+    return min(candidates, key=lambda pair: pair[0].half_width())
 
 
-def predictions_part(run: Run) -> bool:
+def predictions_disagree(run: Run) -> bool:
     """Return whether forward and backward of the same steps differ significantly and by more than is allowed."""
     apart = forward_and_backward(run)
     if apart is None:

@@ -7,21 +7,21 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_training.records.report.labels import LETTER, LINE_HEIGHT, PHONE, drops
+from rl_training.records.report.labels import LETTER_WIDTH, LINE_HEIGHT, PHONE_WIDTH, label_offsets
 
 HEIGHT = 360.0
 
 
 def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[float, float, float]]:
     """Return each label's left end, right end and vertical middle on a chart of this width, in pixels."""
-    lower = drops(points, HEIGHT)
+    offsets = label_offsets(points, HEIGHT)
     return [
-        (width * across, width * across + LETTER * len(text), HEIGHT * down + lower[text])
+        (width * across, width * across + LETTER_WIDTH * len(text), HEIGHT * down + offsets[text])
         for text, (across, down) in points.items()
     ]
 
 
-@pytest.mark.parametrize("width", [PHONE, 440.0])
+@pytest.mark.parametrize("width", [PHONE_WIDTH, 440.0])
 @pytest.mark.parametrize("spread", [0.0, 0.02, 1.0])
 def test_labels_neither_overlap_nor_leave_the_chart(width: float, spread: float) -> None:
     """Ten points at the bottom, like small effects next to a large one: at the same place, close, or far apart."""
@@ -37,4 +37,4 @@ def test_labels_neither_overlap_nor_leave_the_chart(width: float, spread: float)
 
 
 def test_a_label_without_neighbours_stays_beside_its_point() -> None:
-    assert drops({"psr": (0.2, 0.1), "lr": (0.8, 0.9)}, HEIGHT) == {"psr": 0.0, "lr": 0.0}
+    assert label_offsets({"psr": (0.2, 0.1), "lr": (0.8, 0.9)}, HEIGHT) == {"psr": 0.0, "lr": 0.0}

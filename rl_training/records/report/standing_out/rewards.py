@@ -86,7 +86,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
     reward, noise = records.reward, _noise_of_a_step(records)
-    made = records.run.estimates("measured/delta_reward")
+    measured_changes = records.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - STEPS_AFTER + 1):
         before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
@@ -96,16 +96,20 @@ def jump(records: RunRecords) -> Line | None:
             continue
         error = noise * math.sqrt(1 / len(before) + 1 / len(after))
         change = Estimate(float(after.mean() - before.mean()), error, len(reward))
-        known = made.get(step)
-        if known is not None and math.isfinite(known.stderr):
-            beyond = difference(change, known)
-            between = f"The effect of the step in between is measured as {format_estimate(known, signed=True)}."
+        measured_change = measured_changes.get(step)
+        if measured_change is not None and math.isfinite(measured_change.stderr):
+            beyond = difference(change, measured_change)
+            between = (
+                f"The effect of the step in between is measured as {format_estimate(measured_change, signed=True)}."
+            )
         elif _moves_little(records, step):
             beyond, between = change, "The policy hardly moved in the step in between."
         else:
             continue
         # The other averaged steps move the reward too, by about as much as this one was measured to.
-        size = abs(beyond.value) - (abs(known.value) if known is not None and math.isfinite(known.value) else 0.0)
+        size = abs(beyond.value)
+        if measured_change is not None and math.isfinite(measured_change.value):
+            size -= abs(measured_change.value)
         score = size / max(beyond.stderr, 1e-12)
         if (
             score > MIN_JUMP_STDERRS

@@ -10,7 +10,7 @@ import pandas as pd
 from rl_training.records.report.series import last_of, to_estimates
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
-from rl_training.records.report.verdict import forward_and_backward, predictions_part
+from rl_training.records.report.verdict import forward_and_backward, predictions_disagree
 from rl_training.records.report.writing import format_estimate, milli
 from rl_training.statistics.welch import mean_of
 
@@ -147,10 +147,10 @@ def _too_far(records: RunRecords) -> Line | None:
 
 
 def _first_order_fails(records: RunRecords) -> Line | None:
-    apart = forward_and_backward(records.run)
-    if apart is None or not predictions_part(records.run):
+    predictions = forward_and_backward(records.run)
+    if predictions is None or not predictions_disagree(records.run):
         return None
-    forward, half = apart
+    forward, half = predictions
     said = (
         f"Steps are too large for first order: half of forward − backward is {milli(half)} thousandths of a nat, of a "
         f"forward of {milli(forward)}, the mean over the last steps."
