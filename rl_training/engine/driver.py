@@ -32,7 +32,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.recorder import SeenPrompts, StepRecorder
 from rl_training.engine.requirements import Requirements, announcement, needs_of
-from rl_training.engine.timing import SHARED, Clock, Costs
+from rl_training.engine.timing import ENGINE, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -55,7 +55,7 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = SHARED  # key of its own state in a checkpoint, of its estimates and of its time
+    name = ENGINE  # key of its own state in a checkpoint, of its estimates and of its time
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
@@ -231,7 +231,7 @@ class StepDriver:
             with self.measuring():  # if verification fails, states that came with predictions are dropped
                 limit = None
                 if self._predictions is not None:
-                    step.check, limit = self._predictions.verify(was_taken)
+                    step.verification, limit = self._predictions.verify(was_taken)
                 step.readings = self._states.commit(step.readings, limit)
 
     def skip_step(self) -> None:
@@ -263,8 +263,8 @@ class StepDriver:
         num_bytes = self.costs.num_bytes
         if step is not None and step.context is not None:
             estimates = {name: reading.estimates for name, reading in step.readings.items()}
-            if step.check:
-                estimates[self.name] = dict(step.check)
+            if step.verification:
+                estimates[self.name] = dict(step.verification)
             num_folds = step.context.step.batch.num_folds
             num_vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)

@@ -42,9 +42,9 @@ from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 
-EXCESS = 2.0  # times the target: up to this KL a step is left as it is
-SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # each further try multiplies the factor by .1 to .7
-LARGEST_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
+MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it is
+MIN_SHRINK, MAX_SHRINK = 0.1, 0.7  # each further try multiplies the factor by .1 to .7
+MAX_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
 MAX_TRIES = 8
 SAME_SCORES = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
 MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
@@ -63,7 +63,7 @@ class BoundState:
         """The first factor to try, .1 to 2 times the last: it would have given the last step its target KL."""
         if math.isnan(self.kl_over_target) or self.kl_over_target <= 0.0:
             return self.factor  # nothing was measured, or no weight moved
-        return self.factor * min(LARGEST_GROWTH, max(LARGEST_CUT, 1.0 / math.sqrt(self.kl_over_target)))
+        return self.factor * min(MAX_GROWTH, max(MIN_SHRINK, 1.0 / math.sqrt(self.kl_over_target)))
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
     factor = first_factor = state.next_factor
     kl = first_kl = kl_of(factor)
     tries = 0
-    while not kl <= EXCESS * target and tries < MAX_TRIES:
-        factor *= min(SMALLEST_CUT, max(LARGEST_CUT, math.sqrt(target / kl))) if math.isfinite(kl) else LARGEST_CUT
+    while not kl <= MAX_KL_OVER_TARGET * target and tries < MAX_TRIES:
+        factor *= min(MAX_SHRINK, max(MIN_SHRINK, math.sqrt(target / kl))) if math.isfinite(kl) else MIN_SHRINK
         kl = kl_of(factor)
         tries += 1
     kl_over_target = kl / target if target > 0.0 else math.nan
@@ -177,11 +177,11 @@ class KLBound:
         """Shorten a step that had no formula, restore the rates, and return metrics of how the step was bounded."""
         if not self._has_formula:
             first = self.state.next_factor
-            moved = {name: weight - self._weights[name] for name, weight in self._shard.copy_local_weights().items()}
-            factor = self._search(lambda factor: self._kl_at(moved, factor / first))
+            changes = {name: weight - self._weights[name] for name, weight in self._shard.copy_local_weights().items()}
+            factor = self._search(lambda factor: self._kl_at(changes, factor / first))
             if factor != first:
                 self._shard.load_local_weights(
-                    {name: w + factor / first * moved[name] for name, w in self._weights.items()}
+                    {name: w + factor / first * changes[name] for name, w in self._weights.items()}
                 )
         rate = max(self._rates) * self._info.factor
         self.restore()
@@ -197,8 +197,8 @@ class KLBound:
 
     def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> float:
         """Return KL(policy before ‖ policy after `factor` times the step), nats per token."""
-        moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
-        with self._policy.with_weights(moved):
+        weights = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
+        with self._policy.with_weights(weights):
             after = self._policy.score_rollout(self._rollout)
         return self._mean_over_tokens(kl_of_tokens(self._old_scores, after), self._old_scores.mask)
 

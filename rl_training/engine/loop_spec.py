@@ -38,7 +38,7 @@ class LoopSpec:
     shard: Shard
     policy: Policy
     ranks: Ranks
-    dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
+    is_dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
     loss_settings: LossSettings | None = None  # at the start of training; None if unknown
     # The limits of all steps that are known at the start of training. `reused` may hold for some steps only.
     limits: Limits = field(default_factory=Limits)
@@ -47,13 +47,17 @@ class LoopSpec:
 
     def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
         """Return the limit of a one-fold step that these probes measure, whose fix says what to type for more folds."""
-        more = self.more_folds(probes)
+        more = self.more_folds_fix(probes)
         return ONE_FOLD.formatted(more=more)
 
-    def more_folds(self, probes: Sequence[Probe]) -> str:
+    def more_folds_fix(self, probes: Sequence[Probe]) -> str:
         """Return what to type to give a step that these probes measure enough folds."""
         shape = self.shape
-        cutting = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
-        return self.fixes.more_folds(
-            shape.responses_per_prompt, shape.microbatch_size, shape.microbatches, shape.num_ranks, next(cutting, None)
+        with_num_folds = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
+        return self.fixes.more_folds_fix(
+            shape.responses_per_prompt,
+            shape.microbatch_size,
+            shape.microbatches,
+            shape.num_ranks,
+            next(with_num_folds, None),
         )

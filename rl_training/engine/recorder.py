@@ -79,8 +79,8 @@ class StepRecorder:
     is_ready: bool = False  # all gradients are complete
     context: StepContext | None = None  # set once it is ready, if it is measured
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
-    # verification of the predictions, once the optimizer has stepped
-    check: Mapping[str, Estimate] = field(default_factory=dict)
+    # whether the step was the predicted one, once the optimizer has stepped
+    verification: Mapping[str, Estimate] = field(default_factory=dict)
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:

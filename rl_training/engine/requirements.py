@@ -17,7 +17,7 @@ import torch
 
 from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.probe import Probe
-from rl_training.engine.timing import SHARED
+from rl_training.engine.timing import ENGINE
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.state import view_optimizer
@@ -57,7 +57,7 @@ class Requirements:
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
-        names = [SHARED, *(probe.name for probe in probes)]
+        names = [ENGINE, *(probe.name for probe in probes)]
         duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")
@@ -186,7 +186,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
 def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     """Return what limits other than the folds take away: what is lost, and the limit."""
     formula_limit = view_optimizer(loop.shard).limit if Need.ENTROPY_GRADIENT in needs else None
-    is_other_loss = Need.LOSS_CHECK in needs and not loop.dr_grpo
+    is_other_loss = Need.LOSS_CHECK in needs and not loop.is_dr_grpo
     missing = [
         ("no prediction before the step", formula_limit),
         (
@@ -218,10 +218,10 @@ def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *
         return []
     no_stderr = stderr_limit(num_folds)
     if no_stderr is None:
-        more = loop.more_folds(probes)
+        more = loop.more_folds_fix(probes)
         return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
     missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
-    return [f"{missing_too}{no_stderr.with_fix(f'use {loop.more_folds(probes)}')}"]
+    return [f"{missing_too}{no_stderr.with_fix(f'use {loop.more_folds_fix(probes)}')}"]
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:

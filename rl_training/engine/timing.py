@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-SHARED = "engine"  # charged with all time that no single probe causes, whichever probes there are
+ENGINE = "engine"  # charged with all time that no single probe causes, whichever probes there are
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Clock:
         self._is_running = False
 
     @contextlib.contextmanager
-    def timed(self, name: str = SHARED) -> Iterator[None]:
+    def timed(self, name: str = ENGINE) -> Iterator[None]:
         """Add the time spent inside the context to `name`. Inside another such context, the outer one's name counts."""
         if self._is_running:
             yield

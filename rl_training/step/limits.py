@@ -147,7 +147,7 @@ class Fixes:
     num_folds_setting: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
     no_reuse: str = "learn from each response once"
 
-    def more_folds(self, group_size: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
+    def more_folds_fix(self, group_size: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
         """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
 
         Args:

@@ -16,7 +16,7 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
-from rl_training.engine.timing import SHARED, Costs
+from rl_training.engine.timing import ENGINE, Costs
 from rl_training.gradients.exchange import Exchange
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.probes import (
@@ -76,7 +76,7 @@ def test_the_order_of_probes_changes_neither_costs_nor_the_owner_of_the_formula_
         rows = read_estimates(folder)
         said.append(({(row["probe"], row["name"]) for row in rows}, set(cost), cost["buffer_bytes"]))
     assert said[0] == said[1]
-    assert (SHARED, "step/formula_error") in said[0][0]
+    assert (ENGINE, "step/formula_error") in said[0][0]
 
 
 class TakesVectors(Probe):
@@ -100,7 +100,7 @@ def test_probes_that_allocate_vectors_in_turn_need_the_buffers_of_the_largest_al
 
 def test_a_probe_must_not_have_the_engines_name() -> None:
     class Engine(Seen):
-        name = SHARED
+        name = ENGINE
 
     with pytest.raises(ValueError, match="two probes have the same name"):
         Requirements.of([Engine()])

@@ -77,7 +77,9 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(shape=shape, ranks=ranks, fixes=Fixes(), limits=Limits(), dr_grpo=True, shard=shard)
+        loop: Any = SimpleNamespace(
+            shape=shape, ranks=ranks, fixes=Fixes(), limits=Limits(), is_dr_grpo=True, shard=shard
+        )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = step.limits(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
@@ -228,7 +230,7 @@ def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(ho
     for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
         if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
             continue
-        said = fixes.more_folds(group, size, count, ranks, SimpleEntropyProbe())
+        said = fixes.more_folds_fix(group, size, count, ranks, SimpleEntropyProbe())
         asked, cut = re.search(of_batch, said), re.search(of_folds, said)
         assert asked or cut, said
         if asked:

@@ -41,7 +41,7 @@ def loop_of(
         shard=shard_of(trainer),
         policy=policy,
         ranks=all_ranks(),
-        dr_grpo=settings.is_dr_grpo,
+        is_dr_grpo=settings.is_dr_grpo,
         loss_settings=settings,
         limits=Limits(
             mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training.engine.timing import SHARED
+from rl_training.engine.timing import ENGINE
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.compatibility import REWRITE_LOGS, wrap
 from rl_training.records.workspace import CORE
@@ -90,7 +90,7 @@ class TrainerLog:
 
     def _core_names(self, numbers: Mapping[str, float]) -> list[str]:
         """Return the names of the core numbers: those in CORE, and the first of each probe that has none in it."""
-        by_probe = [names for probe, names in self._writer.names.items() if probe != SHARED]
+        by_probe = [names for probe, names in self._writer.names.items() if probe != ENGINE]
         first = [name for names in by_probe if not {*names} & {*CORE} for name in names[:1]]
         return [name for name in numbers if name in CORE or name in first][:NUM_CORE]
 

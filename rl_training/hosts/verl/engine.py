@@ -156,7 +156,7 @@ def _describe_loop(
         shard=shard,
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=ranks,
-        dr_grpo=loss is not None,
+        is_dr_grpo=loss is not None,
         loss_settings=loss,
         limits=Limits(
             sampling_mismatch=limits.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
