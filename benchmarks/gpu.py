@@ -132,7 +132,7 @@ def trained(workload: Workload, probes: list[Probe], steps: int) -> tuple[DrGRPO
 
 
 def tests(scale: Scale, deadline: float) -> Iterator[str]:
-    """Tests that need CUDA"""
+    """Tests that need CUDA."""
 
     class Outcomes:
         def __init__(self) -> None:
@@ -155,7 +155,7 @@ def tests(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def offload(scale: Scale, deadline: float) -> Iterator[str]:
-    """Cost of rows in host memory (`probes.simple.offload`); the tests check that the values stay the same"""
+    """Cost of rows in host memory (`probes.simple.offload`); the tests check that the values stay the same."""
     workload = scale.workload(scale.ranks[0], scale.tokens[0], checkpointing=True)
     yield "| rows in | seconds of a measured step | peak, GB |\n|---|---|---|"
     for offloaded in (False, True):
@@ -165,7 +165,7 @@ def offload(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def synchronisations(scale: Scale, deadline: float) -> Iterator[str]:
-    """How often the host waits for the GPU in a step"""
+    """How often the host waits for the GPU in a step."""
     if not GPU:
         yield "Counted on a GPU only."
         return
@@ -182,7 +182,7 @@ def synchronisations(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def precisions(scale: Scale, deadline: float) -> Iterator[str]:
-    """bf16 against fp32, on the same rollouts (`benchmarks/precision.py`)"""
+    """bf16 against fp32, on the same rollouts (`benchmarks/precision.py`)."""
     tape = Tape()
     exact, *others = [measured("tiny", precision, tape, *scale.precision) for precision in PRECISIONS]
     yield f"{scale.precision[0]} steps of the default task with LoRA of rank 16.\n"
@@ -199,7 +199,7 @@ def precisions(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def products(scale: Scale, deadline: float) -> Iterator[str]:
-    """Products of the sequence kernel (`rl_training/offline/kernel/blocks.py`)"""
+    """Products of the sequence kernel (`rl_training/offline/kernel/blocks.py`)."""
     held_rows, streamed_rows, columns = scale.product
     device = torch.device("cuda" if GPU else "cpu")
     generator = torch.Generator(device).manual_seed(0)
@@ -217,7 +217,7 @@ def products(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def costs(scale: Scale, deadline: float) -> Iterator[str]:
-    """Time and memory of a step's forward, backward and optimizer with `simple`, by rank, tokens and checkpointing"""
+    """Time and memory of a step's forward, backward and optimizer with `simple`, by rank, tokens and checkpointing."""
     yield f"{scale.prompts} folds of a prompt with {scale.prompt_tokens} tokens and {scale.responses} responses.\n"
     yield "| rank | tokens | checkpointing | probes | seconds without | with / without | more memory, GB | formula |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -270,7 +270,7 @@ def main() -> None:
     page, failed = list(machine()), []
     for section in SECTIONS:
         start = time.monotonic()
-        page.append(f"\n## {section.__doc__}\n")
+        page.append(f"\n## {section.__doc__.removesuffix('.')}\n")
         try:
             if start > deadline - SECONDS_LEFT:
                 page.append("Left out for lack of time.")

@@ -1,4 +1,6 @@
-"""Dr-GRPO in plain PyTorch on the default task, measured: python examples/plain_loop.py --steps 40 --out runs/plain
+"""Dr-GRPO in plain PyTorch on the default task, measured.
+
+    python examples/plain_loop.py --steps 40 --out runs/plain
 
 In two processes that share the prompts of a step (DDP, gloo, CPU): torchrun --nproc_per_node 2 examples/plain_loop.py …
 """

@@ -1,6 +1,8 @@
 """Two example metrics to copy and adapt: entropy by token position, and entropy of right and wrong responses.
 
-evaluate.py run=RUN 'metric=[entropy_by_correctness,entropy_by_position]'
+Use them with:
+
+    evaluate.py run=RUN 'metric=[entropy_by_correctness,entropy_by_position]'
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def entropy_by_correctness(
 def entropy_by_position(
     *, entropies: Sequence[np.ndarray], edges: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), **others: object
 ) -> dict[str, float]:
-    """Return entropy per token, in nats, by the token's position in its response: first, second, 3–4, 5–8, …
+    """Return entropy per token, in nats, by the token's position in its response: first, second, 3–4, 5–8 and so on.
 
     Args:
         edges: Last position of each range, counted from 1. Positions beyond the last edge form one more range.

@@ -68,7 +68,7 @@ class LossInputs:
 
     @property
     def log_sampler_ratios(self) -> Tensor:
-        """log π_old − log μ of each token, (b, T), with μ the sampler and π_old = π on-policy; 0 off the mask."""
+        """The log ratio log(π_old/μ) of each token, (b, T), μ the sampler, π_old = π on-policy; 0 off the mask."""
         if self.sampling_logps is None:
             return torch.zeros_like(self.scores.logps)
         policy = self.scores.logps if self.old_logps is None else self.old_logps.to(self.scores.logps)

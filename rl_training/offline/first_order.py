@@ -54,7 +54,7 @@ SEQUENCE = 1
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """δH₁ per token and per sequence, in nats, by label: "whole", "part/momentum", …, "layer/0", …, "kind/mlp", …"""
+    """δH₁ per token and per sequence, in nats, by label, such as "whole", "part/momentum", "layer/0" or "kind/mlp"."""
 
     labels: tuple[str, ...]
     over_evaluation: Replicates  # (labels, 2), leaving out blocks of E

@@ -25,7 +25,7 @@ PADDING_MATTERS = Limit(
 
 
 class PaddingCheck:
-    """Compares a few responses' scores with and without padding, at measured steps 1, 10, 100, …
+    """Compares a few responses' scores with and without padding, at measured steps 1, 10, 100 and so on.
 
     It uses the mean difference over tokens, not the largest: in bf16, one of thousands of tokens is always far off.
     """

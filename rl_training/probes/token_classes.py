@@ -151,9 +151,9 @@ def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], 
 
 
 def text_class(text: str) -> int:
-    """Return the number of a token's class by its text. Special tokens decode to "", which is the class `end`.
+    r"""Return the number of a token's class by its text. Special tokens decode to "", which is the class `end`.
 
-    >>> [CLASSES["text"][text_class(text)] for text in ("", "</think>", " 12", "x2", "+", "\\n")]
+    >>> [CLASSES["text"][text_class(text)] for text in ("", "</think>", " 12", "x2", "+", "\n")]
     ['end', 'tag', 'number', 'word', 'sign', 'space']
     """
     stripped = text.strip()

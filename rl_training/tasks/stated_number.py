@@ -117,7 +117,7 @@ def _without_separators(digits: str) -> str:
 
 
 def _without_delimiters(text: str) -> str:
-    """Remove \\(…\\), $…$, **…** and \\boxed{…} if they enclose the whole text."""
+    r"""Remove \(…\), $…$, **…** and \boxed{…} if they enclose the whole text."""
     text = text.strip()
     for marks in _DELIMITERS:
         if match := marks.fullmatch(text):
@@ -139,9 +139,9 @@ def _value(side: str, nouns: frozenset[str] | None) -> Fraction | None:
 
 
 def _as_arithmetic(latex: str) -> str:
-    """Translate LaTeX to the notation of `value_of`. Anything beyond arithmetic is left in, and `value_of` refuses it.
+    r"""Translate LaTeX to the notation of `value_of`. Anything beyond arithmetic is left in, and `value_of` refuses it.
 
-    >>> _as_arithmetic(r"2(3+6) - 1{,}000 \\div \\frac{1}{2}")
+    >>> _as_arithmetic(r"2(3+6) - 1{,}000 \div \frac{1}{2}")
     '2*(3+6) - 1000 / ((1)/(2))'
     """
     text = _SEPARATED.sub(lambda digits: _without_separators(digits[0]), latex)

@@ -144,7 +144,7 @@ def test_the_token_target_over_the_whole_population_is_the_exact_derivative_per_
 
 
 def test_weights_of_three_responses_equal_those_by_hand() -> None:
-    """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]. R sums the entropies after a token:
+    """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]. R sums the entropies after a token.
 
         R_A = [1.0 .4 .1 0]        R_B = [.2 0]        R_C = [0]
 

@@ -68,7 +68,7 @@ def probes() -> list[Any]:
 
 
 def test_equal_rewards_have_exactly_zero_spread() -> None:
-    """torch's standard deviation of nine times .7 is not 0."""
+    """In torch, the standard deviation of nine times .7 is not 0."""
     rewards = torch.full((27,), 0.7, dtype=torch.float64)
     rewards[-1] = 0.0
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)

@@ -101,7 +101,9 @@ def by_step_and_name(trace: Found) -> dict[tuple[int, str], tuple[float, float]]
 
 
 def test_with_fsdp2_probes_send_only_gradients_of_a_subset_of_processes(trained) -> None:
-    """With the same folds, DDP sends all of them. The rest is sent by gns, which splits single-process prompts, and by
-    the sampler probe."""
+    """With the same folds, DDP sends all of them.
+
+    The rest is sent by gns, which splits single-process prompts, and by the sampler probe.
+    """
     reduced, sent = (trained(name, 2)[0]["sent"] for name in ("fsdp2_sampler", "ddp_last_sampler"))
     assert 0 < reduced < 0.5 * sent

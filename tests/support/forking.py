@@ -1,4 +1,7 @@
-"""Runs a program of the repository whose child processes are forks, so they need no imports: forking.py PROGRAM …"""
+"""Runs a program of the repository whose child processes are forks, so they need no imports.
+
+Usage: `python tests/support/forking.py PROGRAM …`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs a program of the repository until something ends it: python tests/support/killed.py HOW PROGRAM …
+"""Runs a program of the repository until something ends it.
+
+Usage: `python tests/support/killed.py HOW PROGRAM …`, where HOW is one of these:
 
     open:END, rename:END    SIGKILL when a path with this ending is about to be opened, or to become a rename's target
     said:WORDS              SIGKILL when these words are printed to stderr

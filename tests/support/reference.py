@@ -125,7 +125,6 @@ def prefix_ratios(log_ratios: Ragged) -> tuple[list[list[float]], list[list[floa
     Each ratio is divided by its mean over all responses at the same position. A response that has ended counts in this
     mean with its final ratio.
     """
-
     upto = [[math.exp(total) for total in itertools.accumulate(row, initial=0.0)] for row in log_ratios]
     means = [sum(row[min(k, len(row) - 1)] for row in upto) / len(upto) for k in range(max(len(row) for row in upto))]
     before, through = (

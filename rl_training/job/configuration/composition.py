@@ -52,7 +52,6 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         is_listed: Returns whether conf/ lists the setting that this argument sets. Hydra would require a + before all
             other settings.
     """
-
     failures: list[Exception] = []  # raised by the task; Hydra would print its own line about each in every process
 
     def job(cfg: DictConfig) -> None:

@@ -69,10 +69,10 @@ def load_settings(path: Path) -> DictConfig:
 
 
 def escape_interpolations(settings: Any) -> Any:
-    """Escape ${…} in settings, which OmegaConf would take for a reference when it reads them from a file.
+    r"""Escape ${…} in settings, which OmegaConf would take for a reference when it reads them from a file.
 
     >>> escape_interpolations({"command": ["echo ${HOME}"]})
-    {'command': ['echo \\\\${HOME}']}
+    {'command': ['echo \\${HOME}']}
     """
     return map_strings(settings, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 

@@ -1,10 +1,12 @@
 """Evaluates checkpoints of the user's own trainer, with the same numbers and files as `rl-training evaluate`.
 
-from rl_training import evaluate
+    from rl_training import evaluate
 
-trainer = GRPOTrainer(...)              # as the script makes it, before training
-table = evaluate(trainer, ["state/checkpoint-20", "state/checkpoint-40"], "runs/my_run")
-table[table["metric"] == "reward"]
+    trainer = GRPOTrainer(...)  # as the script makes it, before training
+    table = evaluate(trainer, ["state/checkpoint-20", "state/checkpoint-40"], "runs/my_run")
+    table[table["metric"] == "reward"]
+
+The trainer must not have trained: its weights are the reference of the KL divergence.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def _make_group(letter: str, members: list[Member]) -> Group:
 
 
 def _letter(index: int) -> str:
-    """Return the name of a group: A, B, …, Z, A2, B2, …"""
+    """Return the name of a group: A, B, …, Z, A2, B2 and so on."""
     return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 

@@ -1,6 +1,6 @@
-"""Texts of records made safe to show: nothing in them moves a cursor, retitles a window or reorders a line.
+r"""Texts of records made safe to show: nothing in them moves a cursor, retitles a window or reorders a line.
 
-A model's response or a run's name may contain characters that a terminal obeys. They are escaped, ESC as \\x1b, in
+A model's response or a run's name may contain characters that a terminal obeys. They are escaped, ESC as \x1b, in
 every text for a terminal, a page or a table for other programs.
 """
 

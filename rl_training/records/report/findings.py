@@ -59,7 +59,7 @@ def first_and_last_means(values: pd.Series[float]) -> list[tuple[float, int, int
 
 
 def naive_sums(run: Run) -> pd.DataFrame:
-    """Return the sum of the naive product at each measured step s, for comparison with the cumulative estimates:
+    """Return the sum of the naive product at each measured step s, for comparison with the cumulative estimates.
 
         naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0.
 

@@ -459,7 +459,7 @@ def test_an_entropy_change_read_by_several_probes_is_computed_once(make_trainer,
 def test_a_trainable_parameter_that_the_loss_does_not_reach_is_treated_as_frozen(
     make_trainer,
 ) -> None:
-    """torch's optimizer does not step it either, not even by weight decay."""
+    """The optimizer does not step it either, not even by weight decay."""
     latest, parameters = [], []
     for trained, probes in ((True, [SimpleEntropyProbe(), GradientNoiseScaleProbe()]), (False, None), (True, [])):
         witness = Witness()

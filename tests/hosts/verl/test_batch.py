@@ -74,7 +74,7 @@ def test_prompts_are_numbered_by_their_uid() -> None:
 
 
 def test_log_probabilities_are_read_from_verls_layout_and_written_back() -> None:
-    """verl's flat tensor is shifted by one: entries 1, 2, 3 of five for the first sequence, 0 and 1 for the second."""
+    """The flat tensor is shifted by one: entries 1, 2, 3 of five for the first sequence, 0 and 1 for the second."""
     data = two_rows()
     flat = torch.arange(8.0, requires_grad=True)
     nested_logps = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())

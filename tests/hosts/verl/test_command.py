@@ -83,7 +83,7 @@ def test_another_version_of_verl_is_refused_before_an_import_fails(installed: st
 
 
 def test_our_extra_installs_what_verls_trainer_imports() -> None:
-    """verl's wheel alone does not install what its trainer imports. Its extra verl-core does, with much for CUDA."""
+    """The wheel alone does not install what verl's trainer imports. Its extra verl-core does, with much for CUDA."""
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
     ours = names_of(setup["options.extras_require"]["verl"].split("\n"))

@@ -1,4 +1,6 @@
-"""verl's whole loop on the CPU by this package's command: python tests/hosts/verl/whole_loop.py FOLDER PROCESSES WORDS
+"""Runs verl's whole loop on the CPU by this package's command.
+
+    python tests/hosts/verl/whole_loop.py FOLDER PROCESSES WORDS
 
 It uses Ray, TransferQueue, the synchronous trainer, and the tests' own rollout server instead of vLLM. WORDS are
 further settings. Everything is written under FOLDER.

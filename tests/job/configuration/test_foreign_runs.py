@@ -228,7 +228,7 @@ def test_built_in_interventions_need_no_approval_as_code() -> None:
 
 
 def test_settings_are_instantiated_in_one_place_only() -> None:
-    """verl's command also makes probes, but from what was typed, and reads no folder."""
+    """The command for verl also makes probes, but from what was typed, and reads no folder."""
     places: dict[str, set[str]] = {}
     for path in (ROOT / "rl_training").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -43,8 +43,11 @@ def summary(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def test_the_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
-    """Reuse is −1, −2, −4, −8 at steps 1 to 4. Batch 1 comes before any update, batch 2 after step 1 (−1), batch 3
-    after steps 1 and 2 (−3), batch 4 after steps 1 to 3 (−7). No batch comes after step 4 (−8)."""
+    """Reuse is −1, −2, −4, −8 at steps 1 to 4.
+
+    Batch 1 comes before any update, batch 2 after step 1 (−1), batch 3 after steps 1 and 2 (−3), batch 4 after steps 1
+    to 3 (−7). No batch comes after step 4 (−8).
+    """
     naive = naive_sums(read_run(record_run(tmp_path, range(1, 5))))
     assert naive["value"].to_dict() == {1: 0, 2: -1, 3: -3, 4: -7}
     assert summary(tmp_path)["naive product"][0] == "-7"
