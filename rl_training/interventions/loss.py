@@ -103,8 +103,8 @@ class LossInputs:
         weighs_zero_advantages = weights.where(advantages == 0, 0.0).abs().max() > SIGNS * weights.abs().max()
         is_dr_grpo = False
         if self.settings is not None:
-            off = weights - self.corrected(self.settings.correction).double()
-            is_dr_grpo = bool(off.norm() <= DR_GRPO * weights.norm())
+            deviation = weights - self.corrected(self.settings.correction).double()
+            is_dr_grpo = bool(deviation.norm() <= DR_GRPO * weights.norm())
         return dataclasses.replace(
             self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(has_wrong_sign | weighs_zero_advantages)
         )

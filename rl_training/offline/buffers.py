@@ -246,20 +246,20 @@ def _in_update(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequenc
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
     }
     tokens = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
-    here = torch.tensor([ids in update_prompts for ids in tokens], device=restored.device, dtype=torch.float64)
-    return (restored.reduce(here) > 0).tolist()
+    is_found = torch.tensor([ids in update_prompts for ids in tokens], device=restored.device, dtype=torch.float64)
+    return (restored.reduce(is_found) > 0).tolist()
 
 
 def respond(
-    restored: RestoredTrainer, asked: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
+    restored: RestoredTrainer, data_rows: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
     progress: Progress = silent,
 ) -> tuple[Rollout, Tensor]:  # fmt: skip
     """Generate one response to each row's prompt, and return this process's share.
 
     Returns:
-        The responses, and the index in `asked` of each, (B,).
+        The responses, and the index in `data_rows` of each, (B,).
     """
-    total = len(asked)
+    total = len(data_rows)
     # Each chunk has its own random numbers. There are at least two, so that two processes have the same chunks as one.
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
@@ -269,7 +269,7 @@ def respond(
     row_indices = list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
-        chosen = [asked[i]["prompt"] for i in rows]
+        chosen = [data_rows[i]["prompt"] for i in rows]
         responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
         prompt_ids = prompt_ids + responses[0]
         completion_ids = completion_ids + responses[1]

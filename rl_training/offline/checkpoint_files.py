@@ -54,8 +54,10 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     stored = _shapes_in(checkpoint, is_adapter)
     for name, shape in stored.items():
         if shapes.get(name) != shape:
-            here = shapes.get(name, "does not exist")
-            raise UserError(f"{checkpoint}: {name} has the shape {shape}, but {here} in this model: set {settings}")
+            model_shape = shapes.get(name, "does not exist")
+            raise UserError(
+                f"{checkpoint}: {name} has the shape {shape}, but {model_shape} in this model: set {settings}"
+            )
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
         raise UserError(

@@ -63,8 +63,8 @@ def analyze(
     refuse_links_out(Path(folder), OFFLINE)
     path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
     restored = restore(trainer, checkpoint, learning_rate)
-    asked = dataclasses.asdict(analysis_settings) | {"name": name}
-    values = plain_settings({"offline": asked, "run": settings_of_trainer(trainer, {})})
+    offline_settings = dataclasses.asdict(analysis_settings) | {"name": name}
+    values = plain_settings({"offline": offline_settings, "run": settings_of_trainer(trainer, {})})
     analysis = analyse_and_write(restored, path, analysis_settings, values, start)
     if restored.rank == 0:
         _write_pages(Path(folder), path.parents[1])

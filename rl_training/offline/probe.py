@@ -165,8 +165,8 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
     if first_order is not None:
         predicted = replace(truth.first_order, value=first_order.value[0])  # from the backward; errors of E only
         numbers |= at.errors_of(predicted)
-        off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
-        more_numbers["slope_check"] = float(off.max())
+        deviation = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
+        more_numbers["slope_check"] = float(deviation.max())
     available = {key: replicates for key, replicates in numbers.items() if replicates is not None}
     return [
         (in_both_units(available), NOT_FINITE),

@@ -118,13 +118,13 @@ def measure(
         return measure_change(evaluation, scores(eta), resample)
 
     along = slopes(scores(SLOPE_STEP), scores(-SLOPE_STEP), SLOPE_STEP)
-    again = score_in_other_batches(restored.policy, evaluation.rollout)
-    again = gather_scores(restored, again, evaluation.score_rows, evaluation.num_sequences)
+    rescored = score_in_other_batches(restored.policy, evaluation.rollout)
+    rescored = gather_scores(restored, rescored, evaluation.score_rows, evaluation.num_sequences)
     progress(evaluation.num_sequences)
     return Truth(
         at=tuple(AtStep(eta, change(eta), change(-eta) if odd else None) for eta in etas),
         before=mean_entropy(before, units),
-        floor=per_decision_change(before, again, units),
+        floor=per_decision_change(before, rescored, units),
         first_order=first_order_change(before, *along, units),
         slopes=along,
     )

@@ -26,11 +26,11 @@ class CovariancePredictorProbe(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         terms = covariance_terms(ctx.step.batch.scores, ctx.step.batch.rollout.advantages_of_tokens).flatten(1)
-        answers = estimates_over_units(
+        estimates = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             ctx.sum_by_fold(terms),
             no_bar=ctx.limits.split_prompts,
             few=FEW_FOLDS,
         )
-        return Reading(measured=answers)
+        return Reading(measured=estimates)

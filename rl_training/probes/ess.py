@@ -69,7 +69,7 @@ class EffectiveSampleSizeProbe(Probe):
         importance = kish_size_of_sums(*size_sums[:2])
         no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None
         no_importance = ctx.limits.sampling_mismatch or no_ratios
-        answers = {
+        estimates = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
             "ess/importance": estimate(importance, no_importance),
@@ -77,5 +77,5 @@ class EffectiveSampleSizeProbe(Probe):
         for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
             reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
-            answers |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
-        return Reading(measured=answers)
+            estimates |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
+        return Reading(measured=estimates)

@@ -145,9 +145,9 @@ class MeasuredStepProbe(Probe):
         assert logs is not None
         rows = self._rows(ctx)
         score = rounded_scores_before if rounding else scores_before
-        now, then = score(ctx, rows, before)
+        current, earlier = score(ctx, rows, before)
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
-        terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
+        terms = differences_before(current, earlier, rows, rollout.prompt_index, rewards, logs)
         has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
         by_prompt = ctx.step.batch.sum_by_prompt(
             sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
@@ -165,8 +165,10 @@ class MeasuredStepProbe(Probe):
             errors = state.errors.add(variance, ctx.step.number, self._error_decay)
             remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             estimates |= _with_averaged_errors(estimates, *errors.average(self._error_decay), remark)
-        about = ctx.step.number - 1
-        return {name: dataclasses.replace(estimate, about_step=about) for name, estimate in estimates.items()}, errors
+        last_step = ctx.step.number - 1
+        return {
+            name: dataclasses.replace(estimate, about_step=last_step) for name, estimate in estimates.items()
+        }, errors
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -175,21 +177,21 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
     Training's own scores serve as the current ones if a measurement would give the same. One row is scored again to
     find out; if it differs, all `rows` are scored again.
     """
-    policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
+    policy, rollout, current = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     first = policy.score_rollout(take_rows(rollout, torch.zeros_like(rows[:1])))
-    difference = (first.logps - now.logps[rows[:1]])[first.mask.bool()].double().abs()
+    difference = (first.logps - current.logps[rows[:1]])[first.mask.bool()].double().abs()
     if not float(ctx.ranks.max(difference.mean().nan_to_num(0.0))) <= MAX_RESCORE_DIFFERENCE:  # dropout, TF32
         fresh = policy.score_rollout(rollout)
-        logps, entropies = now.logps.clone(), now.entropies.clone()
+        logps, entropies = current.logps.clone(), current.entropies.clone()
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
-        now = Scores(logps, entropies, now.mask)
+        current = Scores(logps, entropies, current.mask)
     with policy.with_weights(before):
-        return now, policy.score_rollout(rollout)
+        return current, policy.score_rollout(rollout)
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
     """Return the same as `scores_before`, the earlier ones extrapolated (see the module's docstring). Collective."""
-    policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
+    policy, rollout, current = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     assert policy.shard is not None
     current_weights = policy.shard.copy_local_weights()
     scores = []
@@ -198,7 +200,9 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
             scores.append(policy.score_rollout(rollout, as_training=True))
     backward, forward = scores
     logps, entropies = slopes(forward, backward, SPAN)
-    return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, forward.mask)
+    return current, Scores(
+        current.logps[rows].double() - logps, current.entropies[rows].double() - entropies, forward.mask
+    )
 
 
 def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
@@ -213,9 +217,16 @@ def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tenso
     exact = ctx.step.batch.scores.exact()
     weights = exact.mask * sums_before(logs).exp()  # of tokens; 1 if the policy itself sampled
     entropies = (weights * exact.entropies).sum(dim=1)
-    lengths, again = weights.sum(dim=1), terms[:, 4].exp()
+    lengths, importance = weights.sum(dim=1), terms[:, 4].exp()
     of_terms = terms[:, :4].unbind(dim=1)
-    columns = [torch.ones_like(again), *of_terms, lengths[rows], again, again.square(), is_rewarded[rows].to(again)]
+    columns = [
+        torch.ones_like(importance),
+        *of_terms,
+        lengths[rows],
+        importance,
+        importance.square(),
+        is_rewarded[rows].to(importance),
+    ]
     scored = terms.new_zeros(len(lengths), len(columns))
     scored[rows] = torch.stack(columns, dim=1)
     return torch.cat([torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1), scored], dim=1)

@@ -45,7 +45,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def write_step(
     folder: Path,
     step: int,
-    about: Mapping[str, Any],
+    facts: Mapping[str, Any],
     metrics: Mapping[str, Estimate],
     responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
@@ -53,7 +53,7 @@ def write_step(
     """Write the two files of step_N, both or neither.
 
     Args:
-        about: Further facts for metrics.json, such as the checkpoint and the time taken.
+        facts: Further facts for metrics.json, such as the checkpoint and the time taken.
 
     Raises:
         UserError: If the disk is full; names the file.
@@ -68,7 +68,7 @@ def write_step(
         }
         for name, e in metrics.items()
     }  # fmt: skip
-    content = to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True)
+    content = to_json({"step": step, **facts, "metrics": numbers}, infinite_as_text=True)
     home = folder / f"step_{step}"
     # mtime=0: the same responses always give the same bytes.
     packed = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}

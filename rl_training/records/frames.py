@@ -196,8 +196,8 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
     for stem in stems:
         content = json.loads(Path(stem + SUMMARY).read_text(encoding="utf-8"))
         log = f"{stem}.json.gz" if Path(f"{stem}.json.gz").is_file() else f"{stem}.json"
-        about = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
-        rows.append({"path": log, **about, **content["core"], "seconds": content["timing"].get("all")})
+        facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
+        rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})
     table = pd.DataFrame(rows)
     return table if table.empty else table.sort_values(["step", "time"], ignore_index=True)
 

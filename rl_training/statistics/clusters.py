@@ -21,9 +21,9 @@ def participation_ratio(repeats: Tensor) -> float:
     num = repeats.shape[1]
     total = repeats.double().sum(dim=0)
     squares = repeats.double().square().sum(dim=0)
-    off = (total.square() - squares) / (count * (count - 1))
-    off.fill_diagonal_(0.0)
-    return num**2 / (num + float(off.sum()))
+    off_diagonal = (total.square() - squares) / (count * (count - 1))
+    off_diagonal.fill_diagonal_(0.0)
+    return num**2 / (num + float(off_diagonal.sum()))
 
 
 def average_linkage(cosines: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:

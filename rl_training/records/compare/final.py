@@ -173,11 +173,13 @@ def since_branching(first: Sequence[Member], second: Sequence[Member], step: int
         return {}
     changes = {}
     for label, change in ((MEASURED, _measured_since), (PREDICTED, _predicted_since)):
-        apart = [
+        pair_differences = [
             difference(change(other, start, step), change(member, start, step)) for member, other, start in branched
         ]
-        if all(math.isfinite(e.value) for e in apart):
-            changes[label] = apart[0] if len(apart) == 1 else mean_of([e.value for e in apart])
+        if all(math.isfinite(e.value) for e in pair_differences):
+            changes[label] = (
+                pair_differences[0] if len(pair_differences) == 1 else mean_of([e.value for e in pair_differences])
+            )
     return changes
 
 

@@ -193,7 +193,7 @@ def _letter(index: int) -> str:
     return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 
-def _said(name: str, value: str) -> str:
+def _describe_setting(name: str, value: str) -> str:
     last = name.rpartition(".")[2]
     return f"no {last}" if value == "None" else f"{last}={value}"
 
@@ -204,12 +204,14 @@ def _labels(groups: Sequence[Group]) -> list[str]:
     If a label is empty, too long or not unique, every group gets the name of its first run instead.
     """
     differing, names = differences(groups), [group.members[0].name for group in groups]
-    labels, told = [], set()
+    labels, descriptions = [], set()
     for group, name in zip(groups, names, strict=True):
         settings = group.members[0].settings or {}
-        said = ", ".join(_said(setting, settings[setting]) for setting in differing if setting in settings)
-        told.add(said)
+        description = ", ".join(
+            _describe_setting(setting, settings[setting]) for setting in differing if setting in settings
+        )
+        descriptions.add(description)
         is_single = len(group.members) + len(group.repeats) == 1
-        labels.append(f"{name} ({said})" if is_single and said else said)
-    fits = len(told) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
+        labels.append(f"{name} ({description})" if is_single and description else description)
+    fits = len(descriptions) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
     return labels if fits else names

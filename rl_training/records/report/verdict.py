@@ -107,10 +107,10 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
 
 def predictions_disagree(run: Run) -> bool:
     """Return whether forward and backward of the same steps differ significantly and by more than is allowed."""
-    apart = forward_and_backward(run)
-    if apart is None:
+    predictions = forward_and_backward(run)
+    if predictions is None:
         return False
-    forward, half = apart
+    forward, half = predictions
     return is_significant(half) and abs(half.value) > MAX_HALF_DIFFERENCE * abs(forward.value)
 
 

@@ -27,10 +27,10 @@ def reference_wins(records: RunRecords) -> Line | None:
     if gain >= MIN_ALLOWED_GAIN:
         return None
     kl = mean_of_recent(records.run.logged("kl"))
-    apart = f"; KL to the first model is {format_estimate(kl)} nats per token" if math.isfinite(kl.value) else ""
+    distance = f"; KL to the first model is {format_estimate(kl)} nats per token" if math.isfinite(kl.value) else ""
     said = (
         f"The KL term wins: with beta={beta:g} reward can gain some {gain * spread:.2g} in all. It changes by "
-        f"{milli(rate)} thousandths a step, {steps_of(records.reward)}{apart}."
+        f"{milli(rate)} thousandths a step, {steps_of(records.reward)}{distance}."
     )
     smaller = float(f"{beta * gain / 10:.1g}")
     return Line("reference", int(records.reward.index[0]), said, f"Setting: {records.set_up.line(beta=smaller)}.")

@@ -87,18 +87,18 @@ def _by_measurement(records: RunRecords) -> Line | None:
     if kl.empty or not recent(kl).mean() > 0 or not math.isfinite(left.stderr):
         return None
     shares: pd.Series[float] = records.run.values("sampler/ess")
-    apart = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
+    distance = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
     if ratio.bounds()[1] < MIN_MEAN_RATIO:
         said = (
             f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
-            f"1. They are {apart}."
+            f"1. They are {distance}."
         )
         return Line("sampler", int(shares.index[0]), said, "Setting: the engine's top_p, top_k and temperature.")
     if left.bounds()[1] < MIN_ESS:
         since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS) or int(
             recent(shares).index[0]
         )
-        said = f"The policy that samples is not the one that is trained: {apart}. Importance weights leave "
+        said = f"The policy that samples is not the one that is trained: {distance}. Importance weights leave "
         said += f"{format_estimate(left)} of the sequences."
         return Line("sampler", since, said, "Setting: copy the weights to the sampler more often.")
     return None
