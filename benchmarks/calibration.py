@@ -84,10 +84,10 @@ class TruthOfEachStep(GroundTruthProbe):
         reading = super().after_step(ctx, reading)
         after = sequence_totals(ctx.policy.score_rollout(step.batch.rollout))
         same_batch = reweighted_replicates(self._batch, after).value[0]
-        beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
+        extra = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
         if step.number == self.linearity_step:
-            beside |= dict(self._along_the_step(ctx))
-        return dataclasses.replace(reading, measured={**reading.measured, **beside})
+            extra |= dict(self._along_the_step(ctx))
+        return dataclasses.replace(reading, measured={**reading.measured, **extra})
 
     @torch.no_grad()
     def _along_the_step(self, ctx: StepContext) -> Iterator[tuple[str, Estimate]]:

@@ -68,7 +68,7 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
 def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:
     for name in PREDICTIONS:
         pairs = paired_effects(runs, name, steps)
-        said = calibration(pairs)
+        scores = calibration(pairs)
         measured = sum(pair.truth.value for pair in pairs) / len(runs)
         stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)
         cells = [
@@ -76,8 +76,8 @@ def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator
             f"{measured:+.4f} ± {1.96 * stderr:.4f}",
             f"`{name.removeprefix('delta_h/')}`",
             _with_error(ratio_of_sums(pairs)),
-            *(_with_error(said[key]) for key in ("slope", "slope_corrected", "correlation")),
-            *(_cell(said[key].value) for key in ("sign_agreement", "coverage")),
+            *(_with_error(scores[key]) for key in ("slope", "slope_corrected", "correlation")),
+            *(_cell(scores[key].value) for key in ("sign_agreement", "coverage")),
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -131,17 +131,17 @@ def print_report(runs: dict[str, list[Run]], steps: int) -> None:
         "\n| condition | measured ΔH of a run | prediction | Σ predicted / Σ measured | slope | slope, corrected | "
         "correlation | same sign | coverage |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for condition, alike in runs.items():
-        print("\n".join(prediction_rows(condition, alike, steps)))
+    for condition, condition_runs in runs.items():
+        print("\n".join(prediction_rows(condition, condition_runs, steps)))
     print("\n| condition | runs | Σ predicted | Σ measured | ratio | intervals that hold |\n|---|---|---|---|---|---|")
-    for condition, alike in runs.items():
-        print(sums_row(condition, alike, steps))
+    for condition, condition_runs in runs.items():
+        print(sums_row(condition, condition_runs, steps))
     print(
         "\n| condition | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
         "R² | ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for condition, alike in runs.items():
-        print("\n".join(linearity_rows(condition, alike, min(LINEARITY_STEP, steps))))
+    for condition, condition_runs in runs.items():
+        print("\n".join(linearity_rows(condition, condition_runs, min(LINEARITY_STEP, steps))))
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
     }
     charts, along, x = [], [], range(1, steps + 1)
     step = min(LINEARITY_STEP, steps)
-    for color, (condition, alike) in zip((BLUE, ORANGE, GREEN), runs.items(), strict=False):
+    for color, (condition, condition_runs) in zip((BLUE, ORANGE, GREEN), runs.items(), strict=False):
         sums = [
-            Series(label, ink, x, cumulative(alike, name, steps).tolist(), dash=dash)
+            Series(label, ink, x, cumulative(condition_runs, name, steps).tolist(), dash=dash)
             for name, (label, ink, dash) in styles.items()
         ]
         charts.append(replace(chart("overlay_change", sums), title=condition))
-        for run in alike:
+        for run in condition_runs:
             changes = [1e3 * abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
             along.append(Series(condition, color, [2.0**e for e in EXPONENTS], changes, mark="circle"))
     charts.append(replace(chart("eta", along), title="along a scaled step η δθ"))

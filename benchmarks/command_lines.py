@@ -86,7 +86,7 @@ def words_of(line: str, folder: Path, runs: Path) -> list[str]:
     return ["train", *SMALL, f"run_dir={folder / 'run'}", *words]
 
 
-def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
+def run_to_end(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
     """Run a command line and return how it ended."""
     log = folder / "log"
     (folder / "own.py").write_text(TYPED["own"], encoding="utf-8")
@@ -97,14 +97,14 @@ def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
     process.join(seconds)
     took = time.monotonic() - started
     code = process.exitcode
-    left = leave_nothing(process.pid)
+    left = kill_group(process.pid)
     process.join()
     said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()] if log.exists() else []
     last = said[-1] if said else ""
-    return Ending(line, code, took, last, what_is_bad(line, code, last, left, folder / "run", said))
+    return Ending(line, code, took, last, find_flaw(line, code, last, left, folder / "run", said))
 
 
-def leave_nothing(group: int) -> bool:
+def kill_group(group: int) -> bool:
     """Kill what is left of the process group, and return whether anything was left."""
     try:
         os.killpg(group, signal.SIGKILL)
@@ -113,7 +113,7 @@ def leave_nothing(group: int) -> bool:
     return True
 
 
-def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Path, said: list[str]) -> str:
+def find_flaw(line: str, code: int | None, last: str, left: bool, run_dir: Path, said: list[str]) -> str:
     """Return why this ending is bad, or "" if it is not."""
     if code is None:
         return "did not end in time"
@@ -152,7 +152,7 @@ def main() -> None:
         assert process.exitcode == 0, (runs / "log").read_text()
     for line in lines:
         folder = Path(tempfile.mkdtemp())
-        ending = end_of(line, folder, runs, args.seconds)
+        ending = run_to_end(line, folder, runs, args.seconds)
         shutil.rmtree(folder, ignore_errors=True)
         bad += bool(ending.bad)
         codes[ending.code] = codes.get(ending.code, 0) + 1

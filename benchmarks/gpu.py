@@ -35,7 +35,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 import pytest
 import torch
 from overhead import StepTimer, interleaved, make_probes
-from precision import METRICS, PRECISIONS, RATIOS, Tape, against, measured
+from precision import METRICS, PRECISIONS, RATIOS, Tape, compare, run_precision
 from transformers import TrainerCallback
 from workload import Workload, make_trainer
 
@@ -184,12 +184,12 @@ def synchronisations(scale: Scale, deadline: float) -> Iterator[str]:
 def precisions(scale: Scale, deadline: float) -> Iterator[str]:
     """bf16 against fp32, on the same rollouts (`benchmarks/precision.py`)."""
     tape = Tape()
-    exact, *others = [measured("tiny", precision, tape, *scale.precision) for precision in PRECISIONS]
+    exact, *others = [run_precision("tiny", precision, tape, *scale.precision) for precision in PRECISIONS]
     yield f"{scale.precision[0]} steps of the default task with LoRA of rank 16.\n"
     yield "| precision | metric | rms difference / rms value | median difference / standard error | largest |"
     yield "|---|---|---|---|---|"
     for precision, lines in zip(list(PRECISIONS)[1:], others, strict=True):
-        figures = against(exact, lines)
+        figures = compare(exact, lines)
         for name in METRICS:
             relative, _, median, most = figures[name]
             yield f"| {precision} | `{name}` | {relative:.4f} | {median:.3f} | {most:.3f} |"

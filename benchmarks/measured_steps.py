@@ -74,7 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Bank(Probe):
+class FreshSampleProbe(Probe):
     """Measures the given steps on many fresh prompts, with samples drawn before and after each step."""
 
     name = "bank"
@@ -103,7 +103,7 @@ class Bank(Probe):
         step = ctx.step
         if step.number not in self.steps:
             return reading
-        truth = told(by_prompt(self.rollout, self.scores, ctx.policy.score_rollout(self.rollout), RESPONSES))
+        truth = estimates_of(by_prompt(self.rollout, self.scores, ctx.policy.score_rollout(self.rollout), RESPONSES))
         row: dict[str, Any] = {"step": step.number} | {
             name: [-truth[name].value, truth[name].stderr] for name in (ENTROPY, LENGTH)
         }
@@ -112,7 +112,7 @@ class Bank(Probe):
         with ctx.policy.with_weights(self.held):
             before = ctx.policy.score_rollout(fresh)
         for count in SCORED:
-            parts = [told(part) for part in by_prompt(fresh, after, before, count).chunk(BATCHES)]
+            parts = [estimates_of(part) for part in by_prompt(fresh, after, before, count).chunk(BATCHES)]
             row[str(count)] = [
                 {name: [part[name].value, part[name].stderr, part[name].num_samples] for name in (ENTROPY, LENGTH)}
                 for part in parts
@@ -137,13 +137,13 @@ def by_prompt(rollout: Rollout, scores: Scores, others: Scores, count: int) -> T
     return torch.cat([part.view(PROMPTS, -1, part.shape[1]).sum(dim=1) for part in parts], dim=1)
 
 
-def told(sums: Tensor) -> dict[str, Estimate]:
+def estimates_of(sums: Tensor) -> dict[str, Estimate]:
     return estimates_over_units((*CHANGES, KL, ESS), statistic, sums)
 
 
 def train(condition: str, seed: int, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each of these steps: the truth, and the estimates of every batch."""
-    bank = Bank(lambda: trainer, seed, steps)
+    bank = FreshSampleProbe(lambda: trainer, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = default_trainer(folder, [bank], max(steps), seed=seed, **SETTINGS.get(condition, {}))
         trainer.attachment._policy._batch_size = 256  # for forward passes: large batches are faster here

@@ -46,7 +46,7 @@ def with_noise(deviation: float, logits: Tensor, hidden: Tensor) -> Tensor:
     return logits + deviation * math.sqrt(2.0) * torch.cos(hidden @ directions + phases)
 
 
-def cut(top_p: float, logits: Tensor, hidden: Tensor) -> Tensor:
+def truncate_top_p(top_p: float, logits: Tensor, hidden: Tensor) -> Tensor:
     """Return logits with all tokens outside the top-p nucleus set to −inf."""
     chances, order = logits.softmax(-1).sort(-1, descending=True)
     beyond = (chances.cumsum(-1) - chances >= top_p).gather(-1, order.argsort(-1))
@@ -58,7 +58,7 @@ COPIES: dict[str, Callable[[Named], Named]] = {"bf16": to_bf16} | {
 }
 HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "noise-.6": functools.partial(with_noise, 0.6),
-    "top-p-.95": functools.partial(cut, 0.95),
+    "top-p-.95": functools.partial(truncate_top_p, 0.95),
 }
 
 
@@ -101,7 +101,7 @@ class OtherSampler:
             hook.remove()
 
 
-class Frozen(TrainerCallback):
+class StateKeeper(TrainerCallback):
     """Saves the weights and the optimizer's state before every step, or restores a given state before every step."""
 
     def __init__(self, state: tuple[Named, dict[str, Any]] | None = None) -> None:

@@ -76,7 +76,7 @@ class TapedTrainer(DrGRPOTrainer):
         return dict(self.tape.rollouts[self.state.global_step])
 
 
-def measured(
+def run_precision(
     model_name: str, precision: str, tape: Tape, steps: int, microbatches: int | None = None
 ) -> list[dict[str, float]]:
     """Train or replay, and return the log line of each step. Default microbatches: 16 for `tiny`, 8 for `wide`."""
@@ -121,7 +121,7 @@ def measured(
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
+def compare(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
     """Compare each step's values with the exact ones.
 
     Returns:
@@ -149,11 +149,11 @@ def main() -> None:
     parser.add_argument("--model", choices=("tiny", "wide"), default="tiny")
     options = parser.parse_args()
     tape = Tape()
-    exact, *others = [measured(options.model, precision, tape, options.steps) for precision in PRECISIONS]
+    exact, *others = [run_precision(options.model, precision, tape, options.steps) for precision in PRECISIONS]
     print(f"{options.model}, {options.steps} steps; against fp32")
     for precision, lines in zip(list(PRECISIONS)[1:], others, strict=True):
         print(precision)
-        for name, figures in against(exact, lines).items():
+        for name, figures in compare(exact, lines).items():
             if name in RATIOS:
                 print(f"  {name:24} ratio {figures[0]:.4f} … {figures[1]:.4f}")
             else:

@@ -54,7 +54,7 @@ COMMON: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One variant of the quickstart."""
 
     batch: int  # sequences per microbatch
@@ -71,51 +71,51 @@ class Way:
         return self.batch * self.accumulation * self.processes // self.generations
 
 
-WAYS = [
-    Way(8, 1),  # TRL's defaults
-    Way(8, 8),
-    Way(1, 64),
-    Way(64, 1),
-    Way(32, 2),
-    Way(16, 4),
-    Way(12, 6),  # a prompt and a half in each microbatch
-    Way(2, 32),
-    Way(8, 3),
-    Way(8, 4),
-    Way(16, 4, 4),
-    Way(8, 8, 2),
-    Way(4, 16, 16, "cispo"),
-    Way(8, 8, loss="grpo"),
-    Way(8, 8, loss="dr_grpo", settings={"scale_rewards": "none"}),
-    Way(8, 8, loss="bnpo"),
-    Way(64, 1, loss="bnpo"),
-    Way(8, 8, settings={"entropy_coef": 0.01}),
-    Way(8, 8, settings={"steps_per_generation": 16}),  # two steps train on each generation
-    Way(8, 8, settings={"steps_per_generation": 4}),  # two generations per step
-    Way(8, 8, settings={"num_iterations": 2}),
-    Way(8, 8, options=", whole_prompts=False"),
-    Way(8, 4, processes=2),
-    Way(32, 1, processes=2),
+VARIANTS = [
+    Variant(8, 1),  # TRL's defaults
+    Variant(8, 8),
+    Variant(1, 64),
+    Variant(64, 1),
+    Variant(32, 2),
+    Variant(16, 4),
+    Variant(12, 6),  # a prompt and a half in each microbatch
+    Variant(2, 32),
+    Variant(8, 3),
+    Variant(8, 4),
+    Variant(16, 4, 4),
+    Variant(8, 8, 2),
+    Variant(4, 16, 16, "cispo"),
+    Variant(8, 8, loss="grpo"),
+    Variant(8, 8, loss="dr_grpo", settings={"scale_rewards": "none"}),
+    Variant(8, 8, loss="bnpo"),
+    Variant(64, 1, loss="bnpo"),
+    Variant(8, 8, settings={"entropy_coef": 0.01}),
+    Variant(8, 8, settings={"steps_per_generation": 16}),  # two steps train on each generation
+    Variant(8, 8, settings={"steps_per_generation": 4}),  # two generations per step
+    Variant(8, 8, settings={"num_iterations": 2}),
+    Variant(8, 8, options=", whole_prompts=False"),
+    Variant(8, 4, processes=2),
+    Variant(32, 1, processes=2),
 ]
 
 
-def script_of(way: Way, model: str) -> str:
+def script_of(variant: Variant, model: str) -> str:
     """Return the text of a variant's script."""
     settings = {
-        "per_device_train_batch_size": way.batch, "gradient_accumulation_steps": way.accumulation,
-        "num_generations": way.generations, "loss_type": way.loss, **COMMON, **way.settings,
+        "per_device_train_batch_size": variant.batch, "gradient_accumulation_steps": variant.accumulation,
+        "num_generations": variant.generations, "loss_type": variant.loss, **COMMON, **variant.settings,
     }  # fmt: skip
     arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return SCRIPT.format(model=model, arguments=arguments, options=way.options)
+    return SCRIPT.format(model=model, arguments=arguments, options=variant.options)
 
 
-def run(way: Way, folder: Path) -> dict[str, Any]:
+def run(variant: Variant, folder: Path) -> dict[str, Any]:
     """Run a variant in a folder. Return its exit code, its first line, and what it measured and wrote."""
     from rl_training.tasks.tiny import TINY_PATH
 
-    (folder / "script.py").write_text(script_of(way, str(TINY_PATH)), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={way.processes}"]
-    words = [sys.executable, *(launcher if way.processes > 1 else []), "script.py"]
+    (folder / "script.py").write_text(script_of(variant, str(TINY_PATH)), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={variant.processes}"]
+    words = [sys.executable, *(launcher if variant.processes > 1 else []), "script.py"]
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}
     ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -143,9 +143,9 @@ def cost_in(log: Path) -> str:
     return f"{statistics.median(known):.0%}" if known else "–"
 
 
-def named(way: Way) -> str:
-    others = ", ".join(f"{name}={value}" for name, value in way.settings.items())
-    return f"{way.loss}{', ' * bool(others)}{others}{way.options}"
+def describe(variant: Variant) -> str:
+    others = ", ".join(f"{name}={value}" for name, value in variant.settings.items())
+    return f"{variant.loss}{', ' * bool(others)}{others}{variant.options}"
 
 
 def main() -> None:
@@ -158,17 +158,18 @@ def main() -> None:
         "probes' share of a step | exit code | first line, after the versions |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for number, way in enumerate(WAYS, start=1):
+    for number, variant in enumerate(VARIANTS, start=1):
         if chosen.only and number not in chosen.only:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) if chosen.keep is None else chosen.keep / f"way_{number}"
             folder.mkdir(parents=True, exist_ok=True)
-            outcome = run(way, folder)
+            outcome = run(variant, folder)
         ended = outcome["exit"] if outcome["report"] else f"{outcome['exit']}, no report"
         print(
-            f"| {number} | {way.batch} × {way.accumulation}, {way.generations} | {named(way)} | {way.processes} | "
-            f"{way.prompts} | {outcome['bars']} of {STEPS} | {outcome['cost']} | {ended} | {outcome['first']} |",
+            f"| {number} | {variant.batch} × {variant.accumulation}, {variant.generations} | {describe(variant)} | "
+            f"{variant.processes} | "
+            f"{variant.prompts} | {outcome['bars']} of {STEPS} | {outcome['cost']} | {ended} | {outcome['first']} |",
             flush=True,
         )
         for reason in outcome["reasons"]:

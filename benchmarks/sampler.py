@@ -26,7 +26,7 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from other_samplers import Frozen, Named, trainer_of
+from other_samplers import Named, StateKeeper, trainer_of
 from torch import Tensor
 
 from rl_training import DrGRPOTrainer, Reading
@@ -126,7 +126,7 @@ class Forward(Divergence):
         self.ess.append(self.said[-1]["sampler/ess"].value)
         vectors = [layout.vector(direction[name] for name in layout.names) for direction in self.directions]
         self.along.append(
-            [(product(change, step.batch.fold_sizes, v), product(without, step.batch.fold_sizes, v)) for v in vectors]
+            [(x_dot(change, step.batch.fold_sizes, v), x_dot(without, step.batch.fold_sizes, v)) for v in vectors]
         )
         return reading
 
@@ -141,15 +141,15 @@ class Forward(Divergence):
         for i, (name, direction) in enumerate(zip(DIRECTIONS, self.directions, strict=True)):
             columns = list(zip(*(row[i] for row in self.along), strict=True))
             deviations = [statistics.stdev([column[j] for j in large]) for column in columns]
-            print(f"  X along {name}: truth {milli([inner(part, direction) for part in self.held_out])}, with ratios "
-                  f"{milli(columns[0])}, without {milli(columns[1])}; sd with / without, ESS ≥ {MIN_ESS} "
+            print(f"  X along {name}: truth {milli([dot_named(part, direction) for part in self.held_out])}, "
+                  f"with ratios {milli(columns[0])}, without {milli(columns[1])}; sd with / without, ESS ≥ {MIN_ESS} "
                   f"({len(large)}): {deviations[0] / deviations[1]:.2f}", flush=True)  # fmt: skip
 
 
 class Corrections(InterventionsProbe):
     """Compares each intervention's predicted change with the difference of AdamW's steps times the truth."""
 
-    def __init__(self, run: Frozen, truth: Truth, names: Sequence[str] = CORRECTIONS, state: int = -1) -> None:
+    def __init__(self, run: StateKeeper, truth: Truth, names: Sequence[str] = CORRECTIONS, state: int = -1) -> None:
         super().__init__(["none", *names], every=1, num_folds=8)
         self.run, self.truth, self.state = run, truth, state
         self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, estimate, truth, truth's error
@@ -169,7 +169,7 @@ class Corrections(InterventionsProbe):
         for correction, other in zip(self.which[1:], changed, strict=True):
             difference = {name: other[name] - made[name] for name in made}
             for quantity, parts in (("delta_h", self.truth.entropy), ("delta_reward", self.truth.reward)):
-                along = [inner(part, difference) for part in parts]
+                along = [dot_named(part, difference) for part in parts]
                 said = reading.predicted[f"intervention/{correction.name}/{quantity}"]
                 error = statistics.stdev(along) / math.sqrt(len(along))
                 self.cases.append((correction.name, quantity, said, statistics.fmean(along), error))
@@ -201,11 +201,11 @@ def milli(values: Sequence[float]) -> str:
     return f"{1e3 * statistics.fmean(values):.4g} ± {1e3 * error:.2g}"
 
 
-def inner(first: Named, other: Named) -> float:
+def dot_named(first: Named, other: Named) -> float:
     return sum(float((first[name].double() * other[name]).sum()) for name in other)
 
 
-def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
+def x_dot(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
     """Return ∂H_tok · direction, from the X rows of all folds."""
     assert change.rows is not None
     assert change.levels is not None
@@ -263,7 +263,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = Frozen()
+        run = StateKeeper()
         first = trainer_of(folder, [], options.state + 1, "itself")
         first.add_callback(run)
         first.train()
@@ -289,7 +289,7 @@ def main() -> None:
                 probe, probes, more = Divergence(), [], {"gradient_accumulation_steps": 16}
             again = trainer_of(folder, [*probes, probe], options.batches, sampler, run.weights[options.state - lag],
                                seed=1, **more)  # fmt: skip
-            again.add_callback(Frozen((weights, run.optimizers[-1])))
+            again.add_callback(StateKeeper((weights, run.optimizers[-1])))
             again.train()
             probe.report()
             cases += probe.cases if options.what == "corrections" else []

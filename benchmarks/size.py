@@ -29,7 +29,7 @@ import rl_training.job.silence  # noqa: F401
 import torch
 from datasets import Dataset
 from default_task import Progress, default_trainer
-from other_samplers import Frozen
+from other_samplers import StateKeeper
 from peft import LoraConfig
 from sampler import Corrections, large_sample, print_cases
 from tqdm import tqdm
@@ -149,7 +149,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
     """Print how many intervals of INTERVENTIONS cover the true change, at each of STATES and over all."""
     cases = []
     with tempfile.TemporaryDirectory() as scratch:
-        run = Frozen()
+        run = StateKeeper()
         first = trainer_of(output, size, False, [], STATES[-1] + 1, scratch)
         first.add_callback(run)
         first.train()
@@ -158,7 +158,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
             truth = large_sample(first, sequences, seed=77, part_size=sequences // 8)
             probe = Corrections(run, truth, INTERVENTIONS, state)
             again = trainer_of(output, size, False, [SimpleEntropyProbe(num_folds=8), probe], batches, scratch)
-            again.add_callback(Frozen((run.weights[state], run.optimizers[state])))
+            again.add_callback(StateKeeper((run.weights[state], run.optimizers[state])))
             print(f"state {state}:", flush=True)
             again.train()
             probe.report()

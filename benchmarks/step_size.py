@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from step_size_rules import CLIPS, PACKAGES, SKIPS, Job, Rule, rule_of, set_to_evaluate, trainer_of
 from step_size_settings import FIRST, HELD_OUT, RESPONSES, SECOND, SETTINGS, SOME, Setting, model_folder, task_of
-from step_size_tables import compared, draw, print_tables, read_lines
+from step_size_tables import draw, paired_runs, print_tables, read_lines
 from transformers import TrainerCallback
 
 from rl_training import UserError
@@ -78,7 +78,7 @@ def second_part() -> list[Job]:
         *runs("few_prompts", "clip", "schedule_free", rates=SOME),
         *(job for name in ("few_prompts", "reuse", "sgd", "muon", "lora") for job in old_setting_again(name)),
         *runs("reuse sgd muon", "linear", rates=SOME),
-        *(job for name in ("spelling", "sixty_steps", "lora_16") for job in beside(name)),
+        *(job for name in ("spelling", "sixty_steps", "lora_16") for job in other_rules(name)),
         *old_setting_again("gcd", SOME),
         *runs("gcd", "linear", rates=SOME),
         *old_setting_again("million"),
@@ -95,7 +95,7 @@ def old_setting_again(name: str, bounded_rates: slice = ALL) -> list[Job]:
     ]
 
 
-def beside(name: str) -> list[Job]:
+def other_rules(name: str) -> list[Job]:
     return [*prodigy(name), *runs(name, *BESIDE, rates=SOME)]
 
 
@@ -116,9 +116,9 @@ def evaluate(setting: Setting, task: Task, model: Any, tokenizer: Any, first: An
     policy = CheckpointPolicy(model.eval(), tokenizer, None, 1.0, setting.tokens)
     [responses] = list(generate_responses(policy, task, make_batches(range(HELD_OUT), RESPONSES, False, 10**6), 0, {}))
     rewards = torch.tensor([response.reward for response in responses]).view(HELD_OUT, RESPONSES)
-    compared = dataclasses.replace(policy, reference=first)
+    with_reference = dataclasses.replace(policy, reference=first)
     quarter = make_batches(range(0, HELD_OUT, 4), RESPONSES, False, 10**6)
-    [some] = list(generate_responses(compared, task, quarter, 0, {}))
+    [some] = list(generate_responses(with_reference, task, quarter, 0, {}))
     return {
         "reward": float(rewards.mean()),
         "pass8": float((rewards == 1.0).any(dim=1).float().mean()),
@@ -187,7 +187,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = read_lines(options.output)
     if options.table:
-        new, old = ([name for name in part if all(compared(lines, name, "bounded"))] for part in (SECOND, FIRST))
+        new, old = ([name for name in part if all(paired_runs(lines, name, "bounded"))] for part in (SECOND, FIRST))
         if not new + old:
             parser.error(f"{options.output} has no setting with runs of both fixed and bounded: do the runs first")
         print_tables(lines, new, old)

@@ -27,7 +27,7 @@ def read_lines(output: Path) -> Lines:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
+def select(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
     """Return the lines that have these values. A set means any of its values."""
     return [
         line
@@ -39,29 +39,29 @@ def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
 def by_rate(lines: Lines, measure: str) -> dict[float, float]:
     """Return, for each start rate, the mean of a measure over seeds."""
     rates = sorted({line["rate"] for line in lines})
-    return {rate: statistics.fmean(line[measure] for line in chosen(lines, rate=rate)) for rate in rates}
+    return {rate: statistics.fmean(line[measure] for line in select(lines, rate=rate)) for rate in rates}
 
 
 def untrained(lines: Lines, setting: str) -> Mapping[str, Any]:
-    return chosen(lines, setting=setting, rule="untrained")[0]
+    return select(lines, setting=setting, rule="untrained")[0]
 
 
 def collapsed(lines: Lines, setting: str, rule: str) -> list[Mapping[str, Any]]:
     """Return the collapsed runs of a rule in a setting."""
     least = untrained(lines, setting)["reward"] - COLLAPSE
-    return [run for run in chosen(lines, setting=setting, rule=rule) if run["problem"] or run["reward"] < least]
+    return [run for run in select(lines, setting=setting, rule=rule) if run["problem"] or run["reward"] < least]
 
 
-def compared(lines: Lines, setting: str, rule: str) -> tuple[Lines, Lines]:
+def paired_runs(lines: Lines, setting: str, rule: str) -> tuple[Lines, Lines]:
     """Return the runs of `fixed` and those of a rule in a setting, restricted to the seeds that both have."""
-    fixed, others = (chosen(lines, setting=setting, rule=name) for name in ("fixed", rule))
+    fixed, others = (select(lines, setting=setting, rule=name) for name in ("fixed", rule))
     seeds = {line["seed"] for line in fixed} & {line["seed"] for line in others}
-    return chosen(fixed, seed=seeds), chosen(others, seed=seeds)
+    return select(fixed, seed=seeds), select(others, seed=seeds)
 
 
 def best_fixed(lines: Lines, setting: str, rule: str, measure: str) -> tuple[float, float]:
     """Return the best fixed rate and its measure, averaged over the seeds that the rule has."""
-    ends = by_rate(compared(lines, setting, rule)[0], measure)
+    ends = by_rate(paired_runs(lines, setting, rule)[0], measure)
     rate = max(ends, key=ends.__getitem__)
     return rate, ends[rate]
 
@@ -79,7 +79,7 @@ def print_judgement(lines: Lines, settings: Sequence[str], rule: str, measure: s
     print_header("setting", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
                  f"{rule}: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
     for setting in settings:
-        runs = compared(lines, setting, rule)
+        runs = paired_runs(lines, setting, rule)
         fixed, ends = (by_rate(part, measure) for part in runs)
         rate, best = best_fixed(lines, setting, rule, measure)
         mean, worst = statistics.fmean(ends.values()), min(ends.values())
@@ -92,7 +92,8 @@ def print_verdict(lines: Lines, settings: Sequence[str], rule: str, measure: str
     """Print whether the bar holds: worst start rates near the best fixed rate, mean regret, and collapsed runs."""
     regrets, shortfalls = [], []
     for setting in settings:
-        ends, (_, best) = by_rate(compared(lines, setting, rule)[1], measure), best_fixed(lines, setting, rule, measure)
+        ends = by_rate(paired_runs(lines, setting, rule)[1], measure)
+        _, best = best_fixed(lines, setting, rule, measure)
         regrets.append(round(best - statistics.fmean(ends.values()), 6))  # the bar is not missed by a bit of rounding
         shortfalls.append(round(best - min(ends.values()), 6))
     within, lost = sum(s <= NEAR for s in shortfalls), sum(len(collapsed(lines, name, rule)) for name in settings)
@@ -108,7 +109,7 @@ def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
     """Print each rule's mean and worst over the start rates that all rules have (prodigy: its d_coef), with seed 0."""
     print_header("setting", *(f"{rule}, mean / worst" for rule in RIVALS))
     for setting in settings:
-        ends = {rule: by_rate(chosen(lines, setting=setting, rule=rule, seed=0), "reward") for rule in RIVALS}
+        ends = {rule: by_rate(select(lines, setting=setting, rule=rule, seed=0), "reward") for rule in RIVALS}
         shared = set.intersection(*(set(end) for rule, end in ends.items() if end and rule != "prodigy"))
         cells = []
         for rule, end in ends.items():
@@ -121,9 +122,9 @@ def print_equal_cost(lines: Lines, settings: Sequence[str]) -> None:
     """Print a bounded run of five times the steps next to the best of five fixed rates."""
     print_header("setting: reward, pass@8, entropy", "best of five fixed rates", *LONGER)
     for setting in settings:
-        longer = {rule: chosen(lines, setting=setting, rule=rule) for rule in LONGER}
+        longer = {rule: select(lines, setting=setting, rule=rule) for rule in LONGER}
         if any(longer.values()):
-            fixed = chosen(lines, setting=setting, rule="fixed", seed=0)
+            fixed = select(lines, setting=setting, rule="fixed", seed=0)
             ends = [max(fixed, key=lambda run: run["reward"]), *(runs[0] for runs in longer.values() if runs)]
             print(row([setting, *(f"{e['reward']:.3f}, {e['pass8']:.3f}, {e['entropy']:.3f}" for e in ends)]))
 
@@ -133,8 +134,8 @@ def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
     print_header("setting", "entropy, untrained", "best fixed", rule, "KL to the first model, best fixed", rule,
                  "pass@8, best fixed", rule)  # fmt: skip
     for setting in settings:
-        fixed, bounded = compared(lines, setting, rule)
-        at_best = chosen(fixed, rate=best_fixed(lines, setting, rule, "reward")[0])
+        fixed, bounded = paired_runs(lines, setting, rule)
+        at_best = select(fixed, rate=best_fixed(lines, setting, rule, "reward")[0])
         cells: list[float] = [float(untrained(lines, setting)["entropy"])]
         for measure in ("entropy", "kl_to_first", "pass8"):
             cells += [statistics.fmean(run[measure] for run in runs) for runs in (at_best, bounded)]
@@ -144,11 +145,11 @@ def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
 def print_runs(lines: Lines, settings: Sequence[str]) -> None:
     """Print reward and pass@8 of every rule from every start rate, averaged over seeds."""
     for setting in settings:
-        rules = list(dict.fromkeys(line["rule"] for line in chosen(lines, setting=setting)))
-        rates = sorted({line["rate"] for line in chosen(lines, setting=setting)})
+        rules = list(dict.fromkeys(line["rule"] for line in select(lines, setting=setting)))
+        rates = sorted({line["rate"] for line in select(lines, setting=setting)})
         print_header(f"{setting}: reward / pass@8", *(f"{rate:g}" for rate in rates))
         for rule in rules:
-            runs = chosen(lines, setting=setting, rule=rule)
+            runs = select(lines, setting=setting, rule=rule)
             rewards, pass8 = (by_rate(runs, name) for name in ("reward", "pass8"))
             print(row([rule, *(f"{rewards[r]:.3f} / {pass8[r]:.3f}" if r in rewards else "–" for r in rates)]))
 
@@ -156,7 +157,7 @@ def print_runs(lines: Lines, settings: Sequence[str]) -> None:
 def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
     """Print all tables. The settings in the plan's second part are `new`, those in its first part are `old`."""
     for rule in BOUNDED:
-        settings = [name for name in (*new, *old) if all(compared(lines, name, rule))]
+        settings = [name for name in (*new, *old) if all(paired_runs(lines, name, rule))]
         parts = {"new settings": [name for name in settings if name in new], "all settings": settings}
         for measure in ("reward", "pass8"):
             print_judgement(lines, settings, rule, measure)
@@ -176,7 +177,7 @@ def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
     points, floors = [], []
     for setting in settings:
         for rule, name in names.items():
-            ends = by_rate(chosen(lines, setting=setting, rule=rule), "reward")
+            ends = by_rate(select(lines, setting=setting, rule=rule), "reward")
             points += [{"setting": setting, "rule": name, "rate": rate, "reward": end} for rate, end in ends.items()]
         floors.append({"setting": setting, "reward": untrained(lines, setting)["reward"]})
     axes = {
