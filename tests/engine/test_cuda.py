@@ -24,7 +24,7 @@ from peft import LoraConfig
 from replay import STEPS, ReplayTrainer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trainers import FEW, LORA, differing, ending, every_probe, trained_weights
+from trainers import FEW, LORA, differing, every_probe, outcome, trained_weights
 
 from rl_training import DrGRPOTrainer
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
@@ -83,7 +83,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
     for probes in ([], every_probe()):
         torch.manual_seed(0)  # of an adapter's weights
         trainer = make_trainer(probes=probes, use_cpu=device == "cpu", **FEW, **settings)
-        ends.append(ending(trainer))
+        ends.append(outcome(trainer))
     assert next(iter(trainer.model.parameters())).device.type == device
     assert differing(*ends) == []
     assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
@@ -126,7 +126,7 @@ def test_fold_gradients_in_host_memory_give_the_estimates_of_those_on_the_gpu(
         torch.manual_seed(0)  # of an adapter's weights
         probes = [SimpleEntropyProbe(per_sequence=True, offload=offload), GradientNoiseScaleProbe(split_prompts=1)]
         trainers.append(make_trainer(probes=probes, **settings))
-        ends.append(ending(trainers[-1]))
+        ends.append(outcome(trainers[-1]))
     here, there = trainers
     assert differing(*ends) == []
     for name in ("forward", "backward", "part/momentum", "forward_sequence"):

@@ -16,7 +16,7 @@ from plain_loop import loss_of, microbatches, scores_of
 from ranks_in_threads import on_two_ranks
 from shared_rollouts import MICROBATCH, G
 from torch import Tensor
-from trainers import FEW, SGD, SHAPE, differing, ending, trained_weights
+from trainers import FEW, SGD, SHAPE, differing, outcome, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
@@ -233,8 +233,8 @@ def test_the_kl_target_scales_with_the_square_of_the_schedules_factor(make_train
 
 def test_probes_do_not_change_a_bounded_training(make_trainer: Callable[..., Any]) -> None:
     settings = FEW | {"target_kl_share": SHARE, "learning_rate": 1e-2, "max_steps": 3}
-    bare = ending(make_trainer(**settings))
-    measured = ending(make_trainer(probes=[SimpleEntropyProbe(num_folds=2)], **settings))
+    bare = outcome(make_trainer(**settings))
+    measured = outcome(make_trainer(probes=[SimpleEntropyProbe(num_folds=2)], **settings))
     assert differing(bare, measured) == []
 
 

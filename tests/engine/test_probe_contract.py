@@ -12,7 +12,7 @@ import plain_loop
 import pytest
 import torch
 from layouts import OPTIONS, model_of
-from plain_loop import CLIP, Action, nothing
+from plain_loop import CLIP, Action, no_action
 from shared_rollouts import MICROBATCH, G
 
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
@@ -62,11 +62,11 @@ def loop_with(*probes: Probe) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]
     return model, optimizer, measured
 
 
-def counted(late: Action = nothing) -> tuple[list[dict[str, Estimate]], Counting, Counting]:
+def counted(before_optimizer: Action = no_action) -> tuple[list[dict[str, Estimate]], Counting, Counting]:
     """Return the estimates of three steps, a probe that predicts, and one that does not."""
     predicting, measuring = Counting("predicting", Need.ENTROPY_GRADIENT), Counting("measuring")
     model, optimizer, measured = loop_with(predicting, measuring)
-    return train(model, optimizer, measured, late=late), predicting, measuring
+    return train(model, optimizer, measured, before_optimizer=before_optimizer), predicting, measuring
 
 
 def wrong_at(step: int) -> Action:
@@ -103,7 +103,7 @@ def test_a_step_that_fails_verification_discards_predictions_and_their_state_alo
 def test_a_step_that_fails_verification_leaves_no_error_bar() -> None:
     """The third step's error is averaged with that of the first step only."""
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
-    answers = train(model, optimizer, measured, late=wrong_at(2))
+    answers = train(model, optimizer, measured, before_optimizer=wrong_at(2))
     first, third = (float(answers[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
     expected = math.sqrt((0.25 * first**2 + third**2) / 1.25)
     assert answers[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
@@ -118,7 +118,7 @@ def test_a_training_that_fails_in_its_first_step_leaves_no_state_for_the_next() 
         raise RuntimeError("a mistake of the loop's")
 
     with pytest.raises(RuntimeError, match="a mistake of the loop's"):
-        train(model, optimizer, measured, late=fail)
+        train(model, optimizer, measured, before_optimizer=fail)
     answers = train(model, optimizer, measured, steps=1)
     assert math.isfinite(answers[0]["delta_h/forward"].value)
     assert measured.state_dict()["simple"]
@@ -144,7 +144,7 @@ def test_probes_keep_no_reference_to_a_finished_training() -> None:
         if not inner[2].latest:
             assert repr(train(*inner, steps=2)) == repr(alone)
 
-    assert repr(train(*loop_with(*probes), steps=2, late=train_inner)) == repr(alone)
+    assert repr(train(*loop_with(*probes), steps=2, before_optimizer=train_inner)) == repr(alone)
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_with_the_name_of_its_probe() -> None:

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from simple_twin import Answers, Recorder, Twin, per_sequence, per_token
 from torch import Tensor
-from trainers import Ending, differing, ending
+from trainers import Outcome, differing, outcome
 from trl import GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
@@ -139,14 +139,14 @@ TURNS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Ending, Any, GRPOTrainer]:
+def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Outcome, Any, GRPOTrainer]:
     """Train two steps of 8 or 4 prompts with 4 responses each."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")
     with contextlib.nullcontext() if kind == "tool" else experimental:
         trainer = make_trainer(
-            DrGRPOTrainer if kind == "tool" else GRPOTrainer, dtype=torch.float64, beside=TURNS[kind],
+            DrGRPOTrainer if kind == "tool" else GRPOTrainer, dtype=torch.float64, trainer_arguments=TURNS[kind],
             reward=lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
             train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=calling_tokenizer(),
             per_device_train_batch_size=4, gradient_accumulation_steps=8 if kind == "tool" else 4,
@@ -155,7 +155,7 @@ def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) ->
     if kind == "tool":
         trainer.attachment.remove()
     attachment = attach(trainer, probes=probes, whole_prompts=True)
-    return ending(trainer), attachment, trainer
+    return outcome(trainer), attachment, trainer
 
 
 @pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False), ("rollout_func", False)])

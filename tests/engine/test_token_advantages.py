@@ -10,7 +10,7 @@ import torch
 from own_losses import PLAIN
 from seen import Seen
 from torch import Tensor
-from trainers import differing, ending, graded
+from trainers import differing, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
@@ -97,9 +97,9 @@ def test_equal_advantages_on_all_tokens_are_response_level_advantages(make_train
 
 
 def test_training_with_token_advantages_and_probes_is_bitwise_training_without_probes(make_trainer: Any) -> None:
-    bare = ending(make_trainer(OfTokens, **STEP))
+    bare = outcome(make_trainer(OfTokens, **STEP))
     with attach(probed := make_trainer(OfTokens, **STEP), probes=probes(), whole_prompts=False):
-        assert differing(ending(probed), bare) == []
+        assert differing(outcome(probed), bare) == []
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

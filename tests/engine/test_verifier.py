@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import OPTIONS, model_of
-from plain_loop import CLIP, Action, nothing, train
+from plain_loop import CLIP, Action, no_action, train
 from shared_rollouts import G
 
 from rl_training import Estimate, measured_loop
@@ -23,7 +23,7 @@ SIZE, COUNT = G, 4
 
 
 def estimates(
-    after: Action = nothing,
+    after: Action = no_action,
     dtype: torch.dtype = torch.float32,
     rate: float = 3e-4,
     probes: Any = None,
@@ -49,10 +49,10 @@ def estimates(
     )  # fmt: skip
 
     def behind(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        wrong.get("late", nothing)(model, optimizer)
+        wrong.get("before_optimizer", no_action)(model, optimizer)
         handle = optimizer.register_step_post_hook(lambda *_: (after(model, optimizer), handle.remove()))
 
-    return train(model, optimizer, measured, 2, size=SIZE, count=COUNT, **wrong | {"late": behind})
+    return train(model, optimizer, measured, 2, size=SIZE, count=COUNT, **wrong | {"before_optimizer": behind})
 
 
 def each_gradient(change: Callable[[torch.Tensor], torch.Tensor]) -> Action:
@@ -91,16 +91,16 @@ def doubled_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "a GradScaler that has not unscaled": {
         "backward": lambda loss: (1024.0 * loss).backward(),
-        "late": each_gradient(lambda g: g / 1024.0),
+        "before_optimizer": each_gradient(lambda g: g / 1024.0),
     },
     "a promised clip that is not made": {"clip": None},
     "a tighter clip than was promised": {"clip": CLIP / 10.0},
     "backward twice": {"backward": lambda loss: [loss.backward(retain_graph=True) for _ in range(2)]},
     "zero_grad between microbatches": {"between": no_gradients},
     "gradients reversed before the probes": {"ready": each_gradient(torch.neg)},
-    "gradients reversed behind them": {"late": each_gradient(torch.neg)},
-    "another learning rate": {"late": another_rate},
-    "a second optimizer": {"late": another_optimizer},
+    "gradients reversed behind them": {"before_optimizer": each_gradient(torch.neg)},
+    "another learning rate": {"before_optimizer": another_rate},
+    "a second optimizer": {"before_optimizer": another_optimizer},
     "zero_grad forgotten": {"zero_grad": False},
     "weights edited between microbatches": {"between": each_weight(lambda weight: 1.01 * weight)},
     "weights edited before the probes": {"ready": each_weight(lambda weight: 1.01 * weight)},
@@ -126,7 +126,7 @@ class ExactShares:
     def __init__(self) -> None:
         self.found: list[tuple[float, dict[str, float]]] = []
 
-    def late(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def before_optimizer(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         self.before = {name: param.detach().double() for name, param in model.named_parameters()}
         group, self.intended = optimizer.param_groups[0], {}
         for name, param in model.named_parameters():
@@ -153,7 +153,7 @@ def test_the_sampled_surviving_share_of_a_bf16_update_is_within_a_hundredth_of_t
 ) -> None:
     monkeypatch.setattr(verifier, "MAX_SAMPLED", 2**14)  # of 105,000 weights
     exact = ExactShares()
-    steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
+    steps = estimates(dtype=torch.bfloat16, rate=rate, before_optimizer=exact.before_optimizer, after=exact.after)
     for step, (whole, by_layer) in zip(steps, exact.found, strict=True):
         assert step["update/surviving_share"].value == pytest.approx(whole, abs=0.01)
         least = step["update/surviving_share/least"]
@@ -176,9 +176,9 @@ def round_at_random(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 WRONG_IN_BF16: dict[str, dict[str, Any]] = {
-    "another rounding": {"late": round_at_random},
-    "another learning rate": {"late": another_rate},
-    "garbage": {"late": each_weight(torch.randn_like)},
+    "another rounding": {"before_optimizer": round_at_random},
+    "another learning rate": {"before_optimizer": another_rate},
+    "garbage": {"before_optimizer": each_weight(torch.randn_like)},
 }
 
 
@@ -200,7 +200,7 @@ def test_fold_norms_alone_are_also_checked_against_the_gradient_of_the_step(name
 
 
 def test_weights_that_become_nan_are_not_the_step_of_the_optimizer() -> None:
-    first, _ = estimates(late=each_weight(lambda weight: torch.full_like(weight, math.nan)))
+    first, _ = estimates(before_optimizer=each_weight(lambda weight: torch.full_like(weight, math.nan)))
     assert first["step/formula_error"].value == math.inf
     assert first["delta_h/forward"].code == "not_the_formula"
 
@@ -230,9 +230,9 @@ def other_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
 WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
     "nothing": ({}, None),
     "a second optimizer behind it": ({"after": other_weights}, EDITED_AFTER_STEP),
-    "a second optimizer before it": ({"late": other_weights}, EDITED_BEFORE_STEP),
+    "a second optimizer before it": ({"before_optimizer": other_weights}, EDITED_BEFORE_STEP),
     "edited behind it": ({"after": each_weight(lambda weight: 1.01 * weight)}, EDITED_AFTER_STEP),
-    "edited before it": ({"late": each_weight(lambda weight: 1.01 * weight)}, EDITED_BEFORE_STEP),
+    "edited before it": ({"before_optimizer": each_weight(lambda weight: 1.01 * weight)}, EDITED_BEFORE_STEP),
 }
 
 
@@ -275,7 +275,7 @@ def test_a_step_that_fails_verification_has_no_backward_estimate_and_is_in_no_me
     def as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 3e-4
 
-    wrong, right = estimates(late=first_only, after=as_before)
+    wrong, right = estimates(before_optimizer=first_only, after=as_before)
     assert math.isnan(wrong["delta_h/forward"].value)
     assert right["delta_h/backward"].code == "not_the_formula"
     name = "intervention/lr:0.5/"

@@ -47,7 +47,7 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
         **PLAIN | {"max_completion_length": plan.options.max_completion_length},
         temperature=plan.options.temperature,
         reward=task.reward,
-        beside={"eval_dataset": task.eval_dataset},
+        trainer_arguments={"eval_dataset": task.eval_dataset},
     )
     trainer.model.train()
     before = trained_weights(trainer)
@@ -80,7 +80,7 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
             reward=[graded, length],
             reward_weights=[2.0, -0.5],
             peft_config=LoraConfig(**LORA),
-            beside={"eval_dataset": arithmetic(num_train=8, num_eval=8).eval_dataset},
+            trainer_arguments={"eval_dataset": arithmetic(num_train=8, num_eval=8).eval_dataset},
         )
 
     trainer, folder = make(), tmp_path / "run"

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
 from replay import ReplayTrainer
-from same_estimates import differences, of_records, too_far, unknown_to_a_loop
+from same_estimates import above_limit, differences, of_records, unknown_to_a_loop
 from seen import Seen
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
@@ -157,7 +157,7 @@ def test_attach_and_the_plain_loop_give_the_same_estimates(
     trained(*new_loop(probes(), records=Records(tmp_path / "by_hand"), dr_grpo=True))
     assert {name.split("/")[0] for name in exact} >= {"delta_h", "gns", "ess", "covariance"}
     assert max(exact.values()) < 1e-9
-    assert too_far(off_from(tmp_path / "attach", tmp_path / "by_hand"), 2e-5) == {}
+    assert above_limit(off_from(tmp_path / "attach", tmp_path / "by_hand"), 2e-5) == {}
 
 
 class Drawing(Probe):
@@ -228,7 +228,7 @@ def test_entropies_that_the_loop_does_not_pass_come_from_the_scorer(tmp_path: Pa
     """Without dropout, the training pass and another forward pass give the same entropies."""
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
-    assert too_far(off_from(tmp_path / "own", tmp_path / "scorer")) == {}
+    assert above_limit(off_from(tmp_path / "own", tmp_path / "scorer")) == {}
 
 
 def test_a_resumed_loop_gives_the_estimates_of_an_uninterrupted_one(tmp_path: Path) -> None:

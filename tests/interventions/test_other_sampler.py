@@ -60,7 +60,7 @@ def test_effects_of_corrections_are_relative_to_the_step_taken(make_trainer: Cal
     probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
     simple = SimpleEntropyProbe(num_folds=4)
     stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
-    settings = {"beside": {"rollout_func": stale}, "learning_rate": 1e-3, "max_steps": 3}
+    settings = {"trainer_arguments": {"rollout_func": stale}, "learning_rate": 1e-3, "max_steps": 3}
     trainer = make_trainer(probes=[simple, probe], **settings)
     trainer.train()
     estimates = trainer.attachment.latest

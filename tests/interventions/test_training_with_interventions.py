@@ -23,10 +23,10 @@ from trainers import (
     SGD,
     SHAPE,
     SHORT_LAST_STEP,
-    bare_ending,
     differing,
-    ending,
     graded,
+    outcome,
+    outcome_without_probes,
     trained_weights,
 )  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_training_with_a_correction_equals_training_with_trls_own(
         settings |= dict(
             zip(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), bounds, strict=True)
         )
-    common = SHAPE | SGD | {"beside": {"rollout_func": STALE}}
+    common = SHAPE | SGD | {"trainer_arguments": {"rollout_func": STALE}}
     probe = Says()
     ours = change_by(make_trainer, **common, interventions=[name])
     theirs = change_by(make_trainer, LikeVLLM, **common | settings, probes=[probe])
@@ -221,7 +221,7 @@ def test_predictions_are_for_the_loss_changed_by_the_intervention(make_trainer: 
 
 def test_training_with_intervention_none_is_bitwise_plain_training(make_trainer: Callable[..., Any]) -> None:
     """On-policy, interventions on ratios change nothing either, and a message says so."""
-    assert differing(ending(make_trainer(**SHAPE)), ending(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
+    assert differing(outcome(make_trainer(**SHAPE)), outcome(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_custom_function_may_draw_and_write_in_place(make_trainer: Callable[..
     )
     probe = InterventionsProbe([f"{tmp_path}/mine.py:drawing", "psr"], every=1, num_folds=8)
     trainer = make_trainer(probes=[probe])
-    assert differing(ending(trainer), bare_ending()) == []
+    assert differing(outcome(trainer), outcome_without_probes()) == []
     assert trainer.attachment.latest["intervention/drawing/delta_h"].value != 0.0
     probe = Weights()
     settings = SHAPE | {"max_steps": 1}

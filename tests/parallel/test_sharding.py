@@ -10,7 +10,7 @@ import forks
 import layouts
 import pytest
 import torch
-from same_estimates import differences, too_far
+from same_estimates import above_limit, differences
 
 from rl_training.probes.gns import SPLIT
 
@@ -86,7 +86,7 @@ def test_estimates_equal_those_of_one_process_with_the_same_folds(trained, name:
         rows_of_runs = [{key: row for key, row in rows.items() if "bonus" not in key[1]} for rows in rows_of_runs]
     off = differences(*rows_of_runs)
     assert len(off) > 40  # something is measured
-    assert too_far(off, tolerance) == {}
+    assert above_limit(off, tolerance) == {}
 
 
 def test_process_groups_are_released_after_training_and_made_only_where_needed(trained) -> None:

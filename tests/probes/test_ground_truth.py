@@ -19,7 +19,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from seen import Kept, Seen
 from torch import Tensor
-from trainers import FEW, L_MAX, differing, ending, trainer_maker
+from trainers import FEW, L_MAX, differing, outcome, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -205,11 +205,11 @@ def train_twice(rank: int, out: Path) -> None:
         return ctx.policy.sample(13, ctx.step.number).prompt_index.tolist()
 
     shares, validated = AtEveryStep(share), Validated(13)
-    plain = ending(make(**FEW))
+    plain = outcome(make(**FEW))
     trainer = make(probes=[shares, validated], **FEW)
     said = {
         "world_size": trainer.accelerator.num_processes,
-        "differing": differing(plain, ending(trainer)),
+        "differing": differing(plain, outcome(trainer)),
         "shares": shares.given,
         "answers": [{name: e.value for name, e in answers.items() if name in METRICS} for answers in validated.all],
         "validated": validated.kept,

@@ -228,7 +228,7 @@ def test_numerics_are_rounding_alone_where_only_the_batch_shape_differs(make_tra
 def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
     probe = Says()
     stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
-    trainer = make_trainer(probes=[probe], max_steps=3, beside={"rollout_func": stale}, learning_rate=1e-3)
+    trainer = make_trainer(probes=[probe], max_steps=3, trainer_arguments={"rollout_func": stale}, learning_rate=1e-3)
     trainer.train()
     first, _, third = probe.all
     assert first["sampler/kl"].value < 1e-9  # its weights are still the policy's
@@ -244,7 +244,7 @@ def test_placeholder_zero_log_probabilities_are_not_used_as_ratios(make_trainer:
         said = OtherSampler("own")(prompts, trainer)
         return said | {"logprobs": [[0.0] * len(logps) for logps in said["logprobs"]]}
 
-    trainer = make_trainer(probes=["simple"], max_steps=1, beside={"rollout_func": with_zeros})
+    trainer = make_trainer(probes=["simple"], max_steps=1, trainer_arguments={"rollout_func": with_zeros})
     trainer.train()
     assert trainer.attachment.latest["delta_h/forward"].code == "placeholder_logps"
 
@@ -253,7 +253,7 @@ def test_placeholder_zero_log_probabilities_are_not_used_as_ratios(make_trainer:
 def test_the_kl_to_a_rounded_sampler_equals_that_of_both_models_in_float64(make_trainer: Any, name: str) -> None:
     """The reference scores each response with both models, without padding."""
     probe = Says()
-    trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
+    trainer = make_trainer(probes=[probe], max_steps=1, trainer_arguments={"rollout_func": OtherSampler(name)})
     weights_before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     seen = probe.steps[0].batch.rollout

@@ -144,7 +144,7 @@ def test_the_split_by_cause_layer_and_kind_equals_the_plain_twin(causes) -> None
         # In momentum's P, one fold's noise stands for any fold's. This is least exact for a young v, as here.
         for cause, part in whole.items():
             moved = without[cause].expand_as(twin.without)
-            stderr = twin.stderr(moved, statistic, whole=part, moved=moved)
+            stderr = twin.stderr(moved, statistic, whole=part, leave_out_updates=moved)
             assert answer[f"delta_h/part/{cause}{suffix}"].stderr == pytest.approx(stderr, rel=0.1), cause
 
 

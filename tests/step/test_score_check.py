@@ -20,7 +20,7 @@ from ranks_in_threads import on_two_ranks
 from seen import Seen
 from shared_rollouts import MICROBATCH, G
 from torch import Tensor
-from trainers import FEW, differing, ending
+from trainers import FEW, differing, outcome
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
@@ -230,7 +230,7 @@ def test_a_training_with_noise_on_embeddings_is_measured(make_trainer: Any) -> N
     for probes in ([], [SimpleEntropyProbe()]):
         trainer = make_trainer(GRPOTrainer, neftune_noise_alpha=5.0, **FEW)
         with attach(trainer, probes=probes, whole_prompts=True) as attachment:
-            weights.append(ending(trainer))
+            weights.append(outcome(trainer))
     assert differing(*weights) == []
     assert math.isfinite(attachment.latest["delta_h/forward"].value), attachment.latest["delta_h/forward"].reason
 

@@ -49,7 +49,7 @@ def loss_of(logps: Tensor, part: Rollout, microbatches: int) -> Tensor:
     return -total / (len(logps) * L_MAX) / microbatches
 
 
-def nothing(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def no_action(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Do nothing: a correct loop does nothing between its parts."""
 
 
@@ -67,9 +67,9 @@ def train(
     forward: Callable[[Any, Rollout], tuple[Tensor, Tensor]] = scores_of,
     sampler: Callable[[Tensor, Tensor], Tensor] | None = None,  # (policy's log-probabilities, tokens) → the sampler's
     backward: Callable[[Tensor], object] = Tensor.backward,
-    between: Action = nothing,  # between two microbatches
-    ready: Action = nothing,  # after the last backward, before the probes see the gradient
-    late: Action = nothing,  # between the probes and the optimizer
+    between: Action = no_action,  # between two microbatches
+    ready: Action = no_action,  # after the last backward, before the probes see the gradient
+    before_optimizer: Action = no_action,  # between the probes and the optimizer
 ) -> list[dict[str, Estimate]]:
     """Train, and return the estimates of each step."""
     answers = []
@@ -87,7 +87,7 @@ def train(
                 measured.gradients_ready()
                 if clip is not None:
                     metrics["grad_norm"] = clip_grad_norm_(model.parameters(), clip)
-                late(model, optimizer)
+                before_optimizer(model, optimizer)
                 optimizer.step()
                 if zero_grad:
                     optimizer.zero_grad()

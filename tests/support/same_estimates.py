@@ -46,12 +46,12 @@ def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict
     return largest
 
 
-def too_far(off: Mapping[str, float], limit: float = 1e-5) -> dict[str, float]:
+def above_limit(by_name: Mapping[str, float], limit: float = 1e-5) -> dict[str, float]:
     """Return the differences above a limit. It is ten times as high for noise scale, `reuse` and measured change.
 
     In the noise scale most of |G|² cancels, and norms are fp32. In the first steps Adam's v is close to 0, and rounding
     errors of the gradient, which depend on the processor, are divided by it. A measured change is a difference of two
     scorings in fp32.
     """
-    rough = {name for name in off if "/reuse" in name or name.startswith(("gns/", "measured/"))}
-    return {name: value for name, value in off.items() if value > (10 * limit if name in rough else limit)}
+    rough = {name for name in by_name if "/reuse" in name or name.startswith(("gns/", "measured/"))}
+    return {name: value for name, value in by_name.items() if value > (10 * limit if name in rough else limit)}

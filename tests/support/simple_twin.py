@@ -197,7 +197,7 @@ class Twin:
         lr, (beta1, beta2), eps = self.step.hyperparameters.values()
         v = (beta2 * exp_avg_sq + (1 - beta2) * gradients**2) / (1 - beta2 ** (step + 1))
         scale = -lr / (1 - beta1 ** (step + 1)) / (v.sqrt() + eps)
-        decay = -lr * self.of_each(self.step.weight_decay) * self.step.parameters
+        decay = -lr * self.expand(self.step.weight_decay) * self.step.parameters
         gradient = scale * (1 - beta1) * gradients
         return {"momentum": scale * beta1 * exp_avg, "gradient": gradient, "decay": decay}
 
@@ -217,14 +217,14 @@ class Twin:
         optimizer.step()
         return tables[0] - self.step.parameters
 
-    def of_each(self, numbers: Iterable[float]) -> Tensor:
+    def expand(self, numbers: Iterable[float]) -> Tensor:
         """Expand one number per parameter tensor to all of its entries, (P,)."""
         sizes = self.step.sizes.values()
         return torch.cat([torch.full((size,), float(x)).double() for x, size in zip(numbers, sizes, strict=True)])
 
     def named(self, word: str) -> Tensor:
         """Return (P,): 1 in the parameters whose names contain this word, 0 in all others."""
-        return self.of_each(word in name for name in self.step.sizes)
+        return self.expand(word in name for name in self.step.sizes)
 
     @property
     def level(self) -> float:
@@ -256,7 +256,7 @@ class Twin:
         statistic: Any,
         previous: Tensor | None = None,
         whole: Tensor | None = None,
-        moved: Tensor | None = None,
+        leave_out_updates: Tensor | None = None,
     ) -> float:
         """Return the delete-one-fold jackknife error, with δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ.
 
@@ -264,11 +264,11 @@ class Twin:
             without: For each fold k the update δθ_(−k) that X_k is multiplied with.
             previous: The update of the previous step. If given, the error is that of ½(forward + backward).
             whole: δθ of a part of the step. None means the whole step.
-            moved: δθ_(−l) by fold l, for the same part.
+            leave_out_updates: δθ_(−l) by fold l, for the same part.
         """
         values = []
         base = self.products(without) - self.products(self.update if whole is None else whole)
-        for out, update in enumerate(self.update_without if moved is None else moved):
+        for out, update in enumerate(self.update_without if leave_out_updates is None else leave_out_updates):
             products = base + self.products(update)
             if previous is not None:
                 products = 0.5 * (products + self.products(previous))

@@ -78,7 +78,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         reward: Any = None,
         train_dataset: Any = None,
         processing_class: Any = None,
-        beside: dict[str, Any] | None = None,  # further arguments of the trainer
+        trainer_arguments: dict[str, Any] | None = None,  # further arguments of the trainer
         **settings: Any,
     ) -> GRPOTrainer:
         task = _task()
@@ -108,7 +108,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             optimizers=optimizers,
             peft_config=peft_config,
             **(extra if issubclass(trainer_class, DrGRPOTrainer) else {}),
-            **(beside or {}),
+            **(trainer_arguments or {}),
         )
         trainer.remove_callback(PrinterCallback)  # it would print hundreds of log lines
         return trainer
@@ -127,7 +127,7 @@ def logged_numbers(trainer: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
 
 
-class Ending(NamedTuple):
+class Outcome(NamedTuple):
     """The outcome of a training. No probe may change a bit of it."""
 
     weights: dict[str, Tensor]
@@ -135,7 +135,7 @@ class Ending(NamedTuple):
     logs: list[dict[str, Any]]  # TRL's log lines on losses, rewards and responses, by step
 
 
-def ending(trainer: GRPOTrainer) -> Ending:
+def outcome(trainer: GRPOTrainer) -> Outcome:
     """Train, and return the outcome."""
     trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -143,11 +143,13 @@ def ending(trainer: GRPOTrainer) -> Ending:
     streams["python"] = torch.tensor(random.getstate()[1])
     of_trl = ("loss", "reward", "completions")
     logs = [{k: v for k, v in row.items() if k.startswith(of_trl)} for row in trainer.state.log_history[:-1]]
-    return Ending(weights, streams, logs)
+    return Outcome(weights, streams, logs)
 
 
 @functools.cache
-def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool = False, **settings: Any) -> Ending:
+def outcome_without_probes(
+    trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool = False, **settings: Any
+) -> Outcome:
     """Return the outcome of a training without probes. Tests with the same settings in a process share one training.
 
     Args:
@@ -156,10 +158,10 @@ def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool 
     """
     with tempfile.TemporaryDirectory() as folder:
         peft_config = LoraConfig(**LORA) if lora else None
-        return ending(trainer_maker(Path(folder))(trainer_class, peft_config=peft_config, **settings))
+        return outcome(trainer_maker(Path(folder))(trainer_class, peft_config=peft_config, **settings))
 
 
-def differing(first: Ending, other: Ending) -> list[str]:
+def differing(first: Outcome, other: Outcome) -> list[str]:
     """Return the names of everything that differs in any bit; empty if the probes changed nothing."""
     assert first.weights.keys() == other.weights.keys()
     tensors = [(a.weights | a.random_numbers) for a in (first, other)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from seen import Seen
-from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, graded, trainer_maker
+from trainers import FEW, SHORT_LAST_STEP, differing, graded, outcome, outcome_without_probes, trainer_maker
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -93,7 +93,7 @@ def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_train
     settings = {"max_steps": 2}
     trainer = make_trainer(GRPOTrainer, **settings)
     with attach(trainer, probes=[SimpleEntropyProbe()], metrics="all", whole_prompts=False):
-        assert differing(ending(trainer), bare_ending(GRPOTrainer, **settings)) == []
+        assert differing(outcome(trainer), outcome_without_probes(GRPOTrainer, **settings)) == []
     logged = {key for row in trainer.state.log_history for key in row}
     assert {"probe_cost/simple_seconds", "probe_cost/fraction_of_step"} <= logged
     assert {"entropy/token", "delta_h/reuse", "delta_h/backward", "delta_h/forward_se"} <= logged
@@ -468,7 +468,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_treated_as_frozen
         trainer.attachment.remove()
         attached = [SimpleEntropyProbe(), GradientNoiseScaleProbe()] if probes is None else probes
         with attach(trainer, probes=[*attached, witness] if attached else [], whole_prompts=True) as attachment:
-            parameters.append(ending(trainer).weights)
+            parameters.append(outcome(trainer).weights)
             latest.append(dict(attachment.latest))
         if trained and attached:
             step = witness.steps[-1]

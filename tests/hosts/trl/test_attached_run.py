@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
-from trainers import FEW, differing, ending, trainer_maker
+from trainers import FEW, differing, outcome, trainer_maker
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
@@ -373,9 +373,9 @@ def test_the_versions_called_tested_are_those_of_the_constraints_file() -> None:
     ids=str,
 )
 def test_where_row_order_changes_more_than_rounding_the_default_keeps_trls_order(make_trainer, settings: Any) -> None:
-    expected, differs = ending(make_trainer(**PLAIN, **settings)), []
+    expected, differs = outcome(make_trainer(**PLAIN, **settings)), []
     for chosen in ({}, {"whole_prompts": True}):
         trainer = make_trainer(**PLAIN, **settings)
         with attach(trainer, probes="ess", **chosen):
-            differs.append(bool(differing(ending(trainer), expected)))
+            differs.append(bool(differing(outcome(trainer), expected)))
     assert differs == [False, True]

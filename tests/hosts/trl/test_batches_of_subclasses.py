@@ -10,7 +10,7 @@ import torch
 from own_losses import PLAIN, DrawsAgain, KeepsSome, Replay
 from seen import Seen
 from torch import Tensor
-from trainers import differing, ending, graded
+from trainers import differing, graded, outcome
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -292,9 +292,9 @@ def test_training_on_another_batch_is_bitwise_the_training_without_probes(make_t
         kinds = {"replay": Replay, "drawn again": DrawsAgain}
         return make_trainer(kinds[kind], **STEP | {"gradient_accumulation_steps": 4})
 
-    bare = ending(trainer())
+    bare = outcome(trainer())
     with attach(probed := trainer(), probes=probes(), whole_prompts=False):
-        assert differing(ending(probed), bare) == []
+        assert differing(outcome(probed), bare) == []
 
 
 # --- responses by their tokens ----------------------------------------------------------------------------------------

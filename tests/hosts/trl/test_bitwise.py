@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from trainers import LORA, bare_ending, differing, ending, every_probe, graded
+from trainers import LORA, differing, every_probe, graded, outcome, outcome_without_probes
 
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
 
@@ -32,11 +32,11 @@ def test_training_with_every_probe_is_bitwise_training_without_probes(
     make_trainer: Callable[..., Any], kind: str
 ) -> None:
     settings = SHORT | KINDS[kind]
-    bare = bare_ending(**settings)
+    bare = outcome_without_probes(**settings)
     peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None
     num_folds = settings["per_device_train_batch_size"]  # there are four microbatches of one or two prompts
     more = [InterventionsProbe(["psr", "bonus"], every=1), TokenClassesProbe(every=1)]
     probes = [*every_probe(num_folds=num_folds, offload=True), *more]
     trainer = make_trainer(probes=probes, peft_config=peft_config, **settings)
-    assert differing(ending(trainer), bare) == []
+    assert differing(outcome(trainer), bare) == []
     assert len(trainer.attachment.latest) > 100

@@ -9,7 +9,7 @@ from typing import Any
 
 import forks
 import pytest
-from trainers import FEW, Ending, differing, ending, trainer_maker
+from trainers import FEW, Outcome, differing, outcome, trainer_maker
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -53,10 +53,10 @@ class Failing(Probe):
 
 
 @functools.cache
-def unmeasured() -> Ending:
+def unmeasured() -> Outcome:
     """Return the outcome of the training without probes."""
     with tempfile.TemporaryDirectory() as folder, attach(trainer_maker(Path(folder))(**PLAIN), probes=()) as bare:
-        return ending(bare._trainer)
+        return outcome(bare._trainer)
 
 
 class FailingBackward(TrainerCallback):
@@ -88,7 +88,7 @@ def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     if hook == "backward":
         trainer.add_callback(FailingBackward())
     with attach(trainer, tmp_path / "run", [Failing(hook), "simple"], strict=False) as attached:
-        assert differing(ending(attached._trainer), expected) == []
+        assert differing(outcome(attached._trainer), expected) == []
         assert not any(p._backward_hooks for p in attached._trainer.model.parameters())
     logs = tmp_path / "run" / "logs"
     whose = "" if hook == "backward" else "probe failing, "

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from seen import Seen
-from trainers import FEW, Ending, differing, ending
+from trainers import FEW, Outcome, differing, outcome
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, Qwen2Config
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import GRPOTrainer
@@ -83,7 +83,7 @@ def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
     return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 
-def trained(make_trainer: Any, probes: list[Any]) -> tuple[Ending, Any]:
+def trained(make_trainer: Any, probes: list[Any]) -> tuple[Outcome, Any]:
     model, processor = seeing()
     colours = [(40 * i % 256, 255 - 30 * i % 256, 90 * i % 256) for i in range(16)]
     rows = {
@@ -96,7 +96,7 @@ def trained(make_trainer: Any, probes: list[Any]) -> tuple[Ending, Any]:
         train_dataset=Dataset.from_dict(rows), **settings,
     )  # fmt: skip
     attachment = attach(trainer, probes=probes, whole_prompts=True)
-    return ending(trainer), attachment
+    return outcome(trainer), attachment
 
 
 def graded_texts(completions: list[Any], **kwargs: Any) -> list[float]:

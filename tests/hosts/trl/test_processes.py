@@ -19,7 +19,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from configs import QUICK, launched_program
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from same_estimates import differences, of_records, too_far
+from same_estimates import above_limit, differences, of_records
 
 from rl_training.hosts.trl.compatibility import (
     READABLE_STAGES,
@@ -94,7 +94,7 @@ def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
 
 def test_two_processes_give_the_estimates_of_one_from_the_same_rollouts(runs: Path) -> None:
     """This covers all values: δH, noise scale, sample sizes. δH's error bar may differ: see the documented limits."""
-    assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
+    assert above_limit(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # for DDP and FSDP2 see parallel/test_sharding.py
@@ -110,7 +110,7 @@ def test_two_processes_give_the_intervention_and_token_estimates_of_one(runs: Pa
     )
     off = differences(first, second)
     assert len(off) > 50
-    assert too_far(off, 1e-4) == {}
+    assert above_limit(off, 1e-4) == {}
 
 
 def test_two_processes_train_with_interventions_like_one(runs: Path) -> None:
@@ -206,7 +206,7 @@ def test_sharded_launches_give_the_estimates_of_ddp(runs: Path, run: str) -> Non
     )
     off = differences(first, other)
     assert len(off) > 30
-    assert too_far(off) == {}
+    assert above_limit(off) == {}
 
 
 @pytest.mark.parametrize("run", ["plain_2", *ALL_SHARDED, "fsdp2_2_bf16"])
@@ -238,7 +238,7 @@ def test_a_run_resumed_with_another_number_of_processes_has_its_last_update(runs
         for name in ("plain_1", "plain_1_continued")
     )
     assert math.isfinite(last[2, "delta_h/backward"][0])
-    assert too_far(differences(last, again)) == {}
+    assert above_limit(differences(last, again)) == {}
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])

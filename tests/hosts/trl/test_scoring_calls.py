@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from seen import Seen
-from trainers import FEW, differing, ending, graded
+from trainers import FEW, differing, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
@@ -113,11 +113,11 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
     trainer_class, facts = VARIANTS[variant]
     bare = trainer_of(make_trainer, trainer_class, **facts)
     with attach(bare, probes=[], whole_prompts=True):  # the same order of microbatches
-        expected = ending(bare)
+        expected = outcome(bare)
     trainer, seen = trainer_of(make_trainer, trainer_class, **facts), Seen()
     policy = make_trainer(GRPOTrainer, **SETTINGS)
     with attach(trainer, probes=["simple", "gns", seen], whole_prompts=True) as attachment:
-        assert differing(ending(trainer), expected) == []
+        assert differing(outcome(trainer), expected) == []
     (step,), latest = seen.steps, attachment.latest
     rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()
     rows = {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}

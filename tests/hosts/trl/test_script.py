@@ -62,7 +62,7 @@ def is_plain(value: Any) -> bool:
 def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_trainer) -> None:
     place = re.escape("is a probe, not a callback: use attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
     with pytest.raises(ValueError, match=place):
-        make_trainer(**PLAIN, beside={"callbacks": [SimpleEntropyProbe()]})
+        make_trainer(**PLAIN, trainer_arguments={"callbacks": [SimpleEntropyProbe()]})
     trainer = make_trainer(**PLAIN)
     trainer.add_callback(SimpleEntropyProbe)
     with pytest.raises(ValueError, match=place):

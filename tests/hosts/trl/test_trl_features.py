@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
-from trainers import FEW, LORA, Ending, differing, ending
+from trainers import FEW, LORA, Outcome, differing, outcome
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
@@ -37,7 +37,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(make_trainer: Any, example: dict[str, Any], probes: list[Any]) -> tuple[Ending, list[dict[str, Any]]]:
+def trained(make_trainer: Any, example: dict[str, Any], probes: list[Any]) -> tuple[Outcome, list[dict[str, Any]]]:
     tokenizer = load_tiny()[1]
     tokenizer.chat_template = "{%- for message in messages -%}{{ message.content }}{%- endfor -%}"
     settings = FEW | {"per_device_train_batch_size": 8, "max_completion_length": 16, "reward": unlike} | example
@@ -46,7 +46,7 @@ def trained(make_trainer: Any, example: dict[str, Any], probes: list[Any]) -> tu
     )
     if probes:
         attach(trainer, probes=probes, metrics="all", whole_prompts=False)
-    return ending(trainer), trainer.state.log_history
+    return outcome(trainer), trainer.state.log_history
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

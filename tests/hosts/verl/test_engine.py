@@ -15,7 +15,7 @@ pytest.importorskip("verl.workers")
 
 import torch
 from plain_loop import CLIP, train
-from same_estimates import differences, of_records, too_far
+from same_estimates import above_limit, differences, of_records
 from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G, of_another_sampler
 
 from rl_training.hosts.loop import measured_loop
@@ -137,7 +137,7 @@ def test_estimates_equal_those_of_a_plain_loop(name: str, folder: Path) -> None:
     written = of_records(folder / name / "logs")
     off = differences(expected, {key: written[key] for key in expected}, fields=1)
     assert len(off) > 40
-    assert too_far(off) == {}
+    assert above_limit(off) == {}
 
 
 def test_another_fold_split_changes_forward_within_its_error_and_backward_not_at_all(
