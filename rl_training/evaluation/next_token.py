@@ -19,21 +19,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 2**22  # entries of the (positions, vocabulary) tensors held at once
+CHUNK_ENTRIES = 2**22  # entries of the (positions, vocabulary) tensors held at once
 
 
-def divergences(logits: Tensor, reference: Tensor) -> Tensor:
+def kl_divergences(logits: Tensor, reference: Tensor) -> Tensor:
     """Return the KL divergence from a policy to a reference at N positions, (N,), fp64, in nats.
 
     Args:
         logits: The policy's logits, (N, V), already divided by the temperature.
         reference: The reference's logits, (N, V), likewise.
     """
-    rows = max(1, CHUNK // logits.shape[-1])
-    return torch.cat([_divergences(*both) for both in zip(logits.split(rows), reference.split(rows), strict=True)])
+    rows = max(1, CHUNK_ENTRIES // logits.shape[-1])
+    return torch.cat([_kl_divergences(*both) for both in zip(logits.split(rows), reference.split(rows), strict=True)])
 
 
-def _divergences(logits: Tensor, reference: Tensor) -> Tensor:
+def _kl_divergences(logits: Tensor, reference: Tensor) -> Tensor:
     centred, weights, log_total = _centred(logits)
     other, _, log_total_of_other = _centred(reference)
     # A token of probability 0 under p adds 0, even if q excludes it too: 0 · (−inf + inf) would be nan.

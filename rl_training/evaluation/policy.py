@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from rl_training.errors import UserError
-from rl_training.evaluation.next_token import divergences
+from rl_training.evaluation.next_token import kl_divergences
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
@@ -117,15 +117,15 @@ class CheckpointPolicy:
         kl: Sequence[Tensor | None] = [None] * len(lengths)
         if self._reference_scorer is not None:
             chunk_size = max(1, max_logits(self.model.device) // (max(lengths) * len(self.tokenizer)))
-            parts = [self._divergences(self._reference_scorer, rollout, chunk) for chunk in rows.split(chunk_size)]
+            parts = [self._kl_divergences(self._reference_scorer, rollout, chunk) for chunk in rows.split(chunk_size)]
             kl = torch.cat(parts).cpu().split(lengths)
         return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 
-    def _divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
+    def _kl_divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
         """Return the KL divergence from the policy to its reference at every token of these rows, (tokens,)."""
         logits, is_adapter = self.scorer.token_logits(rollout, rows), self.reference is self.model
         with self.model.disable_adapter() if is_adapter else contextlib.nullcontext():
-            return divergences(logits, reference.token_logits(rollout, rows))
+            return kl_divergences(logits, reference.token_logits(rollout, rows))
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -168,7 +168,7 @@ def uniforms_of(seed: int, row: int, response: int, length: int) -> Tensor:
 
 def load_policy(
     checkpoint: Path,
-    load_first: Callable[[], LoadedModel] | None,
+    load_initial: Callable[[], LoadedModel] | None,
     *,
     with_reference: bool,
     temperature: float,
@@ -180,7 +180,7 @@ def load_policy(
     """Load the policy of a checkpoint folder: a full model, or an adapter on the run's first model.
 
     Args:
-        load_first: Loads the model that the run started from. None if the run is unknown.
+        load_initial: Loads the model that the run started from. None if the run is unknown.
 
     Raises:
         UserError: The folder has no weights, or they cannot be loaded.
@@ -190,7 +190,7 @@ def load_policy(
     if (checkpoint / ADAPTER_CONFIG).is_file():
         from peft import PeftModel
 
-        base, tokenizer = load_first() if load_first is not None else load_causal_lm(_base_of(checkpoint), dtype)
+        base, tokenizer = load_initial() if load_initial is not None else load_causal_lm(_base_of(checkpoint), dtype)
         try:
             refuse_code_in_adapter(checkpoint)
             model = PeftModel.from_pretrained(base, str(checkpoint))
@@ -204,8 +204,8 @@ def load_policy(
             model, tokenizer = load_causal_lm(checkpoint, dtype, quantization)
         except ValueError as error:
             raise UserError(f"its model cannot be loaded: {error.__cause__ or error}") from error
-        if with_reference and load_first is not None:
-            reference = load_first()[0].to(device).eval()
+        if with_reference and load_initial is not None:
+            reference = load_initial()[0].to(device).eval()
     return CheckpointPolicy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
 
 

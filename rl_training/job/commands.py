@@ -30,7 +30,7 @@ def train() -> None:
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = with_all_loggers(resolve_branch(cfg, overrides), overrides)
     check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
-    with importing():
+    with fast_imports():
         from rl_training.job.run.training import build_run
 
     run = build_run(cfg)
@@ -54,7 +54,7 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
         swept_overrides = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept_keys]
         cfg.name = ",".join([cfg.name, *mask_words(swept_overrides)])  # otherwise all jobs would write into one folder
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
-    with importing():
+    with fast_imports():
         from rl_training.job.run.analysis import analyse_checkpoints
 
     analyse_checkpoints(cfg)
@@ -68,14 +68,14 @@ def evaluate() -> None:
 
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
     check_evaluation(cfg)  # the evaluation checks again; checking here reports errors before slow imports
-    with importing():
+    with fast_imports():
         from rl_training.job.run.evaluation import evaluate
 
     sys.exit(evaluate(cfg))
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def fast_imports() -> Iterator[None]:
     """Run slow imports, kept out of --help, with garbage collection off, which saves a fifth of their time.
 
     WANDB_MODE is unset meanwhile: otherwise transformers would print that W&B is offline, even where it is not used.

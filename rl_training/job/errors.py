@@ -62,13 +62,13 @@ def run_command(main: Callable[[], object]) -> None:
             main()
     except (Interrupted, KeyboardInterrupt) as error:  # KeyboardInterrupt comes from libraries' own handlers
         stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
-        _end(secrets, 128 + stop.signum, "" if _rank() else str(stop))
+        _exit(secrets, 128 + stop.signum, "" if _rank() else str(stop))
     except UserError as error:
-        shown = "".join(traceback.format_exception(error)) if debug else ""
-        _end(secrets, 2, f"error: {format_error(error)}", shown)
+        trace = "".join(traceback.format_exception(error)) if debug else ""
+        _exit(secrets, 2, f"error: {format_error(error)}", trace)
     except Exception as error:
-        shown = "".join(traceback.format_exception(error))
-        _end(secrets, 1, f"error: {format_error(error)} (unexpected: the traceback is above)", shown)
+        trace = "".join(traceback.format_exception(error))
+        _exit(secrets, 1, f"error: {format_error(error)} (unexpected: the traceback is above)", trace)
 
 
 def format_error(error: BaseException) -> str:
@@ -111,9 +111,9 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted(signum)
 
 
-def _end(secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoReturn:
-    """Print `shown` and then `line`, both with `secrets` masked, and exit with `code`."""
-    line, shown = (printable(mask_line(text, secrets)) for text in (line, shown))
+def _exit(secrets: Sequence[str], code: int, line: str, trace: str = "") -> NoReturn:
+    """Print `trace` and then `line`, both with `secrets` masked, and exit with `code`."""
+    line, trace = (printable(mask_line(text, secrets)) for text in (line, trace))
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
     path = os.environ.get(ERROR_FILE_VARIABLE)
@@ -121,7 +121,7 @@ def _end(secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoRet
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     sys.stdout.flush()
-    print(shown, end="", file=sys.stderr, flush=True)
+    print(trace, end="", file=sys.stderr, flush=True)
     if line and not (path and _rank()):  # otherwise the launcher prints it
         print(line, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -21,9 +21,9 @@ _MEASURES = {
     "each",
 }  # fmt: skip
 _BEFORE_A_UNIT = {"per", "a", "an", "each", "every"}
-_WITHIN = _BEFORE_A_UNIT | {"of", "in", "for", "the", "on"}  # a unit cannot end with these
+_INNER_WORDS = _BEFORE_A_UNIT | {"of", "in", "for", "the", "on"}  # a unit cannot end with these
 # Words of questions that are not nouns. Most of them qualify a number.
-_NO_NOUNS = {
+_NOT_NOUNS = {
     "less", "more", "fewer", "short", "than", "off", "about", "around", "almost", "nearly", "roughly", "least",
     "most", "only", "just", "down", "under", "above", "between", "beyond", "from", "with", "without", "within",
     "half", "twice", "double", "triple", "thrice", "then", "when", "who", "what", "which", "whose", "why", "how",
@@ -54,9 +54,9 @@ def nouns_of(question: str) -> frozenset[str]:
     >>> sorted(nouns_of("How many more boxes of eggs does Ann XVII buy than he?"))
     ['box', 'boxe', 'boxes', 'buy', 'egg', 'eggs', 'more']
     """
-    words = set(re.findall(r"(?<![A-Za-z])[a-z]{3,}(?![A-Za-z])", question)) - _NO_NOUNS
+    words = set(re.findall(r"(?<![A-Za-z])[a-z]{3,}(?![A-Za-z])", question)) - _NOT_NOUNS
     asked = re.findall(r"\b[Hh]ow (?:many|much) (more|fewer|less)\b", question)
-    return frozenset({form for word in words for form in _forms(word)} - _NO_NOUNS).union(asked)
+    return frozenset({form for word in words for form in _forms(word)} - _NOT_NOUNS).union(asked)
 
 
 def is_unit(text: str, nouns: frozenset[str] | None) -> bool:
@@ -72,9 +72,9 @@ def is_unit(text: str, nouns: frozenset[str] | None) -> bool:
     words = [word if len(word) < 3 and "°" not in word else word.lower() for word in re.findall(r"[A-Za-z°]+", text)]
     if nouns is None or not words:
         return True
-    known = [word in nouns or (word not in _NO_NOUNS and bool(_forms(word) & (_MEASURES | nouns))) for word in words]
+    known = [word in nouns or (word not in _NOT_NOUNS and bool(_forms(word) & (_MEASURES | nouns))) for word in words]
     begins, ends = known[0] or words[0] in _BEFORE_A_UNIT, known[-1]
-    return begins and ends and all(k or word in _WITHIN for k, word in zip(known, words, strict=True))
+    return begins and ends and all(k or word in _INNER_WORDS for k, word in zip(known, words, strict=True))
 
 
 def _forms(word: str) -> set[str]:

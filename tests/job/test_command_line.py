@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import rl_training.__main__ as package
 import rl_training.job.run.training  # noqa: F401, for the forks
 from rl_training.errors import UserError
-from rl_training.job.commands import importing
+from rl_training.job.commands import fast_imports
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.errors import Interrupted, as_user_errors, format_error
 from rl_training.job.run.folder import find_run_folder, save_config
@@ -240,7 +240,7 @@ def test_the_suggested_quoting_of_a_path_gives_hydra_that_path(value: str) -> No
 
 
 def test_garbage_collection_is_enabled_again_after_a_failed_import() -> None:
-    with pytest.raises(ImportError), importing():
+    with pytest.raises(ImportError), fast_imports():
         import no_such_library  # noqa: F401
     assert gc.isenabled()
 
@@ -446,7 +446,7 @@ def test_no_command_help_waits_for_a_slow_import() -> None:
 def test_importing_prints_nothing_about_wandb_being_offline(monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # restored at the end
-    for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):
+    for context, said in ((fast_imports(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):
         monkeypatch.delitem(sys.modules, PRINTS)
         with context:
             assert importlib.import_module(PRINTS).WandbCallback

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
-from rl_training.job.configuration.nested import flat
+from rl_training.job.configuration.nested import flatten
 from rl_training.job.configuration.shipped import PROBE_CONFIGS
 from rl_training.job.run.analysis import analyse_checkpoints
 from rl_training.job.run.offline_probe import CHOICES, SETTINGS
@@ -85,7 +85,7 @@ def test_without_a_prediction_only_the_measured_part_is_run_and_returned(run: Pa
 def test_the_example_configs_run_and_cover_every_option(run: Path) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
-    assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
+    assert flatten(probe.config).keys() == {*SETTINGS, *CHOICES} | others
     given, default = composed("offline", *probe.overrides(run)), composed("offline", f"checkpoint={run}")
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
     results = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(

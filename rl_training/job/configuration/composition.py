@@ -31,7 +31,7 @@ from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_secrets
 
 
-class _UsersFirst(SearchPathPlugin):
+class _UserFolderFirst(SearchPathPlugin):
     """Searches --config-dir before conf/. Hydra would search it last, so that it could only add new files."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -39,7 +39,7 @@ class _UsersFirst(SearchPathPlugin):
             search_path.prepend("user", f"file://{folder}", anchor="main")
 
 
-Plugins.instance().register(_UsersFirst)
+Plugins.instance().register(_UserFolderFirst)
 
 
 def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_listed: Callable[[str], bool]) -> None:
@@ -82,10 +82,10 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
 def _hide_secrets() -> None:
     """Mask secrets where Hydra and W&B record the command line: in Hydra's multirun.yaml, and in sys.argv."""
     hydra = HydraConfig.get()
-    note = Path(hydra.sweep.dir) / "multirun.yaml"
-    if hydra.mode == RunMode.MULTIRUN and note.is_file():
-        noted = without_secrets(OmegaConf.to_container(OmegaConf.load(note)))
-        note.write_text(OmegaConf.to_yaml(OmegaConf.create(noted)), encoding="utf-8")
+    multirun_file = Path(hydra.sweep.dir) / "multirun.yaml"
+    if hydra.mode == RunMode.MULTIRUN and multirun_file.is_file():
+        masked = without_secrets(OmegaConf.to_container(OmegaConf.load(multirun_file)))
+        multirun_file.write_text(OmegaConf.to_yaml(OmegaConf.create(masked)), encoding="utf-8")
     sys.argv[1:] = mask_words(sys.argv[1:])
 
 
@@ -95,9 +95,9 @@ def _settings_shown_masked() -> Iterator[None]:
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {"--cfg", "-c", "--info", "-i"}:
         yield
         return
-    known, shown = secrets_in(sys.argv[1:], os.environ), io.StringIO()
+    secrets, shown = secrets_in(sys.argv[1:], os.environ), io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
             yield
     finally:
-        print(mask_line(shown.getvalue(), known), end="")
+        print(mask_line(shown.getvalue(), secrets), end="")

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from rl_training.job.configuration.checks import choose_probes
-from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.job.configuration.values import did_you_mean, quote_override
 
@@ -83,6 +83,6 @@ def _known_settings() -> dict[str, str]:
     for path in sorted(CONF.glob("*/*.yaml")):
         group, content = path.parent.name, load_plain(path)
         content = content.get(group, content)  # under the group's name or without it
-        for name in flat({"probes" if group == "probe" else group: content}):
+        for name in flatten({"probes" if group == "probe" else group: content}):
             known.setdefault(name, f"{name} (of {group}={path.stem})")
-    return known | {name: name for name in flat(load_plain(main_file))}
+    return known | {name: name for name in flatten(load_plain(main_file))}

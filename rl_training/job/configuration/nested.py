@@ -16,13 +16,13 @@ def load_plain(path: Path) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested configuration, resolved, by dotted key."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     if not isinstance(node, Mapping):
         return {prefix.removesuffix("."): node}
-    return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
+    return {key: value for name in node for key, value in flatten(node[name], f"{prefix}{name}.").items()}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -40,7 +40,7 @@ def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield keys, node
 
 
-def dotted(keys: Keys) -> str:
+def dotted_key(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 

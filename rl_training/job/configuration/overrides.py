@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import did_you_mean
 
@@ -67,7 +67,7 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
             continue
         is_open = key_of(f"{key}=") in OPEN_GROUPS and settings.get(key_of(f"{key}="))
         if not is_open and OmegaConf.select(settings, key, default=...) is ...:
-            hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
+            hint = did_you_mean(key, [*flatten(settings), *flatten(load_plain(CONF / "offline.yaml"))])
             raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
         OmegaConf.update(settings, key, value, merge=False, force_add=True)
     return settings

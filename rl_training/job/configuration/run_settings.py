@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value
-from rl_training.job.configuration.nested import differences, flat
+from rl_training.job.configuration.nested import differences, flatten
 from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import load_settings, refuse_marked, unmarked
@@ -61,7 +61,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     stored = load_settings(config_file)
     both = (without_masks(without_secrets(unmarked(OmegaConf.to_container(c, resolve=True)))) for c in (stored, cfg))
     before, now = (
-        {key: value for key, value in flat(settings).items() if not key.startswith(NOT_OF_TRAINING)}
+        {key: value for key, value in flatten(settings).items() if not key.startswith(NOT_OF_TRAINING)}
         for settings in both
     )
     if changed := differences(before, now):
@@ -93,7 +93,7 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
     before, now = (
-        {key: unmarked(value) for key, value in flat(cfg).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
+        {key: unmarked(value) for key, value in flatten(cfg).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
         for cfg in (stored, settings)
     )
     if changed := differences(before, now):
@@ -135,8 +135,8 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
 
 def prompt_order_changes(cfg: DictConfig) -> str:
     """Name the settings of a branch that change the order of prompts relative to its run; "" if none do."""
-    stored = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
+    stored = flatten(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
     before, now = (
-        {key: settings[key] for key in PROMPT_ORDER_KEYS if key in settings} for settings in (stored, flat(cfg))
+        {key: settings[key] for key in PROMPT_ORDER_KEYS if key in settings} for settings in (stored, flatten(cfg))
     )
     return differences(before, now)

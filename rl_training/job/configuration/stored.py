@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.nested import Keys, dotted, leaves, load_plain, map_strings
+from rl_training.job.configuration.nested import Keys, dotted_key, leaves, load_plain, map_strings
 from rl_training.job.configuration.shipped import conf_folders
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks
@@ -38,7 +38,7 @@ PROVENANCE = "provenance"  # no objects are made from it, so the command line in
 KEY_OF_GROUP = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
                 "probe": "probes"}  # fmt: skip
 OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
-SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys that change how Hydra calls a target
+HYDRA_KEYS = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys that change how Hydra calls a target
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is literal text
 
 
@@ -62,9 +62,9 @@ def load_settings(path: Path) -> DictConfig:
             raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: fix or delete it")
     for keys, value in leaves(plain):
         # Hydra resolves the settings of objects twice, so an escaped \${ would become a reference the second time.
-        is_made = keys[0] != PROVENANCE
-        if isinstance(value, str) and ("${" in value if is_made else INTERPOLATION.search(value)):
-            raise UserError(f"{path}: {dotted(keys)}={value} refers to something else: write the value itself")
+        is_instantiated = keys[0] != PROVENANCE
+        if isinstance(value, str) and ("${" in value if is_instantiated else INTERPOLATION.search(value)):
+            raise UserError(f"{path}: {dotted_key(keys)}={value} refers to something else: write the value itself")
     return OmegaConf.create(_marked(plain, (), path))
 
 
@@ -92,12 +92,12 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
     for keys, value in leaves({name: plain.get(name) for name in names}):
         if isinstance(value, str) and value.startswith(MARK):
             named = value.removeprefix(MARK)
-            typed = f"{dotted(keys)}={named}"
+            typed = f"{dotted_key(keys)}={named}"
             if isinstance(keys[-1], int):  # an element of a list, which must be typed whole
                 within = unmarked(functools.reduce(operator.getitem, keys[:-1], plain))
-                typed = f"{dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
+                typed = f"{dotted_key(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
             raise UserError(
-                f"{dotted(keys)}={named} is in the settings of the run, and would run code or send data somewhere. "
+                f"{dotted_key(keys)}={named} is in the settings of the run, and would run code or send data somewhere. "
                 f"If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"
             )
 
@@ -109,8 +109,9 @@ def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
         for inner, value in leaves(change.value(), keys):
             if must_be_typed(inner, value):
                 raise UserError(
-                    f"{path}: {dotted(inner)}={value} would run code or send data somewhere, and a file is not your "
-                    "command line: if you trust it, give it in Python, OfflineEntropyProbe({'overrides': [...], ...})"
+                    f"{path}: {dotted_key(inner)}={value} would run code or send data somewhere, and a file is "
+                    "not your command line: if you trust it, give it in Python, "
+                    "OfflineEntropyProbe({'overrides': [...], ...})"
                 )
 
 
@@ -177,9 +178,9 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_typed(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
-        raise UserError(f"{path}: {dotted(keys)}._target_ is not a name: fix or delete it")
+        raise UserError(f"{path}: {dotted_key(keys)}._target_ is not a name: fix or delete it")
     marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
     is_inert = marked.get("_target_", "").startswith(MARK)  # a marked target may be called with them, once it is typed
-    if (special := SPECIAL & marked.keys()) and not is_inert:
-        raise UserError(f"{path}: {dotted(keys)}.{min(special)} changes how Hydra makes the object: remove it")
+    if (special := HYDRA_KEYS & marked.keys()) and not is_inert:
+        raise UserError(f"{path}: {dotted_key(keys)}.{min(special)} changes how Hydra makes the object: remove it")
     return marked

@@ -44,13 +44,13 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
             raise UserError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
 
 
-def check_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
+def check_kinds(given: Mapping[Any, Any], defaults: Mapping[Any, Any], prefix: str = "") -> None:
     """Raise UserError for a value whose type differs from the default's: text for a number, a number for a list.
 
     Settings whose default is null, unset or absent may have any value. Settings whose default is text may have any
     value except null; the code that reads them checks it.
     """
-    for key, default in standard.items():
+    for key, default in defaults.items():
         if key in given and default is not None:
             check_kind(f"{prefix}{key}", given[key], default)
 
@@ -97,5 +97,5 @@ def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str
         options: Names of the options, or a mapping from each name to the text that the hint shows for it.
     """
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    labels = options if isinstance(options, Mapping) else {}
-    return f"; did you mean {labels.get(close[0], close[0])}?" if close else ""
+    hints = options if isinstance(options, Mapping) else {}
+    return f"; did you mean {hints.get(close[0], close[0])}?" if close else ""

@@ -46,8 +46,8 @@ def check_number_of_processes(num_processes: int) -> None:
             f"WORLD_SIZE={expected}, but the number of processes is {num_processes}: start them with accelerate launch "
             "or torchrun, or unset WORLD_SIZE"
         )
-    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
-    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+    has_rendezvous_only = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if has_rendezvous_only and "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise UserError(
             "accelerate launch was asked for several processes and started only this one: use --config_file "
             "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
@@ -57,8 +57,8 @@ def check_number_of_processes(num_processes: int) -> None:
 
 def check_sharding(trainer: DrGRPOTrainer) -> None:
     """Raise UserError if accelerate silently uses DDP instead of DeepSpeed or FSDP, or if FSDP shards checkpoints."""
-    for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
-        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
+    for name, is_enabled in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not is_enabled:
             raise UserError(
                 f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
                 "only where ACCELERATE_USE_CPU is not set (set DS_ACCELERATOR=cpu instead, see launch/zero2.yaml)"

@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
@@ -165,8 +165,8 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: For an unknown key or an invalid value.
     """
     standard = load_plain(PROBE_CONFIGS / "full_example.yaml")
-    known = standard | flat(standard)
-    given = {key: value for key, value in flat(config).items() if value is not None}
+    known = standard | flatten(standard)
+    given = {key: value for key, value in flatten(config).items() if value is not None}
     for key in [*map(str, config), *given]:
         if key not in known:
             hint = did_you_mean(key.rpartition(".")[2].lower(), {k.rpartition(".")[2].lower(): k for k in known})

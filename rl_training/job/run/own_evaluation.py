@@ -113,7 +113,7 @@ def evaluate(
     """
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(wrong_trainer_message(trainer))
-    _refuse_other_generation(trainer)
+    _refuse_unsupported_trainer(trainer)
     dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if dataset is None:
         raise UserError("the trainer has no eval_dataset: give evaluate(..., eval_dataset=DATASET)")
@@ -123,7 +123,7 @@ def evaluate(
         plan.start()
         evaluation = Evaluation(plan, num_shares=1)
         with _restoring_weights(trainer.model), contextlib.closing(evaluation.bar):
-            reference = _first_model(trainer.model) if plan.options.kl and evaluation.pending else None
+            reference = _initial_model(trainer.model) if plan.options.kl and evaluation.pending else None
             for step, checkpoint in evaluation.pending.items():
                 evaluation.finish(step, _responses(trainer, checkpoint, reference, plan, evaluation.bar.update))
         evaluation.close()
@@ -132,7 +132,7 @@ def evaluate(
     return read_table(plan.folder)
 
 
-def _refuse_other_generation(trainer: GRPOTrainer) -> None:
+def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
     """Raise UserError for a trainer that is distributed, has trained, or does more than answer prompts with text."""
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
         raise UserError("evaluate works in one process: start the script with python, without a launcher")
@@ -215,7 +215,7 @@ def _make_plan(
     )
 
 
-def _first_model(model: PreTrainedModel) -> PreTrainedModel:
+def _initial_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model before training: a copy, or the model itself if its adapter can be switched off."""
     return model if hasattr(model, "peft_config") else copy.deepcopy(model).eval()
 

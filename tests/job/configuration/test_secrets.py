@@ -14,7 +14,7 @@ import pytest
 from configs import QUICK
 from trl import GRPOConfig
 
-from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, LAUNCH, PROBE_CONFIGS
 from rl_training.records.files.masking import (
     MASK,
@@ -161,7 +161,7 @@ def test_of_trainer_and_conf_settings_only_the_hub_token_is_masked() -> None:
     assert len(files) > 30
     for path in files:
         settings = load_plain(path)
-        assert not [key for key in flat(settings) if is_secret(key, "text")], path
+        assert not [key for key in flatten(settings) if is_secret(key, "text")], path
         assert without_secrets(settings) == settings, path
 
 
