@@ -40,6 +40,7 @@ from rl_training.engine import gradient_check
 from rl_training.entropy import length_and_reward
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
+from rl_training.optim.formula import OptimizerState
 from rl_training.policy import linear_head
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 
@@ -125,6 +126,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     """Yield the costs of each kind of step: "" without probes, then one with each probe."""
     # There are no real values, so checks that compare values are switched off.
     gradient_check.TOLERANCE = gradient_check.SUM_TOLERANCE = gradient_check.SUM_TOLERANCE_ROUNDED = math.inf
+    OptimizerState.error_limit = math.inf  # nothing moves, which is not the optimizer's formula
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
@@ -148,6 +150,8 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
             # The first measured step, number 2, allocates what is kept for later ones, so it is not yielded.
             for number, kind in enumerate(("", "simple", *settings.probes), start=1):
                 counts = one_step(gpu, bodies, loop, optimizer, number)
+                limited = kind and loop.latest["delta_h/forward"].code
+                assert not limited, f"the step was not predicted, so it costs less than a real one: {limited}"
                 if number != 2:
                     yield kind, counts
 
