@@ -264,12 +264,8 @@ def draw_states(runs: Sequence[Path], path: Path) -> None:
     rows = [row for run in runs for row in states_of(run, torch.load(run / FILE, weights_only=False))]
     seeds = "LoRA, 1e-4, 3 seeds"
     colors = {"domain": [seeds, *names.values()], "range": [BLUE, "#b03060", "#2e8b57", "#e1812c", GREY]}
-    ink = {
-        "field": "run",
-        "type": "nominal",
-        "scale": colors,
-        "legend": {"title": None, "orient": "top", "symbolOpacity": 1},
-    }
+    legend = {"title": None, "orient": "top", "symbolOpacity": 1}
+    ink = {"field": "run", "type": "nominal", "scale": colors, "legend": legend}
     step = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 4, "grid": False}}
     panels = []
     for measure, unit in {"reward": "held-out reward", "entropy": "entropy, nats per token"}.items():
