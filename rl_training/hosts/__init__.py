@@ -4,5 +4,5 @@ loop.py              a loop in plain PyTorch: the shortest host, so read it firs
                      may come next, loop_policy.py samples, loop_refusals.py raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
 estimate_writer.py   writes the results of a step, for all hosts; recorded_settings.py lists the settings
-equal_rewards.py     warns about a step that teaches nothing, with the likely cause
+equal_rewards.py     warns about a step with zero advantage, with the likely cause
 """

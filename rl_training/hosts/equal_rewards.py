@@ -1,4 +1,4 @@
-"""Detects a step that teaches nothing because all responses earned the same reward, and suggests a cause.
+"""Detects a step with zero advantage, in which all responses earned the same reward, and suggests a cause.
 
 It is the commonest first sign of a task that is too hard: all rewards are 0, and so are all estimates.
 """

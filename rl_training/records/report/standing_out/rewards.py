@@ -75,7 +75,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
     said = (
         f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
     )
-    said += f" teach nothing. The mean reward is {format_estimate(mean)}."
+    said += f" have zero advantage. The mean reward is {format_estimate(mean)}."
     more = records.set_up.number("num_generations", 8)
     way = "buffer=filtered" if records.set_up.kind == "job" else records.set_up.line(num_generations=int(2 * more))
     return Line(
