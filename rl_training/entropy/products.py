@@ -38,6 +38,8 @@ class FoldProducts:
     num_targets: int  # 1: per token; 2: per token and per sequence
     sums: list[Vector] = field(default_factory=list)  # S = Σ n_k X_k of each target
     _products: list[Tensor] = field(default_factory=list)  # of each fold, (products and splits, targets)
+    # X_k · (δθ_(−k) − δθ) of each fold if nothing were clipped, (targets,); empty if nothing is
+    _unclipped_effects: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
@@ -66,7 +68,8 @@ class FoldProducts:
         (forward, _, reuse, _) = products.unbind(dim=1)
         whole, by_cause = self._leave_out_correction(sizes.unsqueeze(1) * (forward - reuse))
         corrections = torch.zeros_like(torch.cat([products, split], dim=1))
-        corrections[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
+        corrections[:, PRODUCTS.index("forward")] = whole
+        corrections[:, PRODUCTS.index("forward_unclipped")] = self._unclipped_correction(whole)
         corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
         parts = pad_units(reduce(torch.stack([torch.cat([products, split], dim=1), corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
@@ -96,6 +99,21 @@ class FoldProducts:
         by_cause[:, gradient] = whole - by_cause.sum(dim=1)
         return whole, by_cause
 
+    def _unclipped_correction(self, clipped: Tensor) -> Tensor:
+        """Return the leave-one-out corrections of `forward_unclipped`, (F, targets).
+
+        Args:
+            clipped: Those of `forward`, which are the same if nothing is clipped.
+        """
+        if self.leave_one_out is None or not self.leave_one_out.is_clipped:
+            return clipped
+        correction = torch.zeros_like(clipped)
+        for piece in self.leave_one_out.pieces:
+            xs = [piece.of(x) for x in self.sums]
+            products = [dots(change, x) for change in self.leave_one_out.unclipped_changes(piece) for x in xs]
+            correction += torch.stack(products).view_as(correction)
+        return correction - self.sizes.to(clipped).unsqueeze(1) * torch.stack(self._unclipped_effects)
+
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Return X · δθ for each X in `directions`, (targets,) fp64; nan if the update is unknown."""
         if update is None:
@@ -109,20 +127,25 @@ class FoldProducts:
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
         updates = self.leave_one_out
         clip = float(updates.clips[k])
-        unclipped: list[Tensor] = []
+        unclipped, effects = torch.zeros(2, len(directions), dtype=torch.float64, device=self.layout.device)
 
-        # One pass for both, because joining parameters takes time.
+        # One pass for all of them, because joining parameters takes time.
         def iter_parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
             for piece in updates.pieces:
-                gradient = updates.gradient.without(k, piece)
-                if clip != 1.0:
+                mean = piece.of(updates.gradient.mean)
+                gradient = updates.gradient.without(k, piece, mean)
+                if updates.is_clipped:
                     update = piece.total(gradient)
-                    unclipped.extend(dots(update, piece.of(x)) for x in directions)
+                    xs = [piece.of(x) for x in directions]
+                    unclipped.add_(torch.stack([dots(update, x) for x in xs]))
+                    update = update - piece.total(mean)
+                    effects.add_(torch.stack([dots(update, x) for x in xs]))
                     gradient.mul_(clip)
                 yield piece, piece.delta(gradient)
 
         products = split_products(iter_parts(), directions, len(self.layout.names))
         forward = products[: len(CAUSES)].sum(dim=0)
-        if not unclipped:
+        if not updates.is_clipped:
             return forward, forward, products
-        return forward, torch.stack(unclipped).view(-1, len(forward)).sum(dim=0), products
+        self._unclipped_effects.append(effects)
+        return forward, unclipped, products

@@ -98,6 +98,18 @@ class LeaveOneOutUpdates:
         for fold, clip in enumerate(self.clips.tolist()):
             yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
 
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the step's gradient, or that without some fold, is clipped."""
+        return self.clip != 1.0 or bool((self.clips != 1.0).any())
+
+    def unclipped_changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
+        """Yield for each fold how leaving it out would change the update in this piece without clipping, (n,)."""
+        mean = piece.of(self.gradient.mean)
+        whole = piece.total(mean)
+        for fold in range(len(self.clips)):
+            yield piece.total(self.gradient.without(fold, piece, mean)) - whole
+
     def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
         """Yield each piece with the parts of the update without `fold`."""
         for piece in self.pieces:
