@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.kl_bound import BoundState, KLBound
+from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
 from rl_training.policy.rollout import join_rollouts

@@ -20,7 +20,8 @@ from trainers import FEW, SGD, SHAPE, differing, outcome, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
-from rl_training.engine.kl_bound import BoundState, KLBound, kl_of_tokens, schedule_factor, search_factor
+from rl_training.engine.kl_bound import KLBound, kl_of_tokens, schedule_factor
+from rl_training.engine.kl_search import BoundState, info_without_search, search_factor
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -62,6 +63,36 @@ def test_a_step_that_moves_no_weight_leaves_the_next_factor_unchanged() -> None:
     assert (info.factor, after.factor) == (0.3, 0.3)
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_step_whose_kl_is_never_finite_is_not_taken_and_leaves_the_next_one_as_it_was(broken: float) -> None:
+    before = BoundState(0.3, 0.8)
+    state, info = search_factor(lambda factor: broken, 1e-2, before)
+    assert state == before
+    assert info.factor == 0.0
+    estimates = info.estimates(rate=0.0)
+    assert estimates["bound/kl"].code == "no_kl"
+    assert math.isnan(estimates["bound/kl"].value)
+
+
+@pytest.mark.parametrize(
+    ("target", "entropy", "rate", "code", "factor"),
+    [
+        (0.0, 0.0, 1e-3, "no_kl_target", 0.0),
+        (math.nan, math.nan, 1e-3, "no_kl_target", 0.0),
+        (0.0, 1.7, 0.0, "rate_is_zero", 0.3),
+        (2e-3, 1.7, 0.0, "rate_is_zero", 0.3),  # a rate that no schedule has set
+    ],
+)
+def test_a_step_without_a_kl_to_aim_at_is_not_searched(
+    target: float, entropy: float, rate: float, code: str, factor: float
+) -> None:
+    info = info_without_search(target, entropy, rate, BoundState(0.3, math.nan))
+    assert info is not None
+    assert info.factor == factor
+    assert {estimate.code for estimate in info.estimates(rate).values()} == {code}
+    assert info_without_search(1e-3, 1.7, 1e-3, BoundState()) is None
+
+
 def test_growth_from_step_to_step_is_at_most_a_factor_of_two() -> None:
     state, _ = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, BoundState())
     _, info = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, state)
@@ -86,6 +117,13 @@ def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
 def test_a_kl_share_that_is_not_positive_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match="must be a positive number"):
         KLBound(share)
+
+
+@pytest.mark.parametrize("share", [0.11, 1.0, 2.0])
+def test_a_kl_share_that_destroys_the_policy_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"is above 0\.1"):
+        KLBound(share)
+    KLBound(0.1)
 
 
 @dataclasses.dataclass
@@ -220,15 +258,19 @@ def test_predictions_are_of_the_bounded_step(make_trainer: Callable[..., Any]) -
 
 def test_the_kl_target_scales_with_the_square_of_the_schedules_factor(make_trainer: Callable[..., Any]) -> None:
     probes = [SimpleEntropyProbe(num_folds=4)]  # measures the entropy over all tokens
-    settings = SHAPE | {"max_steps": 4, "lr_scheduler_type": "linear", "target_kl_share": SHARE}
+    settings = SHAPE | {"max_steps": 4, "lr_scheduler_type": "linear", "warmup_steps": 2, "target_kl_share": SHARE}
     trainer = make_trainer(probes=probes, **settings)
     trainer.train()
     targets = [row["bound/target_kl"] for row in numbers_of(trainer)]
     entropies = [row["entropy/token"] for row in trainer.state.log_history if "entropy/token" in row]
-    for step, (target, entropy) in enumerate(zip(targets, entropies, strict=True)):
-        assert target == pytest.approx(SHARE * entropy * (1 - step / 4) ** 2)
+    schedule = [0.0, 0.5, 1.0, 0.5]
+    for factor, target, entropy in zip(schedule, targets, entropies, strict=True):
+        assert target == pytest.approx(SHARE * entropy * factor**2)
     rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
-    assert rates == pytest.approx([3e-3 * (1 - step / 4) for step in range(4)])  # the schedule's own, as before
+    assert rates == pytest.approx([3e-3 * factor for factor in schedule])  # the schedule's own, as before
+    first, second, *_ = numbers_of(trainer)
+    assert (first["bound/kl"], first["bound/learning_rate"]) == (0.0, 0.0)
+    assert second["bound/rate_factor"] == second["bound/kept_share"]  # the first step has left the first factor at 1
 
 
 def test_probes_do_not_change_a_bounded_training(make_trainer: Callable[..., Any]) -> None:

@@ -1,0 +1,132 @@
+"""The search for the factor on a step's learning rate that gives the step its target KL: a function of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_training.errors import UserError
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
+
+MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it is
+MIN_SHRINK, MAX_SHRINK = 0.1, 0.7  # each further try multiplies the factor by .1 to .7
+MAX_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
+MAX_TRIES = 8
+MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
+NO_BAR = "no error bar: it describes this step"
+RATE_IS_ZERO = Limit("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
+NO_TARGET = Limit(
+    "no_kl_target",
+    "the target is {target:g} and the batch's entropy {entropy:g} nats per token: this step has the learning rate 0",
+)
+NO_KL = Limit("no_kl", "the step's KL is {kl} at every length tried: this step has the learning rate 0")
+
+
+@dataclass(frozen=True)
+class BoundState:
+    """What one step passes on to the next. Checkpoints store it."""
+
+    factor: float = 1.0  # multiplies the scheduled learning rate
+    kl_over_target: float = math.nan  # of the last step; nan before the first
+
+    @property
+    def next_factor(self) -> float:
+        """The first factor to try, .1 to 2 times the last: it would have given the last step its target KL."""
+        if math.isnan(self.kl_over_target):
+            return self.factor
+        return self.factor * min(MAX_GROWTH, max(MIN_SHRINK, 1.0 / math.sqrt(self.kl_over_target)))
+
+
+@dataclass(frozen=True)
+class BoundInfo:
+    """How the factor of a step was found."""
+
+    target: float  # nats per token
+    first_kl: float  # at the first factor tried, nats per token
+    kl: float  # at the final factor, nats per token
+    tries: int  # number of factors that were too large
+    first_factor: float
+    factor: float  # 0 if the step could not be measured
+    reason: str = NO_BAR  # why there is no error bar, or no measurement
+
+    @property
+    def share(self) -> float:
+        """The share of the first step length that remains."""
+        return self.factor / self.first_factor if self.first_factor else 1.0
+
+    def estimates(self, rate: float) -> dict[str, Estimate]:
+        """Return metrics of how the step was bounded, with the largest learning rate of the optimizer's groups."""
+        numbers = {
+            "target_kl": self.target,
+            "kl": self.kl,
+            "first_kl": self.first_kl,
+            "kept_share": self.share,
+            "tries": float(self.tries),
+            "rate_factor": self.factor,
+            "learning_rate": rate,
+        }
+        return {f"bound/{name}": Estimate(value, reason=self.reason) for name, value in numbers.items()}
+
+
+def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState) -> tuple[BoundState, BoundInfo]:
+    """Find a factor for the step whose KL is at most twice the target.
+
+    Args:
+        kl_of: Maps a factor to the KL per token of the step scaled by it, in nats. nan or inf if the policy breaks.
+        target: nats per token, positive and finite.
+        state: From the previous step.
+
+    Returns:
+        The state for the next step, and how the factor was found. If the KL is finite at no length, the factor is 0; it
+        says nothing about the next step, so the state remains. It also remains if no weight moved.
+
+    >>> state, info = search_factor(lambda factor: 0.04 * factor**2, target=0.01, state=BoundState())
+    >>> info.tries, round(info.factor, 6), round(info.kl, 6)
+    (1, 0.5, 0.01)
+    """
+    factor = first_factor = state.next_factor
+    kl = first_kl = kl_of(factor)
+    tries = 0
+    while not kl <= MAX_KL_OVER_TARGET * target and tries < MAX_TRIES:
+        factor *= min(MAX_SHRINK, max(MIN_SHRINK, math.sqrt(target / kl))) if math.isfinite(kl) else MIN_SHRINK
+        kl = kl_of(factor)
+        tries += 1
+    if not math.isfinite(kl):
+        return state, BoundInfo(target, math.nan, math.nan, tries, first_factor, 0.0, NO_KL.formatted(kl=kl))
+    info = BoundInfo(target, first_kl, kl, tries, first_factor, factor)
+    return (BoundState(factor, kl / target) if kl > 0.0 else state), info
+
+
+def info_without_search(target: float, entropy: float, rate: float, state: BoundState) -> BoundInfo | None:
+    """Return what is known of a step without a KL to aim at; None if there is one. The state remains.
+
+    Args:
+        target: nats per token.
+        entropy: The batch's, nats per token.
+        rate: The schedule's largest learning rate.
+        state: From the previous step.
+    """
+    factor = state.next_factor
+    if rate == 0.0:
+        return BoundInfo(0.0, 0.0, 0.0, 0, factor, factor, RATE_IS_ZERO)
+    if 0.0 < target < math.inf:
+        return None
+    reason = NO_TARGET.formatted(target=target, entropy=entropy)
+    return BoundInfo(target if target == 0.0 else math.nan, math.nan, math.nan, 0, factor, 0.0, reason)
+
+
+def require_quadratic_kl(kl_of: Callable[[float], float], info: BoundInfo) -> None:
+    """Check that half of a step has about four times the KL of a quarter.
+
+    Raises:
+        UserError: Rounding is as large as the target, so steps would silently be cut to nothing.
+    """
+    quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
+    if half < MIN_KL_RATIO * quarter:
+        raise UserError(
+            f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "
+            f"a quarter, where a ratio of 4 was expected: rounding hides smaller steps. Keep fp32 weights, or raise "
+            f"the target of {info.target:.1e} nats per token"
+        )
