@@ -119,7 +119,7 @@ class Forward(Divergence):
         assert ctx.policy.shard is not None
         assert change.update is not None
         previous = PreviousUpdate(ctx.policy.shard, change.settings)
-        without = predict_entropy(bare, ctx.runtime, previous, Need.ENTROPY_ROWS)
+        without = predict_entropy(bare, ctx.passes, previous, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.batch.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
         self.rows.append((forward.value, forward.half_width(), truth))

@@ -21,7 +21,7 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.limits import Limits
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 
 
 def build_step(
@@ -29,7 +29,7 @@ def build_step(
     joined: JoinedMicrobatches,
     limits: Limits,
     loop: LoopSpec,
-    runtime: Runtime,
+    passes: Passes,
     fold_recorder: FoldRecorder | None,
     terms_check: TermsCheck,
 ) -> StepData:
@@ -43,12 +43,12 @@ def build_step(
         step_recorder: The recorded step and its plan.
         joined: Its microbatches, concatenated.
         limits: What its sequences and the loop already rule out.
-        runtime: Runs further passes.
+        passes: Runs further passes.
         fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
         terms_check: What earlier steps have shown about the loss.
     """
     needs = needs_of(step_recorder.probes)
-    ranks = runtime.ranks
+    ranks = passes.ranks
     other_terms = limits.other_terms
     folds, fold, is_recomputed = choose_folds(
         ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, Need.FOLD_GRADIENTS in needs
@@ -59,11 +59,11 @@ def build_step(
     if not is_recomputed:
         rows_limit = limits.mixed_prompts or terms_check.slicing_limit(step_recorder.has_slices, other_terms)
     if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
-        fold_gradients = fold_recorder.complete(batch, runtime, mean, optimizer)
-        rows_limit = mismatch_of(fold_gradients, batch, runtime)
+        fold_gradients = fold_recorder.complete(batch, passes, mean, optimizer)
+        rows_limit = mismatch_of(fold_gradients, batch, passes)
         is_compared = step_recorder.has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_limit or other_terms or is_recomputed):
-            other_terms = terms_check.compare(batch, runtime, fold_gradients.rows, fold_gradients.squares)
+            other_terms = terms_check.compare(batch, passes, fold_gradients.rows, fold_gradients.squares)
             rows_limit = terms_check.slicing_limit(step_recorder.has_slices, other_terms)
     return StepData(
         number=step_recorder.number,

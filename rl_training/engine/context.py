@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.limits import UNKNOWN_TRUNCATION, Limits
-from rl_training.step.runtime import Runtime, gradients_by_rank
+from rl_training.step.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class StepContext:
     """One optimizer step, and everything a probe may do with it."""
 
     step: StepData
-    runtime: Runtime
+    passes: Passes
     prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
 
     @property
     def policy(self) -> Policy:
         """Scores, samples and decodes sequences with the current parameters."""
-        return self.runtime.policy
+        return self.passes.policy
 
     @property
     def ranks(self) -> Ranks:
         """The ranks that train together. `ranks.reduce(x)` sums over them."""
-        return self.runtime.ranks
+        return self.passes.ranks
 
     @property
     def limits(self) -> Limits:
@@ -95,24 +95,26 @@ class StepContext:
         Args:
             weights: Derivatives of a loss by the scores. `step.batch.loss_weights` gives the step's own gradient.
         """
-        return iter_basis_gradients(self.step.batch, self.runtime, weights)
+        return iter_basis_gradients(self.step.batch, self.passes, weights)
 
     def gradients_by_rank(
         self,
         rows_per_pass: Sequence[Tensor],
         weights: Sequence[LossWeights],
         shares: Tensor,
+        use: Callable[[list[Vector]], None],
         rollout: Rollout | None = None,
-    ) -> Iterator[list[Vector]]:
-        """Yield the gradients of one pass after another, with one row for each rank. Collective.
+    ) -> None:
+        """Call `use` with the gradients of one pass after another, with one row for each rank. Collective.
 
         Args:
-            rows_per_pass: This rank's rows of the rollout in each pass.
-            weights: One weighting per vector yielded.
+            rows_per_pass: This rank's rows of the rollout in each pass. Ranks may have different numbers of passes.
+            weights: One weighting per vector.
             shares: (B, 1), a factor on the weights of each sequence.
+            use: Called equally often on every rank, as often as any rank has passes.
             rollout: The rollout that the rows index. None for the step's.
         """
-        return gradients_by_rank(rollout or self.step.batch.rollout, self.runtime, rows_per_pass, weights, shares)
+        self.passes.sum_by_rank(rollout or self.step.batch.rollout, rows_per_pass, weights, shares, use)
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""
@@ -148,7 +150,7 @@ class StepContext:
             reward: The reward gradient, either as a multiple of the step's own or as the weights of a loss. With None,
                 every Δreward is nan.
         """
-        return paired_effects.paired_effects(self.step, self.prediction, self.runtime, changes, weights, reward)
+        return paired_effects.paired_effects(self.step, self.prediction, self.passes, changes, weights, reward)
 
     def effect(self, weights: LossWeights) -> Pair:
         """Return (ΔH per token, nan) for the step with these loss weights instead. Collective, as `effects`."""
@@ -159,4 +161,4 @@ class StepContext:
 
         Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
         """
-        return paired_effects.gradient_shares(self.step.batch, self.prediction, self.runtime, weights)
+        return paired_effects.gradient_shares(self.step.batch, self.prediction, self.passes, weights)

@@ -44,7 +44,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import StepData
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class StepDriver:
         self._seen_prompts = SeenPrompts()
         self._fold_recorder: FoldRecorder | None = None  # these three are set when training starts
         self._predictions: Predictions | None = None
-        self._runtime: Runtime | None = None
+        self._passes: Passes | None = None
         self._update_state = UpdateState()  # the predictions' state while no training runs
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
@@ -86,16 +86,16 @@ class StepDriver:
         self._loop = loop
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
-        loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
+        loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
         self._padding_check, self._terms_check = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
-        self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
+        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if not needs:
             return
-        self._fold_recorder = FoldRecorder(self._runtime.reduction, requirements.offload, requirements.rows_dtype)
+        self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
             self._predictions = Predictions(loop, requirements, self._update_state)
 
@@ -184,17 +184,17 @@ class StepDriver:
 
     def _measure(self, step: StepRecorder) -> None:
         with self.measuring():
-            assert self._runtime is not None, "call start(loop) first"
-            data, prediction = self._build_data(step, self._runtime), None
+            assert self._passes is not None, "call start(loop) first"
+            data, prediction = self._build_data(step, self._passes), None
             if self._predictions is not None:
-                prediction = self._predictions.predict(data, self._runtime, step.probes)
-            step.context = ctx = StepContext(data, self._runtime, prediction)
+                prediction = self._predictions.predict(data, self._passes, step.probes)
+            step.context = ctx = StepContext(data, self._passes, prediction)
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 step.readings[probe.name] = self._states.measure(probe, ctx)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
-    def _build_data(self, step: StepRecorder, runtime: Runtime) -> StepData:
+    def _build_data(self, step: StepRecorder, passes: Passes) -> StepData:
         """Return the data of a step whose gradients are complete. Collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
         edit_limit = None if self._predictions is None else self._predictions.edit_limit()
@@ -203,7 +203,7 @@ class StepDriver:
         mismatch = loop.limits.sampling_mismatch if rollout_mismatch is None else rollout_mismatch
         mismatch = mismatch or edit_limit or padding_limit
         limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, limits, loop, runtime, self._fold_recorder, self._terms_check)
+        return build_step(step, joined, limits, loop, passes, self._fold_recorder, self._terms_check)
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step, if the loop knows that moment."""
@@ -237,8 +237,8 @@ class StepDriver:
     def skip_step(self) -> None:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
         self.open_step = None
-        if self._runtime is not None:
-            self._runtime.reduction.raise_error()
+        if self._passes is not None:
+            self._passes.reduction.raise_error()
         if self._fold_recorder is not None:
             self._fold_recorder.release()
 
@@ -278,8 +278,8 @@ class StepDriver:
 
     def end(self) -> None:
         """Release what the ranks share, once training has ended on all of them. Collective."""
-        if self._runtime is not None:
-            self._runtime.reduction.close()
+        if self._passes is not None:
+            self._passes.reduction.close()
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""

@@ -24,7 +24,7 @@ from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, rows_of, square_norms
 from rl_training.step.batch import Batch
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime, rows_by_fold, sum_gradients
+from rl_training.step.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -128,28 +128,28 @@ class FoldRecorder:
         self._reduction.drop()
 
     def complete(
-        self, batch: Batch, runtime: Runtime, mean: Mapping[str, Tensor], optimizer: OptimizerView
+        self, batch: Batch, passes: Passes, mean: Mapping[str, Tensor], optimizer: OptimizerView
     ) -> FoldGradients:
         """Return the fold gradients of a step whose gradients are complete. Collective.
 
         Args:
             batch: The step's sequences and folds.
-            runtime: Computes the fold gradients that hooks could not catch.
+            passes: Computes the fold gradients that hooks could not catch.
             mean: The step's gradient, before clipping.
             optimizer: The optimizer before the step.
         """
         if batch.has_mixed_folds:
-            self._recompute(batch, runtime)
+            self._recompute(batch, passes)
         elif batch.has_slices:
-            self.split_microbatch_gradients(batch, runtime)
-        squares = self.finish(batch.fold_sizes, runtime.ranks.count, self.layout.vector(mean.values()))
-        sq_norms = None if self.sq_norms is None else runtime.ranks.reduce(self.sq_norms)
+            self.split_microbatch_gradients(batch, passes)
+        squares = self.finish(batch.fold_sizes, passes.ranks.count, self.layout.vector(mean.values()))
+        sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        return FoldGradients(self.rows, sq_norms, runtime.ranks.reduce(squares))
+        return FoldGradients(self.rows, sq_norms, passes.ranks.reduce(squares))
 
-    def _recompute(self, batch: Batch, runtime: Runtime) -> None:
+    def _recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
 
         The loss's weights on log-probabilities and entropies determine what each response adds to its fold's gradient:
@@ -162,11 +162,11 @@ class FoldRecorder:
         self.rows = self._current_rows = self._current_group = None
         self._groups = batch.folds
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
-        (self.rows,) = rows_by_fold(batch, runtime, [batch.loss_weights], ones, self._device, self._dtype)
+        (self.rows,) = passes.sum_by_fold(batch, [batch.loss_weights], ones, self._device, self._dtype)
         if self.sq_norms is not None:
             self.sq_norms = self.sq_norms.new_zeros(batch.num_folds + 1, *self.sq_norms.shape[1:])
 
-    def split_microbatch_gradients(self, batch: Batch, runtime: Runtime) -> None:
+    def split_microbatch_gradients(self, batch: Batch, passes: Passes) -> None:
         """Split each microbatch's gradient, held in the rows of its first slice, among its slices. Collective.
 
         Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
@@ -179,8 +179,8 @@ class FoldRecorder:
             slices = [group for group in self._groups if group.rows_per_pass[0].start in microbatch]
             remainder = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
             for group in slices[:-1]:
-                passes = [indices[rows.start : rows.stop] for rows in group.rows_per_pass]
-                (total,) = sum_gradients(batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares)
+                parts = [indices[rows.start : rows.stop] for rows in group.rows_per_pass]
+                (total,) = passes.sum(batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], shares)
                 copy(rows_of(self.rows, group.folds), total)
                 add(remainder, total, -1.0)
             copy(rows_of(self.rows, slices[-1].folds), remainder)

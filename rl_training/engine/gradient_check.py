@@ -27,7 +27,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
-from rl_training.step.runtime import Runtime, shares_of_folds, sum_gradients
+from rl_training.step.passes import Passes
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
 TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
@@ -41,11 +41,11 @@ NO_SLICES = "so the gradient of a part of a microbatch is not known"
 NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
 
 
-def mismatch_of(fold_gradients: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
+def mismatch_of(fold_gradients: FoldGradients, batch: Batch, passes: Passes) -> Limit | None:
     """Return the limit if the step's gradient is not what its folds' gradients add up to, else None."""
     if batch.has_mixed_folds:
-        return weights_mismatch(fold_gradients.sums, runtime.policy)
-    tensors = [*runtime.reduction.shard.leaves.values(), *(fold_gradients.rows or ())]
+        return weights_mismatch(fold_gradients.sums, passes.policy)
+    tensors = [*passes.reduction.shard.leaves.values(), *(fold_gradients.rows or ())]
     return gradient_mismatch(fold_gradients.sums, any(tensor.dtype.itemsize < 4 for tensor in tensors))
 
 
@@ -124,22 +124,22 @@ class TermsCheck:
         self.allows_slices &= not other_terms
         return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def compare(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
+    def compare(self, batch: Batch, passes: Passes, rows: Vector | None, squares: Tensor) -> Limit | None:
         """Return the limit if gradients of this or an earlier step reveal other loss terms, else None. Collective.
 
         Args:
             batch: The step's sequences and folds.
-            runtime: Recomputes a fold's gradient.
+            passes: Recomputes a fold's gradient.
             rows: The folds' gradients, if they are kept.
             squares: (F,), their square norms over all ranks.
         """
         is_due, self._count = self.is_due, self._count + 1
-        if is_due and not has_dropout(runtime.policy.model):
+        if is_due and not has_dropout(passes.policy.model):
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
             microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
             groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
-            comparison = _compare_group(batch, runtime, rows, groups[self._count % len(groups)], squares)
-            tolerance = TOLERANCE_ROUNDED if runtime.policy.scorer.training_rounding else TOLERANCE
+            comparison = _compare_group(batch, passes, rows, groups[self._count % len(groups)], squares)
+            tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
             if comparison.is_same_policy:
                 distance = comparison.distance
@@ -149,9 +149,7 @@ class TermsCheck:
         return self.limit
 
 
-def _compare_group(
-    batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor
-) -> _Comparison:
+def _compare_group(batch: Batch, passes: Passes, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
     If rows are not kept, only the norms are compared.
@@ -166,12 +164,12 @@ def _compare_group(
 
     rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
     num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
-    has_weight = float(runtime.ranks.reduce(num_weights.double()))
+    has_weight = float(passes.ranks.reduce(num_weights.double()))
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
-    passes = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
-    shares = shares_of_folds(batch, runtime.ranks.count)
-    (recomputed,) = sum_gradients(
-        batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares, compare_scores
+    parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
+    shares = passes.shares_of_folds(batch)
+    (recomputed,) = passes.sum(
+        batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], shares, compare_scores
     )
     recomputed_squares = dot(recomputed, recomputed)
     sq_distances = torch.zeros_like(recomputed_squares)
@@ -179,12 +177,12 @@ def _compare_group(
         differences = [part.to(x) - x for part, x in zip(rows_of(rows, group.folds), recomputed, strict=True)]
         sq_distances = dot(differences, differences)
     of_scores = torch.stack([score_distance, num_tokens]).to(recomputed_squares)
-    sums = runtime.ranks.reduce(torch.cat([recomputed_squares, sq_distances, of_scores]))
+    sums = passes.ranks.reduce(torch.cat([recomputed_squares, sq_distances, of_scores]))
     recomputed_squares, sq_distances, (score_distance, num_tokens) = sums.split([len(group.folds)] * 2 + [2])
     caught_squares = squares[group.folds.start : group.folds.stop].to(recomputed_squares)
     if rows is None:
         sq_distances = (caught_squares.sqrt() - recomputed_squares.sqrt()).square()
-    tolerance = SAME_SCORES_ROUNDED if runtime.policy.scorer.training_rounding else SAME_SCORES
+    tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
     is_same = not float(num_tokens) or float(score_distance / num_tokens) <= tolerance
     norm = math.sqrt(max(float(caught_squares.sum()), float(recomputed_squares.sum())))
     return _Comparison(norm, math.sqrt(max(float(sq_distances.sum()), 0.0)), is_same)

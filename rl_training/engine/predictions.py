@@ -16,7 +16,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.limits import FAILED
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 
 
 class Predictions:
@@ -53,11 +53,11 @@ class Predictions:
         """Return the limit if the weights were changed since the step began, else None. Collective."""
         return self._verifier.edit_limit()
 
-    def predict(self, step: StepData, runtime: Runtime, probes: Sequence[Probe]) -> EntropyPrediction | None:
+    def predict(self, step: StepData, passes: Passes, probes: Sequence[Probe]) -> EntropyPrediction | None:
         """Return what these probes need to know about the step's effect on entropy, or None. Collective."""
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = step.number if asking else None
-        prediction = predict_entropy(step, runtime, self._previous, needs_of(asking)) if asking else None
+        prediction = predict_entropy(step, passes, self._previous, needs_of(asking)) if asking else None
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
 

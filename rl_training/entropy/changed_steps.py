@@ -20,7 +20,7 @@ from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUp
 from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.batch import Batch
-from rl_training.step.runtime import Runtime, rows_by_fold, shares_of_folds
+from rl_training.step.passes import Passes
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
@@ -108,7 +108,7 @@ def solve_combination(
 
 
 def iter_basis_gradients(
-    batch: Batch, runtime: Runtime, weights: Sequence[LossWeights]
+    batch: Batch, passes: Passes, weights: Sequence[LossWeights]
 ) -> Iterator[tuple[int, FoldMeans]]:
     """Yield (index, per-fold gradient) for each weighting, in the same order on all ranks, index 0 first. Collective.
 
@@ -117,21 +117,21 @@ def iter_basis_gradients(
     """
     if not weights:
         return
-    layout = runtime.layout
+    layout = passes.layout
     local_counts = [rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)]
-    *counts, total = runtime.ranks.reduce(torch.stack(local_counts).double()).tolist()
+    *counts, total = passes.ranks.reduce(torch.stack(local_counts).double()).tolist()
     dense = [index for index, count in enumerate(counts) if 2.0 * count >= total]
     num_fitting = _chunk_bytes(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
     chunk_size = max(
-        1, -int(runtime.ranks.max(torch.tensor(-float(num_fitting), dtype=torch.float64, device=batch.fold.device)))
+        1, -int(passes.ranks.max(torch.tensor(-float(num_fitting), dtype=torch.float64, device=batch.fold.device)))
     )
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     single_passes = [[index] for index in range(len(weights)) if index not in dense]
     sizes = batch.fold_sizes
-    shares_of_sequences = shares_of_folds(batch, runtime.ranks.count)
+    shares_of_sequences = passes.shares_of_folds(batch)
     shares_of_means = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for indices in sorted(shared_passes + single_passes):
-        rows_of_weights = rows_by_fold(batch, runtime, [weights[index] for index in indices], shares_of_sequences)
+        rows_of_weights = passes.sum_by_fold(batch, [weights[index] for index in indices], shares_of_sequences)
         for index in indices:
             rows = rows_of_weights.pop(0)
             yield index, fold_means([shares_of_means @ part for part in rows], rows, sizes)

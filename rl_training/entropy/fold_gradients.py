@@ -20,7 +20,7 @@ from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropySettings
-from rl_training.step.runtime import Runtime, gradients_by_group
+from rl_training.step.passes import Passes
 from rl_training.step.score_check import ScoreCheck
 
 
@@ -61,7 +61,7 @@ def levels_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> 
 
 def fold_gradients(
     batch: Batch,
-    runtime: Runtime,
+    passes: Passes,
     ratios: PrefixRatios | None,
     level: float,
     settings: EntropySettings,
@@ -74,7 +74,7 @@ def fold_gradients(
 
     Args:
         batch: The batch of the step.
-        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        passes: The policy, the ranks and the reduction that sums gradients by fold.
         ratios: Prefix ratios to the sampler. None: all are 1.
         level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
         settings: How many responses of each prompt to use, and whether X per sequence is wanted.
@@ -96,4 +96,4 @@ def fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    yield from gradients_by_group(batch, runtime, directions, shares, is_chosen, check.compare)
+    yield from passes.sum_by_group(batch, directions, shares, is_chosen, check.compare)

@@ -38,7 +38,7 @@ from rl_training.entropy.per_decision import per_decision_change
 from rl_training.entropy.weights import Target, surrogate_weights
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout, take_rows
+from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
@@ -169,7 +169,6 @@ def _global_units(units: JackknifeUnits, sequences: JackknifeUnits) -> Jackknife
 def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:
     """Score all rows again, batched by similar length instead, for the rounding floor."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
-    parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
-    table = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)
-    logps, entropies = table[:, order.argsort()]
-    return Scores(logps, entropies, rollout.completion_mask)
+    batches = [rows for half in order.chunk(2) for rows in policy.batches_of(half)]
+    scores, rank = policy.score_rollout(rollout, batches=batches), order.argsort()
+    return Scores(scores.logps[rank], scores.entropies[rank], scores.mask[rank])

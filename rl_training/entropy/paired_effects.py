@@ -24,7 +24,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction, StepData
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 
 
 def paired_effects_limit(step: StepData, prediction: EntropyPrediction, off_policy: Limit) -> Limit | None:
@@ -76,7 +76,7 @@ class StepByFolds:
 def paired_effects(
     step: StepData,
     prediction: EntropyPrediction,
-    runtime: Runtime,
+    passes: Passes,
     changes: Mapping[str, Change | None],
     weights: Mapping[str, Tensor],
     reward: float | LossWeights | None,
@@ -88,14 +88,14 @@ def paired_effects(
     Args:
         step: The step.
         prediction: Its predicted change of entropy.
-        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        passes: The policy, the ranks and the reduction that sums gradients by fold.
         changes: Changes that only need the step's own gradient. None stands for the step as it is.
         weights: The weights of each changed loss, (2, B, T).
         reward: The reward's gradient: a multiple of the step's own, or the weights of a loss that has it. None: every
             Δreward is nan.
     """
     folds = StepByFolds(prediction)
-    reduce = runtime.ranks.reduce
+    reduce = passes.ranks.reduce
     unchanged = step.batch.loss_weights.stacked()
     added_weights = {name: table - unchanged for name, table in weights.items()}
     without_basis, by_basis = changes_by_basis(added_weights, None if step.limits.other_terms else unchanged, reduce)
@@ -103,7 +103,7 @@ def paired_effects(
     names = list(by_basis)
     reward_weights = [reward] if isinstance(reward, LossWeights) else []
     basis_weights = [*reward_weights, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
-    bases = iter_basis_gradients(step.batch, runtime, basis_weights)
+    bases = iter_basis_gradients(step.batch, passes, basis_weights)
     if reward is not None:
         gradient, factor = (folds.updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, gradient.mean, factor))
@@ -134,7 +134,7 @@ class GradientShares:
 
 
 def gradient_shares(
-    batch: Batch, prediction: EntropyPrediction, runtime: Runtime, weights: Sequence[LossWeights]
+    batch: Batch, prediction: EntropyPrediction, passes: Passes, weights: Sequence[LossWeights]
 ) -> GradientShares:
     """Return how much of ΔH comes from the step's fresh gradient, and from each of these weightings. Collective.
 
@@ -143,12 +143,12 @@ def gradient_shares(
     folds = StepByFolds(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        parts = GradientParts(folds.updates, runtime.ranks.reduce, basis)
+        parts = GradientParts(folds.updates, passes.ranks.reduce, basis)
         ((by_fold, _),) = parts.products([None], [Direction(folds.rows)])
         return by_fold
 
     by_index = {}
-    for index, basis in iter_basis_gradients(batch, runtime, weights):
+    for index, basis in iter_basis_gradients(batch, passes, weights):
         by_index[index] = products(basis)
         del basis  # free it before the next is made
     return GradientShares(products(None), [by_index[index] for index in range(len(weights))], folds)

@@ -72,7 +72,7 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.limits import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Limits
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 from rl_training.step.score_check import ScoreCheck
 
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
@@ -86,12 +86,12 @@ class Updates(NamedTuple):
     leave_one_out: LeaveOneOutUpdates | None = None  # the updates without each fold
 
 
-def predict_entropy(step: StepData, runtime: Runtime, previous: PreviousUpdate, needs: Need) -> EntropyPrediction:
+def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, needs: Need) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
     Afterwards `previous` holds this step's δθ, for the next step's `backward`.
     """
-    batch, ranks = step.batch, runtime.ranks
+    batch, ranks = step.batch, passes.ranks
     settings, labels = previous.settings, previous.attribution.labels
     limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
@@ -102,8 +102,8 @@ def predict_entropy(step: StepData, runtime: Runtime, previous: PreviousUpdate, 
     if not length:
         return _without_entropy_gradient(step, previous, NO_TOKENS)
     updates = _updates(step, ranks)
-    check = ScoreCheck(batch, runtime.policy)
-    products, rows = _products_and_rows(step, runtime, previous, needs, updates, ratios, entropy / length, check)
+    check = ScoreCheck(batch, passes.policy)
+    products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
     prediction = EntropyPrediction(
         settings,
         labels,
@@ -179,7 +179,7 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
 
 def _products_and_rows(
     step: StepData,
-    runtime: Runtime,
+    passes: Passes,
     previous: PreviousUpdate,
     needs: Need,
     updates: Updates,
@@ -191,7 +191,7 @@ def _products_and_rows(
 
     Args:
         step: The step.
-        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        passes: The policy, the ranks and the reduction that sums gradients by fold.
         previous: Has δθ of the previous step.
         needs: What the probes need.
         updates: The updates of the step.
@@ -213,7 +213,7 @@ def _products_and_rows(
             num_targets,
         )
     rows = layout.zeros(batch.num_folds, device=previous.device) if Need.ENTROPY_ROWS in needs else None
-    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(batch, runtime, ratios, level, settings, check)
+    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(batch, passes, ratios, level, settings, check)
     if layout.is_small:  # finish all backwards first: interleaving them with products thrashes the CPU cache
         by_group = list(by_group)
     folds_at_once = batch.num_folds if layout.is_small else len(batch.folds[0].folds)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from rl_training.errors import UserError
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.policy import Policy
+from rl_training.policy.policy import Policy, draws_of_rank
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scorer import Scorer
@@ -48,17 +49,24 @@ class LoopPolicy(Policy):
         self.has_text = decode is not None
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        assert self._sample is not None, NO_SAMPLE
+        sample = self._sample
+        assert sample is not None, NO_SAMPLE
         device = next(self.model.parameters()).device
         ranks = all_ranks()
-        local_draws = torch.arange(ranks.number, num_sequences, ranks.count)
-        parts = []
+        local_draws = draws_of_rank(num_sequences, ranks)
+
+        def sample_batch(rows: Tensor) -> Rollout:
+            # One seed per batch, because a batch uses as many random numbers as its longest response needs.
+            seed_torch(seed, ranks.number, int(rows[0]) // self._batch_size, device=device)
+            rollout = sample(len(rows))
+            if rollout.num_sequences != len(rows):
+                raise UserError(f"sample({len(rows)}) returned {rollout.num_sequences} responses: return exactly n")
+            return rollout
+
         with torch.no_grad(), preserve_rng(device), self.measuring():
-            for number, rows in enumerate(local_draws.split(self._batch_size)):
-                # One seed per batch, because a batch uses as many random numbers as its longest response needs.
-                seed_torch(seed, ranks.number, number, device=device)
-                parts.append(self._sample(len(rows)))
-        return dataclasses.replace(join_rollouts(parts), prompt_index=local_draws.to(device), on_policy=True)
+            parts = self.run_passes(torch.arange(len(local_draws)).split(self._batch_size), sample_batch)
+        prompt_index = torch.tensor(local_draws, device=device)
+        return dataclasses.replace(join_rollouts(parts), prompt_index=prompt_index, on_policy=True)
 
     def decode(self, ids: Tensor) -> str:
         return " ".join(map(str, ids.tolist())) if self._decode is None else self._decode(ids)

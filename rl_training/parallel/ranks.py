@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,28 @@ class Ranks:
         """Return the elementwise maximum over ranks. Collective."""
         return self.gather(values).amax(dim=0)
 
-    def pad_to_equal_count(self, parts: list[Tensor], filler: Tensor) -> list[Tensor]:
-        """Pad `parts` with `filler` so that every rank has the same number. Collective."""
-        count = self.max(torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device))
-        return parts + [filler] * (int(count) - len(parts))
+    def in_lockstep(
+        self, parts: Sequence[Tensor], run: Callable[[Tensor], Result], filler: Tensor, count: int | None = None
+    ) -> list[Result]:
+        """Call `run` for each part, equally often on every rank, and return this rank's results. Collective.
+
+        A forward or backward pass that gathers weights or sends gradients is a collective, so no rank may run more
+        passes than another. Whatever runs several of them calls this instead of looping by itself.
+
+        Args:
+            parts: This rank's parts, such as the rows of each pass. May be empty.
+            run: Runs one pass.
+            filler: What a rank runs after its own parts, until all ranks have run equally many. Its results are
+                dropped.
+            count: The number of parts of the rank with the most. None: the ranks exchange it.
+        """
+        if count is None:
+            local = torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device)
+            count = int(self.max(local))
+        results = [run(part) for part in parts]
+        for _ in range(count - len(parts)):
+            run(filler)
+        return results
 
 
 def all_ranks() -> Ranks:

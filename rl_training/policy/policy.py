@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from rl_training.errors import UserError
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.precision import without_dropout
@@ -18,6 +19,8 @@ from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
+
+Result = TypeVar("Result")
 
 
 class Policy(abc.ABC):
@@ -37,7 +40,7 @@ class Policy(abc.ABC):
         self.scorer = scorer
         self._batch_size = batch_size
         self.has_text = True  # whether `decode` returns text rather than token ids; the same on all ranks
-        self.in_lockstep: Ranks | None = None  # set if all ranks must run the same number of passes
+        self.lockstep_ranks: Ranks | None = None  # the ranks that must run equally many passes; None: passes are local
         self.shard: Shard | None = None  # set once training has begun
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
@@ -48,35 +51,54 @@ class Policy(abc.ABC):
         return self.scorer.score(rollout, rows)
 
     def score_rollout(
-        self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False, dropout: bool = False
+        self,
+        rollout: Rollout,
+        scorer: Scorer | None = None,
+        as_training: bool = False,
+        dropout: bool = False,
+        batches: Sequence[Tensor] | None = None,
     ) -> Scores:
-        """Score all rows, (B, T), without graph, as a measurement: in IEEE fp32 without dropout.
+        """Score rows, (B, T), without graph, as a measurement: in IEEE fp32 without dropout.
 
         Args:
             rollout: The sequences.
             scorer: Another model's scorer; None: the policy's own.
             as_training: Use training's precision instead.
             dropout: With `as_training`, use training's dropout too.
+            batches: The rows of each forward pass, possibly none. None: all rows, in their order.
         """
         scorer = scorer or self.scorer
         context: AbstractContextManager[None] = scorer.measuring()
         if as_training:
             context = contextlib.nullcontext() if dropout else without_dropout(self.model)
-        width = rollout.completion_ids.shape[1]
-        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
+        mask, width = rollout.completion_mask, rollout.completion_ids.shape[1]
+        if batches is None:
+            batches = self.batches_of(torch.arange(rollout.num_sequences, device=mask.device))
         with preserve_rotary_tables(self.model), context, torch.no_grad():
-            parts = [scorer.score(rollout, batch, graph=False) for batch in self.in_batches(rows, self._batch_size)]
-        parts = parts[: -(-len(rows) // self._batch_size)]
+            parts = self.run_passes(batches, lambda rows: scorer.score(rollout, rows, graph=False))
+        if not parts:
+            nothing = torch.zeros(0, width, device=mask.device)
+            return Scores(nothing, nothing, mask[:0])
         return Scores(
             logps=pad_and_concat([part.logps for part in parts], at_least=width),
             entropies=pad_and_concat([part.entropies for part in parts], at_least=width),
-            mask=rollout.completion_mask,
+            mask=mask[torch.cat(list(batches))],
         )
 
-    def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Split rows into batches of `size`; in lockstep, repeat the first until every rank has the same number."""
-        parts = list(rows.split(size))
-        return parts if self.in_lockstep is None else self.in_lockstep.pad_to_equal_count(parts, parts[0])
+    def batches_of(self, rows: Tensor) -> list[Tensor]:
+        """Split rows into the batches of forward passes without graph."""
+        return batches_of(rows, self._batch_size)
+
+    def run_passes(self, batches: Sequence[Tensor], run: Callable[[Tensor], Result]) -> list[Result]:
+        """Call `run` with the rows of each pass, and return the results. Collective if weights are sharded.
+
+        Every loop over forward passes without graph is this one: with sharded weights, a rank with fewer batches than
+        another runs row 0 once more for each, and drops the result.
+        """
+        if self.lockstep_ranks is None:
+            return [run(rows) for rows in batches]
+        device = next(self.model.parameters()).device
+        return self.lockstep_ranks.in_lockstep(batches, run, torch.zeros(1, dtype=torch.long, device=device))
 
     @property
     def reference(self) -> Scorer | None:
@@ -152,3 +174,21 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def decode(self, ids: Tensor) -> str:
         """Return the text of one sequence of tokens, without special tokens."""
+
+
+def batches_of(rows: Tensor, size: int) -> list[Tensor]:
+    """Split rows into batches of at most `size`; none for no rows, for which torch.split returns an empty one."""
+    return list(rows.split(size)) if len(rows) else []
+
+
+def draws_of_rank(num_sequences: int, ranks: Ranks) -> range:
+    """Return which of the fresh sequences this rank samples: `ranks.number`, `ranks.number + ranks.count`, and so on.
+
+    Raises:
+        UserError: On all ranks, if there are fewer sequences than ranks.
+    """
+    if num_sequences < ranks.count:
+        raise UserError(
+            f"{num_sequences} sequences cannot be shared among {ranks.count} processes: sample at least one for each"
+        )
+    return range(ranks.number, num_sequences, ranks.count)

@@ -28,7 +28,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.attribution import KINDS, module_kind
 from rl_training.options import check_share, check_whole
-from rl_training.parallel.vectors import dot
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import response_index
 from rl_training.statistics import noise_scale as noise
 from rl_training.statistics.estimate import Estimate
@@ -178,8 +178,10 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
     total = torch.zeros((), dtype=torch.float64, device=index.device)
     rows_per_pass = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
-    for first, other in ctx.gradients_by_rank(rows_per_pass, halves, shares):
-        total += dot(first, other).sum()
-        del first, other  # before the next two are computed
+
+    def add_product(vectors: list[Vector]) -> None:
+        total.add_(dot(*vectors).sum())
+
+    ctx.gradients_by_rank(rows_per_pass, halves, shares, add_product)
     total, num_products = ctx.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

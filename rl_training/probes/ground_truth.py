@@ -35,7 +35,7 @@ from rl_training.entropy.fresh_sample import (
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.errors import UserError
 from rl_training.options import check_whole
-from rl_training.parallel.vectors import dot
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
@@ -192,9 +192,13 @@ def predicted_change(
     block = blocks.number[buffer.score_rows]
     local_blocks, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
     rows_per_pass = [(block == number).nonzero().squeeze(1) for number in local_blocks]
+    products: list[Tensor] = []  # of each pass, (ranks, targets)
+
+    def multiply(gradients: list[Vector]) -> None:
+        products.append(torch.stack([dot(x, update) for x in gradients], dim=1))
+
     with ctx.policy.measuring():
-        gradients = ctx.gradients_by_rank(rows_per_pass, weights, ones, buffer.rollout)
-        products = [torch.stack([dot(x, update) for x in vectors], dim=1) for vectors in gradients]
+        ctx.gradients_by_rank(rows_per_pass, weights, ones, multiply, buffer.rollout)
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
     table[local_blocks] = ctx.ranks.reduce(torch.stack(products))[: len(local_blocks), ctx.ranks.number]
     return without_blocks(ctx.ranks.reduce(table) / buffer.num_sequences, mask, blocks)

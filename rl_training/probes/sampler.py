@@ -108,8 +108,9 @@ class SamplerProbe(Probe):
         batch, policy = ctx.step.batch, ctx.policy
         rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
         mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
-        for difference, row in zip(differences, policy.in_batches(rows, 1), strict=False):
-            logps = policy.scorer.score(batch.rollout, row, graph=False).logps[0]
+        scored = policy.run_passes(rows.split(1), lambda row: policy.scorer.score(batch.rollout, row, graph=False))
+        for difference, scores in zip(differences, scored, strict=True):
+            logps = scores.logps[0]
             difference[: len(logps)] -= logps
         sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)

@@ -3,5 +3,5 @@
 data.py, batch.py        the data; quantities.py: numbers computed from it
 limits.py                every reason why a number is missing, with its code
 needs.py                 what a probe can ask the engine to keep
-runtime.py               computes with the data; score_check.py: whether its scores equal training's
+passes.py                computes with the data; score_check.py: whether its scores equal training's
 """

@@ -1,6 +1,6 @@
 """An optimizer step as data: tensors, numbers and limits.
 
-For the letters in shapes see policy/rollout.py. step/runtime.py computes with this data on all ranks.
+For the letters in shapes see policy/rollout.py. step/passes.py computes with this data on all ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.policy.policy import Policy
+from rl_training.policy.policy import Policy, batches_of
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
@@ -56,8 +56,11 @@ class ScoreCheck:
         Takes all of them if a row's scores depend on its batch. Collective if weights are sharded.
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
-        for part in self._policy.in_batches(rows, max(map(len, self._batch.microbatch_rows))):
-            self.compare(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
+        batches = batches_of(rows, max(map(len, self._batch.microbatch_rows)))
+        scorer, rollout = self._policy.scorer, self._batch.rollout
+        scored = self._policy.run_passes(batches, lambda part: scorer.score(rollout, part, graph=False))
+        for part, fresh in zip(batches, scored, strict=True):
+            self.compare(part, fresh)
 
     def limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
         """Return the limit if the step's scores on all ranks differ from training's, else None. Collective."""

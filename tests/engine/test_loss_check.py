@@ -114,9 +114,9 @@ def test_folds_are_checked_in_turn_and_only_the_last_slice_of_a_microbatch_is(mo
     compared: list[int] = []
     compare = gradient_check._compare_group
 
-    def kept(batch: Any, runtime: Any, rows: Any, group: Any, squares: Tensor) -> Any:
+    def kept(batch: Any, passes: Any, rows: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
-        return compare(batch, runtime, rows, group, squares)
+        return compare(batch, passes, rows, group, squares)
 
     monkeypatch.setattr(gradient_check, "_compare_group", kept)
     monkeypatch.setattr(gradient_check, "EVERY", 1)

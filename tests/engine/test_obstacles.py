@@ -66,9 +66,9 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
     def reduce(sums: Tensor) -> Tensor:
         return sums + sums.new_tensor([128.0, 1024.0])
 
-    step, runtime = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.runtime, ranks=Ranks(2, reduce))
+    step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
     previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in predict_entropy(step, runtime, previous, Need.ENTROPY_ROWS).limit
+    assert "is 0.26 of the sequences" in predict_entropy(step, passes, previous, Need.ENTROPY_ROWS).limit
 
 
 def test_a_step_reused_on_one_process_is_reused_on_all() -> None:

@@ -379,14 +379,14 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_at_any_size() -> No
     ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
     microbatch_rows = (range(10), range(10, 16))
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of one microbatch, and a whole one
-    recorder = FoldRecorder(ctx.runtime.reduction)
+    recorder = FoldRecorder(ctx.passes.reduction)
     groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
     batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
     recorder.start_step(groups)
     for rows in microbatch_rows:
         indices = torch.tensor(rows)
         catch(recorder, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
-    recorder.split_microbatch_gradients(batch, ctx.runtime)
+    recorder.split_microbatch_gradients(batch, ctx.passes)
     recorder.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, recorder.layout.zeros())
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
     torch.testing.assert_close(recorder.rows[0], expected, rtol=1e-12, atol=0)

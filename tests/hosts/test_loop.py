@@ -530,9 +530,9 @@ def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pas
     """The loop does not say what its loss divides by. If no multiple is accepted, a separate pass gives the same."""
     rewards, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
-    def counted(batch: Any, runtime: Any, weights: Any) -> Any:
+    def counted(batch: Any, passes: Any, weights: Any) -> Any:
         passes.append(len(weights))
-        return iter_basis_gradients(batch, runtime, weights)
+        return iter_basis_gradients(batch, passes, weights)
 
     monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
     for rounding in (length_and_reward.TOLERANCE, -1.0):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,14 @@ class Line:
         yield
         self.x = 0.0
 
-    def score_rollout(self, rollout: Rollout) -> Scores:
-        number = rollout.prompt_index
-        off = torch.arange(len(number), dtype=torch.float64).unsqueeze(1) / 1000
+    def batches_of(self, rows: Tensor) -> list[Tensor]:
+        return [rows]
+
+    def score_rollout(self, rollout: Rollout, batches: Sequence[Any] = (slice(None),)) -> Scores:
+        by_batch = [rollout.prompt_index[rows] for rows in batches]
+        number = torch.cat(by_batch)
+        places = [torch.arange(len(part), dtype=torch.float64) for part in by_batch]
+        off = torch.cat(places).unsqueeze(1) / 1000  # scores depend a little on the place in the batch
         mask = (torch.arange(4) < LENGTHS[number].unsqueeze(1)).double()
         return Scores((-1 + self.far * self.x * ALONG[number]) * mask, (1 + self.x**2 + off) * mask, mask.bool())
 

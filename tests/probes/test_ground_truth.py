@@ -161,7 +161,7 @@ def assert_as_defined(answers: dict[str, Any], sequences: list[Any], size: int) 
 class ScoredBy(Policy):
     """A policy whose rollouts are scored by a given function. Everything else is delegated to the policy."""
 
-    def __init__(self, policy: Policy, score_rollout: Callable[[Rollout], Scores]) -> None:
+    def __init__(self, policy: Policy, score_rollout: Callable[..., Scores]) -> None:
         super().__init__(policy.model, policy.scorer, batch_size=4)
         self._policy = policy
         self.score_rollout = score_rollout
@@ -173,10 +173,8 @@ class ScoredBy(Policy):
         return self._policy.decode(ids)
 
 
-def scored_by(ctx: StepContext, score_rollout: Callable[[Rollout], Scores]) -> StepContext:
-    return dataclasses.replace(
-        ctx, runtime=dataclasses.replace(ctx.runtime, policy=ScoredBy(ctx.policy, score_rollout))
-    )
+def scored_by(ctx: StepContext, score_rollout: Callable[..., Scores]) -> StepContext:
+    return dataclasses.replace(ctx, passes=dataclasses.replace(ctx.passes, policy=ScoredBy(ctx.policy, score_rollout)))
 
 
 def test_two_processes_train_unchanged_and_agree_on_the_truth(tmp_path: Path) -> None:
@@ -385,10 +383,11 @@ class Listens(TruthProbe):
         self.batches: list[list[list[int]]] = []
 
     def measure(self, ctx: Any, state: Any) -> Reading:
-        def listening(rollout: Rollout) -> Scores:
+        def listening(rollout: Rollout, batches: Any = None) -> Scores:
             self.prompts[-1] |= {ctx.policy.decode(ids) for ids in rollout.prompt_ids}
-            self.batches[-1].append(rollout.prompt_index.tolist())
-            return ctx.policy.score_rollout(rollout)
+            for rows in batches or [slice(None)]:
+                self.batches[-1].append(rollout.prompt_index[rows].tolist())
+            return ctx.policy.score_rollout(rollout, batches=batches)
 
         self.prompts.append(set())
         self.batches.append([])
@@ -412,8 +411,8 @@ def test_the_noise_floor_rescores_in_smaller_batches_and_each_step_draws_new_pro
 def test_a_non_finite_score_gives_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
-            def broken(rollout: Rollout) -> Scores:
-                scores = ctx.policy.score_rollout(rollout)
+            def broken(rollout: Rollout, batches: Any = None) -> Scores:
+                scores = ctx.policy.score_rollout(rollout, batches=batches)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
             return super().after_step(scored_by(ctx, broken), reading)

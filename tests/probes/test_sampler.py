@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from example_steps import ALONE
+from example_steps import ALONE, run_each
 from other_samplers import COPIES, OtherSampler
 from seen import Kept
 from torch import Tensor
@@ -37,8 +37,8 @@ class Says(Kept, SamplerProbe):
 def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
     """Return a context with only the parts of a step that the probe reads."""
     step: Any = SimpleNamespace(batch=batch, limits=limits)
-    runtime: Any = SimpleNamespace(ranks=ranks, policy=policy)
-    return StepContext(step, runtime)
+    passes: Any = SimpleNamespace(ranks=ranks, policy=policy)
+    return StepContext(step, passes)
 
 
 def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tensor, correction: Any = None) -> Batch:
@@ -131,7 +131,7 @@ def test_numerics_and_their_error_use_one_response_per_prompt() -> None:
         assert not graph  # for a graph without a backward, FSDP2 would keep the weights gathered
         return Scores(again[rows], again[rows], batch.scores.mask[rows])
 
-    policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
+    policy = SimpleNamespace(run_passes=run_each, scorer=SimpleNamespace(score=score))
     answers = SamplerProbe(numerics=True).measure(context(batch, ALONE, Limits(), policy), None).estimates
     rows = []
     for i in range(0, G * PROMPTS, G):

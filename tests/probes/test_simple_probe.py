@@ -313,8 +313,8 @@ class NanInPadding(Policy):
     def score(self, rollout: Any, rows: Tensor) -> Any:
         return nan_in_padding(self._policy.score(rollout, rows))
 
-    def score_rollout(self, rollout: Any) -> Any:
-        return nan_in_padding(self._policy.score_rollout(rollout))
+    def score_rollout(self, rollout: Any, **options: Any) -> Any:
+        return nan_in_padding(self._policy.score_rollout(rollout, **options))
 
     def sample(self, num_sequences: int, seed: int) -> Any:
         return self._policy.sample(num_sequences, seed)
@@ -329,7 +329,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
 
     def shown(driver: StepDriver, *args: Any) -> Any:
         step = build_data(driver, *args)
-        driver._runtime = dataclasses.replace(driver._runtime, policy=NanInPadding(driver._loop.policy))
+        driver._passes = dataclasses.replace(driver._passes, policy=NanInPadding(driver._loop.policy))
         return dataclasses.replace(
             step, batch=dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
         )

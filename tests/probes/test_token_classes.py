@@ -208,9 +208,9 @@ def test_class_weights_include_entropy_weights_and_sum_in_absolute_value() -> No
     """Two tokens of a class have opposite weights. Absolute weights add up: 2 · 2, and 2 · .5 from entropies."""
     loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
     step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss))
-    runtime: Any = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda x: x))
+    passes: Any = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda x: x))
     classes = torch.tensor([[0, 0, 2]])
-    sums = token_classes._sums(StepContext(step, runtime), "advantage", classes)
+    sums = token_classes._sums(StepContext(step, passes), "advantage", classes)
     assert sums.tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
     chosen = loss.where(classes == 0)
     assert chosen.entropies is not None

@@ -15,6 +15,7 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
+from example_steps import run_each
 from plain_loop import CLIP, scores_of, train
 from ranks_in_threads import on_two_ranks
 from seen import Seen
@@ -154,7 +155,7 @@ def test_all_processes_agree_where_the_scores_of_one_differ() -> None:
     unscored = Scores(nothing, nothing, mask)
     scorer = SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0, score=lambda *_, **__: unscored)
     policy: Any = SimpleNamespace(
-        scorer=scorer, model=torch.nn.Module(), measuring=contextlib.nullcontext, in_batches=lambda rows, size: [rows]
+        scorer=scorer, model=torch.nn.Module(), measuring=contextlib.nullcontext, run_passes=run_each
     )
     rollout = SimpleNamespace(prompt_index=torch.arange(ROWS))
 

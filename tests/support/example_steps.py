@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.limits import ONE_FOLD, Limits
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime
+from rl_training.step.passes import Passes
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
@@ -39,6 +39,11 @@ PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0
 def draw(*shape: int) -> Tensor:
     """Draw standard normal numbers, fp64."""
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def run_each(batches: Sequence[Tensor], run: Callable[[Tensor], Any]) -> list[Any]:
+    """Run passes as a policy does whose weights are whole: one for each batch."""
+    return [run(rows) for rows in batches]
 
 
 def drawn_adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamWState:
@@ -128,7 +133,7 @@ def step_of(
         optimizer=OptimizerView(states, math.inf),
         limits=Limits(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
     )
-    runtime = Runtime(policy, ranks, FoldReduction(shard))
+    passes = Passes(policy, ranks, FoldReduction(shard))
     if previous is None:
-        return StepContext(step, runtime)
-    return StepContext(step, runtime, predict_entropy(step, runtime, previous, Need.ENTROPY_CHANGE))
+        return StepContext(step, passes)
+    return StepContext(step, passes, predict_entropy(step, passes, previous, Need.ENTROPY_CHANGE))

@@ -168,7 +168,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             scored_rows.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
-        sent, during = measured._driver._runtime.reduction.bytes_sent, num_groups()
+        sent, during = measured._driver._passes.reduction.bytes_sent, num_groups()
     return {
         "estimates": scored_rows,
         "digest": digest(trained, optimizer),

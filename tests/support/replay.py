@@ -264,7 +264,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
     fresh = 0
     if uneven:
         policy = TrainerPolicy(trainer)
-        policy.in_lockstep = all_ranks()
+        policy.lockstep_ranks = all_ranks()
         trainer.generation_config.max_new_tokens = 4
         fresh = policy.sample(65, seed=0).num_sequences
     with whole_weights(trainer):

@@ -10,6 +10,7 @@ the train/eval mode of every module, gradient checkpointing and autocast.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,11 @@ from trl.models import unwrap_model_for_generation
 from rl_training.errors import UserError
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
-from rl_training.policy.policy import Policy
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.policy import Policy, draws_of_rank
 from rl_training.policy.precision import measuring
 from rl_training.policy.rng import preserve_rng, seed_torch
-from rl_training.policy.rollout import Rollout, as_rollout, take_rows
+from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.statistics.limit import Limit
@@ -145,9 +147,9 @@ class TrainerPolicy(Policy):
         """
         logps, entropies = scores.logps.detach().clone(), scores.entropies.detach().clone()
         rows = hidden.nonzero().squeeze(1)
-        if len(rows):
-            fresh = self.score_rollout(take_rows(rollout, rows), as_training=True, dropout=True)
-            logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
+        batches = self.batches_of(rows)  # none on a rank whose rows are all scored
+        fresh = self.score_rollout(rollout, as_training=True, dropout=True, batches=batches)
+        logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
@@ -159,29 +161,23 @@ class TrainerPolicy(Policy):
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
             raise UserError(STREAM)
+        local_draws = draws_of_rank(num_sequences, all_ranks())
         rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
-        local_draws = range(accelerator.process_index, num_sequences, accelerator.num_processes)
-        if not local_draws:
-            raise UserError(
-                f"{num_sequences} sequences cannot be shared among {accelerator.num_processes} processes: "
-                f"sample at least one for each"
-            )
         prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in local_draws]
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if accelerator.device.type == "cuda":  # by total, not free memory: a repeated run then draws the same batches
             memory = torch.cuda.get_device_properties(accelerator.device).total_memory
             size = min(size, max_kv_caches(trainer.model.config, trainer.max_completion_length, memory))
-        prompt_ids, completion_ids = [], []
-        for number, part in enumerate(self.in_batches(torch.arange(len(local_draws), device=accelerator.device), size)):
+
+        def respond_to(batch: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             # One seed per batch, because a batch uses as many random numbers as its longest response needs.
-            batch_prompts = [prompts[row] for row in part.tolist()]
-            batch = respond(trainer, batch_prompts, seed, 1 + accelerator.process_index, number)
-            prompt_ids += batch[0]
-            completion_ids += batch[1]
-        local_rows = slice(len(local_draws))
-        return as_rollout(
-            prompt_ids[local_rows], completion_ids[local_rows], local_draws, trainer._tokenizer.pad_token_id
-        )
+            indices = batch.tolist()
+            number = indices[0] // size
+            return respond(trainer, [prompts[i] for i in indices], seed, 1 + accelerator.process_index, number)
+
+        parts = self.run_passes(torch.arange(len(local_draws)).split(size), respond_to)
+        prompt_ids, completion_ids = (list(itertools.chain(*ids)) for ids in zip(*parts, strict=True))
+        return as_rollout(prompt_ids, completion_ids, local_draws, trainer._tokenizer.pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)

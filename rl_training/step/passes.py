@@ -1,0 +1,223 @@
+"""Compute with a step's data: further passes through the policy, and their gradients summed by fold.
+
+Further forward passes and backwards over a step's sequences give, for any weights c and d on their scores,
+
+    Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik)            summed by fold, over all ranks
+
+without touching `.grad` or the loop's own reduction. All ranks run the same number of passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup
+from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.vectors import Layout, Vector, copy, rows_of
+from rl_training.policy.policy import Policy, batches_of
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+from rl_training.step.batch import Batch
+
+OnScores = Callable[[Tensor, Scores], None]  # called with this rank's rows of a pass and their scores
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Further passes through the policy with a step's data, on all ranks together. Every method is collective."""
+
+    policy: Policy  # scores sequences with the current parameters
+    ranks: Ranks  # sums over ranks
+    reduction: FoldReduction  # sums the gradients of a backward by fold
+
+    @property
+    def layout(self) -> Layout:
+        """The arrangement of this rank's entries in vectors."""
+        return self.reduction.shard.layout
+
+    def shares_of_folds(self, batch: Batch) -> Tensor:
+        """Return the factors, (B, 1), that turn loss weights into those of the mean gradient of a sequence's fold.
+
+        The loss weights are those of a mean over a rank's sequences, and the loss is the mean over ranks.
+        """
+        share_of_fold = batch.num_sequences / self.ranks.count / batch.fold_sizes
+        return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
+
+    def sum_by_fold(
+        self,
+        batch: Batch,
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[Vector]:
+        """Return the gradient of each fold, (F, n) per bucket for each weighting.
+
+        Passes cover only sequences that have a weight.
+
+        Args:
+            batch: The step's sequences and folds.
+            weights: One for each vector returned.
+            shares: (B, 1), a factor on each sequence.
+            device: Where rows are kept. None for the parameters' device.
+            dtype: Dtype of the rows. None for the one in which gradients are summed.
+        """
+        vectors = [self.layout.zeros(batch.num_folds, device=device, dtype=dtype) for _ in weights]
+        for group, parts, count in self._by_group(batch, rows_with_weight(weights)):
+            targets = [rows_of(vector, group.folds) for vector in vectors]
+            if device is None and dtype is None:
+                self._add(targets, batch.rollout, parts, count, weights, shares)
+                continue
+            sums = self.sum(batch.rollout, len(group.folds), parts, count, weights, shares)
+            for target, total in zip(targets, sums, strict=True):
+                copy(target, total)
+        return vectors
+
+    def sum_by_group(
+        self,
+        batch: Batch,
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        is_chosen: Tensor,
+        on_scores: OnScores | None = None,
+    ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
+        """Yield each fold group with the gradients of its chosen rows: (folds, n) per bucket and weighting.
+
+        Args:
+            batch: The step's sequences and folds.
+            weights: One for each vector yielded.
+            shares: (B, 1), a factor on each sequence.
+            is_chosen: (B,) bool.
+            on_scores: Called with the rows of each pass and their scores.
+        """
+        for group, parts, count in self._by_group(batch, is_chosen):
+            yield group, self.sum(batch.rollout, len(group.folds), parts, count, weights, shares, on_scores)
+
+    def sum_by_rank(
+        self,
+        rollout: Rollout,
+        parts: Sequence[Tensor],
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        use: Callable[[list[Vector]], None],
+    ) -> None:
+        """Call `use` with the gradients of each pass, one row for each rank: (ranks, n) per bucket and weighting.
+
+        Every rank calls it equally often. The row of a rank that has run out of parts is 0.
+
+        Args:
+            rollout: The rollout that the parts index.
+            parts: This rank's rows in each pass.
+            weights: One for each vector.
+            shares: (B, 1), a factor on each sequence.
+            use: Called once per pass. The vectors are freed afterwards.
+        """
+
+        def run(rows: Tensor) -> None:
+            use(self.sum(rollout, self.ranks.count, [rows], 1, weights, shares))
+
+        self.ranks.in_lockstep(parts, run, _no_rows(shares))
+
+    def sum(
+        self,
+        rollout: Rollout,
+        num_folds: int,
+        parts: Sequence[Tensor],
+        count: int,
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        on_scores: OnScores | None = None,
+    ) -> list[Vector]:
+        """Return the gradients of some rows, (folds, n) per bucket for each weighting.
+
+        Args:
+            rollout: The rollout that the parts index.
+            num_folds: Number of folds of these rows, over all ranks.
+            parts: This rank's rows in each pass.
+            count: The number of passes of the rank with the most.
+            weights: c and d of all sequences, one for each vector returned.
+            shares: (B, 1), a factor on each sequence.
+            on_scores: Called with the rows of each pass and their scores.
+        """
+        sums = [self.layout.zeros(num_folds) for _ in weights]
+        self._add(sums, rollout, parts, count, weights, shares, on_scores)
+        return sums
+
+    def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
+        """Yield each fold group with this rank's passes over its chosen rows, and the largest number of any rank.
+
+        A row belongs to the group that has its fold, whichever microbatch it is in. Ranks communicate only once, at
+        the start.
+
+        Args:
+            batch: The step's sequences and folds.
+            is_chosen: (B,) bool.
+        """
+        chunk_size = max(len(rows) for rows in batch.microbatch_rows)
+        rows = is_chosen.nonzero().squeeze(1)
+        group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
+        sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
+        rows_of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
+        parts_of_groups = [batches_of(group_rows, chunk_size) for group_rows in rows_of_groups]
+        counts = torch.tensor([len(parts) for parts in parts_of_groups], dtype=torch.float64, device=is_chosen.device)
+        for group, parts, count in zip(batch.folds, parts_of_groups, self.ranks.max(counts).tolist(), strict=True):
+            yield group, parts, int(count)
+
+    def _add(
+        self,
+        targets: Sequence[Vector],
+        rollout: Rollout,
+        parts: Sequence[Tensor],
+        count: int,
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        on_scores: OnScores | None = None,
+    ) -> None:
+        """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, (folds, n) per bucket."""
+
+        def run(rows: Tensor) -> None:
+            self._add_pass(targets, rollout, rows, weights, shares, on_scores)
+
+        self.ranks.in_lockstep(parts, run, _no_rows(shares), count)
+
+    def _add_pass(
+        self,
+        targets: Sequence[Vector],
+        rollout: Rollout,
+        rows: Tensor,
+        weights: Sequence[LossWeights],
+        shares: Tensor,
+        on_scores: OnScores | None,
+    ) -> None:
+        """Add the gradients of one pass to each target.
+
+        Args:
+            rows: On this rank. If empty, the rank runs the same pass as the others, with weight 0.
+            on_scores: Called with the rows and their scores, unless `rows` is empty.
+        """
+        fresh = None
+        last = len(weights) - 1
+        is_empty = not len(rows)
+        if is_empty:
+            rows = rows.new_zeros(1)
+            shares = torch.zeros_like(shares)
+        for index, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+            keep_graph = index < last and self.reduction.shard.supports_retain_graph
+            if fresh is None:
+                fresh = self.policy.score(rollout, rows)
+            if on_scores is not None and index == 0 and not is_empty:
+                on_scores(rows, fresh)
+            share = shares[rows].to(fresh.logps.dtype)
+            row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
+            self.reduction.add(target, fresh, row_weights, keep_graph)
+            fresh = fresh if keep_graph else None
+
+
+def _no_rows(shares: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.long, device=shares.device)
