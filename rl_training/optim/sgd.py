@@ -60,8 +60,16 @@ class SGDState(OptimizerState):
 
     @property
     def steady_state_factor(self) -> float:
-        """1 / (1 − μ)."""
-        return 1.0 / (1.0 - self.momentum)
+        """1 / (1 − μ); with Nesterov 1 / (1 − μ²); at the first step with dampening (1 − τ) / (1 − μ).
+
+        A lasting change ε of d adds (1−τ)/(1−μ) ε to b in the end. To this step it adds (1−τ) ε, at the first step ε.
+        With Nesterov, where torch requires τ = 0, the step d + μ b changes by ε / (1−μ) in the end, and now by (1+μ) ε.
+        """
+        if self.momentum == 0.0:
+            return 1.0
+        if self.nesterov:
+            return 1.0 / (1.0 - self.momentum**2)
+        return (1.0 - self.dampening if self.is_fresh else 1.0) / (1.0 - self.momentum)
 
 
 def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
