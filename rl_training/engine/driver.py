@@ -145,7 +145,7 @@ class StepDriver:
         step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
             with self._clock.timed():
-                step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
+                step.other_terms = step.other_terms or loss.other_terms_limit(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
                 if self._fold_recorder is not None:
                     self._fold_recorder.arm(step.planned_start)

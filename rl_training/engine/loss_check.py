@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import LossSettings
+from rl_training.step.limits import OTHER_TERMS, OWN_FORWARD_PASS
 
 
 @dataclass(frozen=True)
@@ -26,34 +28,41 @@ class LossInfo:
     settings: LossSettings | None = None  # the current ones; None if unchanged since training began
     other_terms: bool = False  # the loop knows of terms besides the scores
 
-    def has_other_terms(self, scores: Scores, leaves: Iterable[Tensor]) -> bool:
-        """Return whether the loss is known to reach one of these parameters by another path than the scores."""
-        return self.other_terms or (self.value is not None and has_other_terms(self.value, scores, leaves))
+    def other_terms_limit(self, scores: Scores, leaves: Iterable[Tensor]) -> Limit | None:
+        """Return the limit if the loss is known to reach one of these parameters by another path than the scores."""
+        if self.other_terms:
+            return OTHER_TERMS
+        return None if self.value is None else other_terms_limit(self.value, scores, leaves)
 
 
-def has_other_terms(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> bool:
-    """Return whether the loss reaches a leaf by another path than these scores.
+def other_terms_limit(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Limit | None:
+    """Return the limit if the loss reaches a leaf by another path than these scores, else None.
 
-    It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf.
+    It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf. If
+    no path leads through the scores, the loss is made of another forward pass.
 
     >>> import torch
     >>> w = torch.ones(1, 1, requires_grad=True)
     >>> scores = Scores(2 * w, 3 * w, torch.ones(1, 1))
     >>> loss = (scores.logps * scores.entropies).sum()
-    >>> has_other_terms(loss, scores, [w]), has_other_terms(loss + (w - 1).square().sum(), scores, [w])
-    (False, True)
+    >>> limits = (other_terms_limit(value, scores, [w]) for value in (loss, loss + (w - 1).sum(), (2 * w).sum()))
+    >>> [limit and limit.code for limit in limits]
+    [None, 'other_terms', 'own_forward_pass']
     """
     score_outputs = {
         (score.grad_fn, score.output_nr) for score in (scores.logps, scores.entropies) if score.grad_fn is not None
     }
     leaf_ids = {id(leaf) for leaf in leaves}
     pending, visited = [(loss.grad_fn, loss.output_nr)], set()
+    reaches_scores = reaches_leaf = False
     while pending:
         node, output = pending.pop()
-        if node is None or (node, output) in score_outputs or node in visited:
-            continue
-        visited.add(node)
-        if id(getattr(node, "variable", None)) in leaf_ids:
-            return True
-        pending.extend(node.next_functions)
-    return False
+        if (node, output) in score_outputs:
+            reaches_scores = True
+        elif node is not None and node not in visited:
+            visited.add(node)
+            reaches_leaf |= id(getattr(node, "variable", None)) in leaf_ids
+            pending.extend(node.next_functions)
+        if reaches_scores and reaches_leaf:
+            return OTHER_TERMS
+    return OWN_FORWARD_PASS if reaches_leaf else None

@@ -29,6 +29,7 @@ from rl_training.step.limits import (
     ONE_RESPONSE,
     OTHER_SIZES,
     OTHER_TERMS,
+    OWN_FORWARD_PASS,
     REUSED,
     SPLIT_PROMPTS,
     Limits,
@@ -74,7 +75,7 @@ class StepRecorder:
     rollouts: list[Rollout] = field(default_factory=list)  # per microbatch
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
-    other_terms: bool = False  # the loss has terms that do not go through these scores
+    other_terms: Limit | None = None  # why the loss has terms that do not go through these scores
     loss_settings: LossSettings | None = None  # of the latest microbatch
     is_ready: bool = False  # all gradients are complete
     context: StepContext | None = None  # set once it is ready, if it is measured
@@ -130,9 +131,11 @@ class StepRecorder:
         # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
         has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
         is_mixed = is_mixed or (has_one_fold and len(prompts) > 1)
-        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), has_other_sizes]
-        flags = index.new_tensor(local_flags, dtype=torch.float64)
-        incomplete, mixed, reused, hooked, other_terms, mismatched, other_sizes = loop.ranks.reduce(flags).tolist()
+        has_own_pass, has_other_terms = (self.other_terms == limit for limit in (OWN_FORWARD_PASS, OTHER_TERMS))
+        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, has_own_pass, has_other_terms, bool(mismatch)]
+        flags = index.new_tensor([*local_flags, has_other_sizes], dtype=torch.float64)
+        incomplete, mixed, reused, hooked, own_pass, terms, mismatched, other_sizes = loop.ranks.reduce(flags).tolist()
+        other_terms = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass) if own_pass else None
         mismatch = mismatch or (MISMATCHED if mismatched else None)
         mixed = mixed or incomplete
         split = origin.groups_limit or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
@@ -144,7 +147,7 @@ class StepRecorder:
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,
             mixed_prompts=OTHER_SIZES if other_sizes else mixed_prompts,
-            other_terms=OTHER_TERMS if other_terms else None,
+            other_terms=other_terms or (OTHER_TERMS if terms else None),
             hooked=HOOKED if hooked else None,
             dr_grpo_fix=fixes.dr_grpo,
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from rl_training.errors import UserError
-from rl_training.parallel.sharding import Shard, chunk_of, dtype_name
+from rl_training.parallel.sharding import ClippingNorm, Shard, chunk_of, dtype_name
 
 
 def reshard(model: nn.Module) -> None:
@@ -34,7 +34,8 @@ class FullyShard(Shard):
     Args:
         model: The unwrapped model.
         optimizer: The torch optimizer whose `step` is called.
-        max_grad_norm: The threshold at which gradients are clipped. None or not positive: no clipping.
+        max_grad_norm: The threshold at which gradients are clipped, or a function that returns the current one. None or
+            not positive: no clipping.
 
     Raises:
         UserError: A parameter is not cut along its first dimension over all ranks.
@@ -42,7 +43,7 @@ class FullyShard(Shard):
 
     gathers_weights = True
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: ClippingNorm) -> None:
         super().__init__(model, optimizer, max_grad_norm)
         for name, param in self.trained.items():
             placement = param.placements if isinstance(param, DTensor) else "a plain tensor"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+ClippingNorm = float | Callable[[], float | None] | None
+
+
 def clipping_threshold(max_grad_norm: float | None) -> float:
     """Return the norm that gradients are clipped to; inf for None and for numbers that are not positive."""
     return float(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else math.inf
@@ -52,7 +55,8 @@ class Shard:
     Args:
         model: The unwrapped model.
         optimizer: The torch optimizer whose `step` is called.
-        max_grad_norm: The threshold at which gradients are clipped. None or not positive: no clipping.
+        max_grad_norm: The threshold at which gradients are clipped, or a function that returns the current one. None or
+            not positive: no clipping.
         replicated: Keep every entry on this rank instead of a shard.
     """
 
@@ -61,11 +65,11 @@ class Shard:
     readable_optimizers: Collection[str] | None = None  # full names of classes whose states can be read; None: all
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, replicated: bool = False
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: ClippingNorm, replicated: bool = False
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.max_grad_norm = clipping_threshold(max_grad_norm)
+        self._max_grad_norm = max_grad_norm
         self.trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         is_sharded = dist.is_initialized() and not replicated
         self.num_ranks = dist.get_world_size() if is_sharded else 1
@@ -74,6 +78,12 @@ class Shard:
         # updates, which hold at least this rank's entries of a parameter. Both by name, and always the same objects.
         self.leaves: Mapping[str, Tensor] = self.trained
         self.optimized: Mapping[str, Tensor] = self.trained
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The threshold at which the next step's gradient is clipped; inf if it is not."""
+        norm = self._max_grad_norm
+        return clipping_threshold(norm() if callable(norm) else norm)
 
     @property
     def supports_retain_graph(self) -> bool:

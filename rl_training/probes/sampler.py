@@ -43,6 +43,7 @@ TRUNCATED_SAMPLER = (
     "below 1: the sampler never draws some tokens that this policy can draw (top-p, top-k, min-p), or it reports other "
     "log-probabilities than it samples with (temperature)"
 )
+NO_LOGP = "the sampler gave no log-probability of {share:.1%} of the tokens: their ratio counts as 1, as in TRL's loss"
 NO_LOSS = Limit("unknown_loss", "how this loss treats the ratios to the sampler is not known")
 
 
@@ -94,11 +95,26 @@ class SamplerProbe(Probe):
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
                 estimates["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
+            remark = self._missing_logps(ctx)
+            if remark:
+                estimates = {name: dataclasses.replace(e, reason=e.reason or remark) for name, e in estimates.items()}
             if batch.rollout.on_policy:  # after learning from these responses the mean need not be 1
                 estimates["sampler/mean_ratio"] = _flag_truncation(estimates)
         if self.numerics:
             estimates |= self._measure_numerics(ctx)
         return Reading(measured=estimates)
+
+    def _missing_logps(self, ctx: StepContext) -> str:
+        """Return a remark on the tokens of which the sampler gave no log-probability; "" if there are none. Collective.
+
+        Not collective if no rank has a sampler's log-probabilities.
+        """
+        sampling_logps, is_token = ctx.step.batch.rollout.sampling_logps, ctx.step.batch.scores.mask.bool()
+        if sampling_logps is None:
+            return ""
+        counts = torch.stack([(sampling_logps.isnan() & is_token).sum(), is_token.sum()])
+        num_missing, num_tokens = ctx.ranks.reduce(counts.double()).tolist()
+        return NO_LOGP.format(share=num_missing / num_tokens) if num_missing else ""
 
     def _measure_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
         """Return NUMERICS, between training's scores and those of rows scored one by one. Collective.

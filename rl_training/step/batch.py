@@ -114,13 +114,15 @@ class Batch:
     def log_ratios(self) -> Tensor | None:
         """Return log π − log μ per token, (B, T) fp64, 0 off the mask. None if unknown.
 
-        All are 0 if the policy itself sampled.
+        All are 0 if the policy itself sampled. A token of which the sampler gave no log-probability (nan) has 0, as in
+        TRL's loss, whose ratio is then 1.
         """
         rollout, scores = self.rollout, self.scores
         if rollout.sampling_logps is None:
             return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
-        difference = scores.logps.double() - rollout.sampling_logps.double()
-        return difference.masked_fill(scores.mask == 0, 0.0)
+        sampling_logps = rollout.sampling_logps.double()
+        difference = scores.logps.double() - sampling_logps
+        return difference.masked_fill((scores.mask == 0) | sampling_logps.isnan(), 0.0)
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
         """Return the sum of `values` (B, …) over this rank's responses to each of its prompts, (prompts, …)."""

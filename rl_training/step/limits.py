@@ -69,6 +69,10 @@ OTHER_TERMS = Limit(
     "the loss has a term besides log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss "
     "on other sequences), whose share per response is not known",
 )
+OWN_FORWARD_PASS = Limit(
+    "own_forward_pass",
+    "the loss is computed from a forward pass of its own, so how it weights the tokens is not known",
+)
 HOOKED = Limit(
     "hooked",
     "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would trigger too",
@@ -146,6 +150,7 @@ class Fixes:
     steps_setting: str = "measured_loop(microbatches={count})"  # the same for larger steps of unchanged microbatches
     num_folds_setting: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
     no_reuse: str = "learn from each response once"
+    own_forward_pass: str = "compute the loss from the log-probabilities that probes are given"
 
     def more_folds_fix(self, group_size: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
         """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
@@ -202,6 +207,6 @@ class Limits:
     no_baseline: Limit | None = None  # split prompts, or G is 1: a response has no others to the same prompt
     mixed_prompts: Limit | None = None  # split prompts, or a prompt lies in several folds
     one_fold: Limit | None = None  # the step has only one fold
-    other_terms: Limit | None = None  # the loss has terms besides log-probabilities and entropies
+    other_terms: Limit | None = None  # the loss has terms besides these log-probabilities and entropies
     hooked: Limit | None = None  # on some rank, the loop has hooks on gradients
     dr_grpo_fix: str = ""  # what to set to make the loss Dr-GRPO's; its weights tell whether it is

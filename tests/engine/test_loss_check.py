@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import gradient_check
 from rl_training.engine.gradient_check import EVERY, TermsCheck
-from rl_training.engine.loss_check import has_other_terms
+from rl_training.engine.loss_check import other_terms_limit
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.loop import DR_GRPO_FIX
 from rl_training.policy.scores import Scores
@@ -191,9 +191,9 @@ def test_a_coefficient_learned_beside_the_model_is_not_an_undeclared_term() -> N
     hidden = 2 * weight
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
     loss = (scores.logps * scores.entropies * coefficient).sum()
-    assert not has_other_terms(loss, scores, [weight])
-    assert has_other_terms(loss + hidden.sum(), scores, [weight])  # bypasses the scores, from the scores' inputs
-    assert not has_other_terms(scores.logps.detach().sum(), scores, [weight])
+    assert other_terms_limit(loss, scores, [weight]) is None
+    assert other_terms_limit(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores, from the scores' inputs
+    assert other_terms_limit(scores.logps.detach().sum(), scores, [weight]) is None
 
 
 def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -> None:
@@ -201,9 +201,9 @@ def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -
     logps, entropies, third = (2 * weight).unbind(dim=1)
     scores = Scores(logps.unsqueeze(0), entropies.unsqueeze(0), torch.ones(1, 2))
     whole = Scores(logps, entropies, torch.ones(2))
-    assert not has_other_terms(scores.logps.sum() + scores.entropies.sum(), scores, [weight])
-    assert not has_other_terms(whole.logps.sum() + whole.entropies.sum(), whole, [weight])
-    assert has_other_terms(whole.logps.sum() + third.sum(), whole, [weight])
+    for given in (scores, whole):
+        assert other_terms_limit(given.logps.sum() + given.entropies.sum(), given, [weight]) is None
+    assert other_terms_limit(whole.logps.sum() + third.sum(), whole, [weight]) == OTHER_TERMS
 
 
 def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() -> None:

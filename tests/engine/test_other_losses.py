@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from seen import Seen
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from trainers import FEW
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Reading, attach
@@ -117,6 +118,23 @@ def test_a_clipping_threshold_of_zero_or_less_does_not_clip(make_trainer, thresh
         trainer.train()
         forwards.append(trainer.attachment.latest["delta_h/forward"].value)
     assert forwards[0] == forwards[1]
+
+
+class Clips(TrainerCallback):
+    """Sets another clipping threshold before the second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.max_grad_norm = 0.02 if state.global_step else args.max_grad_norm
+
+
+def test_a_clipping_threshold_that_a_callback_changes_is_that_of_the_steps_formula(make_trainer) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], **FEW | {"max_steps": 2, "max_grad_norm": 1e9})
+    trainer.add_callback(Clips())
+    trainer.train()
+    latest = trainer.attachment.latest
+    assert trainer.state.log_history[-2]["grad_norm"] > 0.1  # so that the second step is clipped
+    assert latest["step/formula_error"].value < 1e-3
+    assert math.isfinite(latest["delta_h/forward"].value)
 
 
 def test_slices_are_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:

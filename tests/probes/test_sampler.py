@@ -105,6 +105,23 @@ def test_every_metric_and_its_error_over_prompts_equal_plain_loops() -> None:
     assert 0 < estimates["sampler/corrected_share"].value < 1
 
 
+def test_a_token_without_a_log_probability_has_ratio_1_and_a_remark() -> None:
+    """As in TRL's loss. All other ratios stay what they are."""
+    batch = random_batch()
+    known = batch.rollout.sampling_logps.clone()
+    given = known.clone()
+    given[0, 0] = math.nan
+    known[0, 0] = batch.scores.logps[0, 0]
+    some, all_known = (
+        answers(dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, sampling_logps=logps)))
+        for logps in (given, known)
+    )
+    for name, estimate in all_known.items():
+        assert some[name].value == pytest.approx(estimate.value, nan_ok=True), name
+    assert "no log-probability of" in some["sampler/ess"].reason
+    assert "no log-probability of" not in all_known["sampler/ess"].reason
+
+
 def test_prompts_on_another_process_count_like_local_ones() -> None:
     """Two processes with copies of the prompts give the same values, from sums over 2 P units instead of P."""
     batch = random_batch()

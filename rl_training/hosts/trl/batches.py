@@ -15,6 +15,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
+from rl_training.hosts.trl.compatibility import FORWARD_PASS
 from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
@@ -76,6 +77,7 @@ def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
         settings: The settings of the loss.
         is_cli: Whether to write settings as on the command line, trainer.NAME=VALUE, instead of as Python.
     """
+    own_pass = f"build on super().compute_loss, or take log-probabilities from self.{FORWARD_PASS}"
     changes = {name: value for name, value in DR_GRPO.items() if name in settings.differs}
     changes |= {"mask_truncated_completions": False} if settings.hides_truncated else {}
     changes |= {"vllm_importance_sampling_correction": False} if settings.correction is not None else {}
@@ -87,6 +89,7 @@ def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
             batch_setting="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
             steps_setting="batch.sequences_per_step={sequences}",
             num_folds_setting="probes.{name}.num_folds={folds}",
+            own_forward_pass=own_pass,
         )
     settings_to_change = [f"{name}={value!r}" for name, value in changes.items()]
     settings_to_change += ["no intervention"] * ("intervention" in settings.differs)
@@ -94,6 +97,7 @@ def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
         dr_grpo=f"set {', '.join(settings_to_change)}" if settings_to_change else "",
         batch_setting="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
         steps_setting="gradient_accumulation_steps={count} in GRPOConfig",
+        own_forward_pass=own_pass,
     )
 
 

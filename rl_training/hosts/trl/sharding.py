@@ -46,7 +46,7 @@ def has_sharded_weights(trainer: GRPOTrainer) -> bool:
 def _parts(trainer: GRPOTrainer) -> tuple[Any, Any, Any]:
     optimizer = trainer.optimizer
     base_optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return trainer.model, base_optimizer, trainer.args.max_grad_norm
+    return trainer.model, base_optimizer, lambda: trainer.args.max_grad_norm  # a callback may change it
 
 
 class Zero(Shard):
@@ -73,7 +73,7 @@ class Zero(Shard):
                 "ZeRO-2 (launch/zero2.yaml), or train without probes (no attach; probe=none)"
             )
         self._zero = engine.optimizer
-        super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
+        super().__init__(engine.module, self._zero.optimizer, lambda: self._zero.clip_grad)
         self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
         # By parameter: its group, its flat vector, and its start in that vector.
         self._positions = self._find_positions()

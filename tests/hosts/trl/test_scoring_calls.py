@@ -70,7 +70,7 @@ class Thrifty(GRPOTrainer):
 
 
 class OwnLoss(GRPOTrainer):
-    """A loss that is not TRL's and uses its own forward pass."""
+    """A loss that is not TRL's, computed from its own forward pass: plain Dr-GRPO, without TRL's scoring method."""
 
     scores_too = False  # also score without a graph and without using the result
 
@@ -78,7 +78,11 @@ class OwnLoss(GRPOTrainer):
         if self.scores_too:
             with torch.no_grad():
                 self._get_per_token_logps_and_entropies(model, *tokens_of(inputs), None, True)
-        return model(input_ids=tokens_of(inputs)[0]).logits.float().square().mean()
+        ids, mask, width = tokens_of(inputs)
+        table = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].float().log_softmax(-1)
+        logps = table.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        gain = logps * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]
+        return -gain.sum() / len(logps) / self.max_completion_length / self.current_gradient_accumulation_steps
 
 
 VARIANTS: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
@@ -137,7 +141,8 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
         assert 0 < silent.sum() < len(silent)
         assert not step.batch.loss_weights.logps[silent].any()
     if trainer_class is OwnLoss:
-        assert step.limits.other_terms
+        assert step.limits.other_terms.code == "own_forward_pass"
+        assert FORWARD_PASS in step.limits.other_terms.fix
 
 
 @pytest.mark.parametrize("asked", [True, False])
