@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import TermsCheck, mismatch_of
+from rl_training.engine.gradient_check import mismatch_of
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.recorder import JoinedMicrobatches, StepRecorder
 from rl_training.engine.requirements import needs_of
+from rl_training.engine.step_checks import StepChecks
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
@@ -31,7 +32,7 @@ def build_step(
     loop: LoopSpec,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
-    terms_check: TermsCheck,
+    checks: StepChecks,
 ) -> StepData:
     """Return the data of a step whose gradients are complete. Collective.
 
@@ -45,7 +46,7 @@ def build_step(
         limits: What its sequences and the loop already rule out.
         passes: Runs further passes.
         fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
-        terms_check: What earlier steps have shown about the loss.
+        checks: What earlier steps have shown about the loss and the rewards.
     """
     needs = needs_of(step_recorder.probes)
     ranks = passes.ranks
@@ -57,14 +58,14 @@ def build_step(
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     fold_gradients = rows_limit = None
     if not is_recomputed:
-        rows_limit = limits.mixed_prompts or terms_check.slicing_limit(step_recorder.has_slices, other_terms)
+        rows_limit = limits.mixed_prompts or checks.terms.slicing_limit(step_recorder.has_slices, other_terms)
     if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
         fold_gradients = fold_recorder.complete(batch, passes, mean, optimizer)
         rows_limit = mismatch_of(fold_gradients, batch, passes)
         is_compared = step_recorder.has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_limit or other_terms or is_recomputed):
-            other_terms = terms_check.compare(batch, passes, fold_gradients.rows, fold_gradients.squares)
-            rows_limit = terms_check.slicing_limit(step_recorder.has_slices, other_terms)
+            other_terms = checks.terms.compare(batch, passes, fold_gradients.rows, fold_gradients.squares)
+            rows_limit = checks.terms.slicing_limit(step_recorder.has_slices, other_terms)
     return StepData(
         number=step_recorder.number,
         batch=batch,
@@ -81,6 +82,7 @@ def build_step(
             limits,
             one_fold=loop.one_fold_limit(step_recorder.probes) if batch.num_folds < 2 else None,
             other_terms=other_terms,
+            relative_rewards=None if limits.split_prompts else checks.rewards.limit(joined.rollout, ranks),
         ),
     )
 

@@ -24,7 +24,6 @@ import torch
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.predictions import Predictions
@@ -32,12 +31,12 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.recorder import SeenPrompts, StepRecorder
 from rl_training.engine.requirements import Requirements, announcement, needs_of
+from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
-from rl_training.policy.padding_check import PaddingCheck
 from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -87,7 +86,7 @@ class StepDriver:
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
-        self._padding_check, self._terms_check = PaddingCheck(), TermsCheck()
+        self._checks = StepChecks()
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
         self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
@@ -127,7 +126,7 @@ class StepDriver:
                 step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
                 step.folds = self._requirements.folds_of_step(
-                    self._loop, sizes, step.responses_per_prompt, self._terms_check.allows_slices
+                    self._loop, sizes, step.responses_per_prompt, self._checks.terms.allows_slices
                 )
                 if self._fold_recorder is not None:
                     self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))
@@ -198,12 +197,9 @@ class StepDriver:
         """Return the data of a step whose gradients are complete. Collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
         edit_limit = None if self._predictions is None else self._predictions.edit_limit()
-        padding_limit = self._padding_check.limit(joined.rollout, loop.policy, loop.ranks.reduce)
-        rollout_mismatch = joined.rollout.sampling_mismatch
-        mismatch = loop.limits.sampling_mismatch if rollout_mismatch is None else rollout_mismatch
-        mismatch = mismatch or edit_limit or padding_limit
+        mismatch = self._checks.sampling_limit(joined.rollout, loop, edit_limit)
         limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, limits, loop, passes, self._fold_recorder, self._terms_check)
+        return build_step(step, joined, limits, loop, passes, self._fold_recorder, self._checks)
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step, if the loop knows that moment."""

@@ -45,6 +45,7 @@ class RewardGradient:
 def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. Collective."""
     advantages, limit = _advantages(batch, ranks)
+    limit = limit or limits.relative_rewards
     log_ratios = batch.log_ratios()
     if not limit and float(ranks.reduce(advantages.new_tensor(float(log_ratios is None)))):
         limit = NO_SAMPLING_LOGPS

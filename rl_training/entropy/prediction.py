@@ -24,7 +24,8 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
     change of length    statistic in fold_sums.py                     `forward_limit`
     change of reward,   reward_products in length_and_reward.py       `forward_limit`, and `reward_limit`, from
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
-                                                                      no_rewards, no_others, no_sampling_logps
+                                                                      no_rewards, no_others, relative_rewards,
+                                                                      no_sampling_logps
     every error bar     with_quantities in fold_sums.py               fewer than MIN_FOLDS_STEP folds
 
 All of them are nan if engine/verifier.py finds, after the step, that the optimizer did not follow its formula

@@ -165,6 +165,8 @@ class MeasuredStepProbe(Probe):
             errors = state.errors.add(variance, ctx.step.number, self._error_decay)
             remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             estimates |= _with_averaged_errors(estimates, *errors.average(self._error_decay), remark)
+        if ctx.limits.relative_rewards:
+            estimates[CHANGES[3]] = Estimate.missing(ctx.limits.relative_rewards)
         last_step = ctx.step.number - 1
         return {
             name: dataclasses.replace(estimate, about_step=last_step) for name, estimate in estimates.items()

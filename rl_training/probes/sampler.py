@@ -90,8 +90,9 @@ class SamplerProbe(Probe):
                 estimates = {
                     name: Estimate(estimate.value, reason=SAMPLED_BY_POLICY) for name, estimate in estimates.items()
                 }
-            if rewards is None:
-                estimates["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
+            no_gap = NO_REWARDS if rewards is None else ctx.limits.relative_rewards
+            if no_gap:
+                estimates["sampler/reward_gap"] = Estimate.missing(no_gap)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
                 estimates["sampler/corrected_share"] = Estimate.missing(NO_LOSS)

@@ -36,6 +36,12 @@ NO_SAMPLING_LOGPS = Limit(
 UNKNOWN_TRUNCATION = Limit("unknown_truncation", "it is not known which responses were cut off at the maximum length")
 NO_REWARDS = Limit("no_rewards", "the rewards of these responses are not known")
 NO_OTHERS = Limit("no_others", "no two responses to one prompt of this step have rewards")
+RELATIVE_REWARDS = Limit(
+    "relative_rewards",
+    "the responses to every prompt have the same mean reward, as rewards relative to their group have (whitened, "
+    "ranked): no step can change it",
+    fix="return rewards that do not depend on the other responses; advantages subtract the group's mean anyway",
+)
 # The folds.
 MIXED_PROMPTS = Limit(
     "mixed_prompts", "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
@@ -208,5 +214,6 @@ class Limits:
     mixed_prompts: Limit | None = None  # split prompts, or a prompt lies in several folds
     one_fold: Limit | None = None  # the step has only one fold
     other_terms: Limit | None = None  # the loss has terms besides these log-probabilities and entropies
+    relative_rewards: Limit | None = None  # every group has the same mean reward, whatever the policy does
     hooked: Limit | None = None  # on some rank, the loop has hooks on gradients
     dr_grpo_fix: str = ""  # what to set to make the loss Dr-GRPO's; its weights tell whether it is

@@ -192,7 +192,7 @@ def test_a_coefficient_learned_beside_the_model_is_not_an_undeclared_term() -> N
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
     loss = (scores.logps * scores.entropies * coefficient).sum()
     assert other_terms_limit(loss, scores, [weight]) is None
-    assert other_terms_limit(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores, from the scores' inputs
+    assert other_terms_limit(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores
     assert other_terms_limit(scores.logps.detach().sum(), scores, [weight]) is None
 
 

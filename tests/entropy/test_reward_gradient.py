@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import ALONE
 from own_losses import PLAIN, Longer, PositiveSamples, WithSupervision, above_the_others, some_rewards
 from ranks_in_threads import on_two_ranks
 from seen import Seen
 from torch import Tensor
-from trainers import FEW
+from trainers import FEW, graded
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import Reading, attach
+from rl_training.engine.reward_check import RewardCheck
 from rl_training.entropy.length_and_reward import reward_gradient
 from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, Limits
+from rl_training.statistics.limit import Limit
+from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Limits
 from rl_training.step.needs import Need
 
 STEP = FEW | {"max_steps": 2}  # two microbatches of one prompt with 4 responses
@@ -127,6 +130,53 @@ def test_the_measured_reward_change_ignores_responses_without_a_reward(make_trai
     weights = attached.latest["measured/delta_reward"]
     assert weights.value != 0.0
     assert math.isfinite(weights.stderr)
+
+
+def whitened(completions: list[str], **kwargs: Any) -> list[float]:
+    rewards = graded(completions)
+    means = [sum(rewards[i // G * G : i // G * G + G]) / G for i in range(len(rewards))]
+    return [reward - mean for reward, mean in zip(rewards, means, strict=True)]
+
+
+def test_no_step_changes_the_mean_of_rewards_relative_to_their_group(make_trainer: Any) -> None:
+    names = ("delta_reward/forward", "measured/delta_reward", "intervention/lr/delta_reward")
+    for reward, code in ((whitened, "relative_rewards"), (graded, "")):
+        trainer = make_trainer(GRPOTrainer, **PLAIN | WIDER | {"max_steps": 2, "reward": reward})
+        probes = [SimpleEntropyProbe(per_sequence=True), MeasuredStepProbe(), InterventionsProbe(["lr"], every=1)]
+        with attach(trainer, probes=probes, whole_prompts=True) as attached:
+            trainer.train()
+        assert {attached.latest[name].code for name in names} == {code}
+        assert all(math.isfinite(attached.latest[name].value) == (not code) for name in names)
+        assert math.isfinite(attached.latest["measured/delta_h"].value)
+
+
+def rewarded(groups: list[list[float]]) -> Any:
+    rewards = torch.tensor([reward for group in groups for reward in group])
+    index = torch.arange(len(groups)).repeat_interleave(len(groups[0]))
+    return SimpleNamespace(rewards=rewards, prompt_index=index)
+
+
+def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> None:
+    """Of ten groups with one right response of two each, chance is at most .5^9 = 1/512 a step, and 1/512² < 1e-5."""
+    check, alike = RewardCheck(), rewarded([[0.0, 1.0]] * 10)
+    assert [check.limit(alike, ALONE) is None for _ in range(3)] == [True, True, False]
+    assert check.limit(rewarded([[0.0, 1.0]] * 9 + [[1.0, 1.0]]), ALONE) is None  # one other mean, and it starts over
+    assert check.limit(alike, ALONE) is None
+    flat = rewarded([[1.0, 1.0]] * 10)
+    assert all(RewardCheck().limit(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
+
+
+def test_groups_on_two_processes_are_compared_with_each_other() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.randn(2, 6, 4, generator=draw)
+    rewards = rewards - rewards.mean(dim=2, keepdim=True)
+
+    def limits(rank: int, reduce: Callable[[Tensor], Tensor]) -> list[Limit | None]:
+        shifted = rewards[rank] + float(rank)  # the same mean within each process only
+        parts = [rewarded(values.tolist()) for values in (rewards[rank], shifted)]
+        return [RewardCheck().limit(part, Ranks(2, reduce, rank)) for part in parts]
+
+    assert on_two_ranks(limits) == [[RELATIVE_REWARDS, None]] * 2
 
 
 def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> None:

@@ -1,0 +1,69 @@
+"""Detect rewards that are relative to their group: whitened, ranked, or compared with the group's best.
+
+Their mean is the same in every group whatever the policy does, so no step changes it, and an estimate of its change
+would be that of another quantity. The rewards of a step show it: all groups have one mean, although rewards differ
+within groups. By chance this has at most the probability
+
+    q^(M − 1)        M groups with different rewards, q the largest share of one value among their rewards,
+
+because, given the others, a group's last reward must have one certain value. Discrete rewards and few groups make it
+likely at a single step, so the probabilities of consecutive such steps are multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Rollout, centre_by_prompt
+from rl_training.statistics.limit import Limit
+from rl_training.step.limits import RELATIVE_REWARDS
+
+MAX_CHANCE = 1e-6  # probability of equal means by chance, below which rewards count as relative
+TOLERANCE = 1e-5  # relative to the largest reward: rewards in fp32, minus a mean, then divided by a spread
+
+
+class RewardCheck:
+    """Compares the groups' mean rewards at each measured step."""
+
+    def __init__(self) -> None:
+        self._log_chance = 0.0  # log probability that the latest consecutive steps with equal means are chance
+
+    def limit(self, rollout: Rollout, ranks: Ranks) -> Limit | None:
+        """Return the limit if rewards are relative to their group, else None; the same on every rank. Collective.
+
+        Args:
+            rollout: All sequences of the step on this rank, with all responses to each of its prompts. Rewards are
+                known on all ranks or on none.
+        """
+        if rollout.rewards is None:
+            return None
+        by_rank = ranks.gather(_local_summary(rollout)).cpu()
+        num_groups, share = float(by_rank[:, 0].sum()), float(by_rank[:, 1].max())
+        low, high, largest = float(by_rank[:, 2].min()), float(by_rank[:, 3].max()), float(by_rank[:, 4].max())
+        if num_groups:
+            is_equal = high - low <= TOLERANCE * largest
+            self._log_chance = self._log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
+        return RELATIVE_REWARDS if self._log_chance < math.log(MAX_CHANCE) else None
+
+
+def _local_summary(rollout: Rollout) -> Tensor:
+    """Return this rank's M, q, smallest and largest mean of a group, and largest |reward|, (5,) fp64."""
+    assert rollout.rewards is not None
+    rewards = rollout.rewards.double()
+    centred, sizes = centre_by_prompt(rewards, rollout.prompt_index)
+    is_known = ~rewards.isnan() & (sizes > 1)
+    largest = rewards[is_known].abs().amax() if is_known.any() else rewards.new_zeros(())
+    tolerance = TOLERANCE * largest
+    differs = is_known & (centred.abs() > tolerance)
+    differing_groups = rollout.prompt_index[differs].unique()
+    in_group = is_known & torch.isin(rollout.prompt_index, differing_groups)
+    values, window = rewards[in_group].sort().values, sizes.max() * tolerance
+    counts = torch.searchsorted(values, values + window, right=True) - torch.searchsorted(values, values - window)
+    share = counts.amax() / len(values) if len(values) else rewards.new_zeros(())
+    means = (rewards - centred)[is_known]
+    ends = (means.amin(), means.amax()) if len(means) else (rewards.new_tensor(math.inf), rewards.new_tensor(-math.inf))
+    return torch.stack([rewards.new_tensor(len(differing_groups)), share.double(), *ends, largest])

@@ -1,0 +1,31 @@
+"""What is checked at each measured step, from its sequences and gradients, and remembered from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_training.engine.gradient_check import TermsCheck
+from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.reward_check import RewardCheck
+from rl_training.policy.padding_check import PaddingCheck
+from rl_training.policy.rollout import Rollout
+from rl_training.statistics.limit import Limit
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """The checks of a training run, each with what earlier steps have shown."""
+
+    padding: PaddingCheck = field(default_factory=PaddingCheck)
+    terms: TermsCheck = field(default_factory=TermsCheck)
+    rewards: RewardCheck = field(default_factory=RewardCheck)
+
+    def sampling_limit(self, rollout: Rollout, loop: LoopSpec, edit_limit: Limit | None) -> Limit | None:
+        """Return the limit if these are not samples of the policy that is trained and scored, else None. Collective.
+
+        Args:
+            edit_limit: Set if the weights were changed since the step began.
+        """
+        padding_limit = self.padding.limit(rollout, loop.policy, loop.ranks.reduce)
+        mismatch = rollout.sampling_mismatch
+        return (loop.limits.sampling_mismatch if mismatch is None else mismatch) or edit_limit or padding_limit
