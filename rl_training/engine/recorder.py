@@ -24,7 +24,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import LossSettings
 from rl_training.step.limits import (
     HOOKED,
-    MISMATCHED,
+    LIMITS_ELSEWHERE,
     MIXED_PROMPTS,
     ONE_RESPONSE,
     OTHER_SIZES,
@@ -132,17 +132,24 @@ class StepRecorder:
         has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
         is_mixed = is_mixed or (has_one_fold and len(prompts) > 1)
         has_own_pass, has_other_terms = (self.other_terms == limit for limit in (OWN_FORWARD_PASS, OTHER_TERMS))
-        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, has_own_pass, has_other_terms, bool(mismatch)]
-        flags = index.new_tensor([*local_flags, has_other_sizes], dtype=torch.float64)
-        incomplete, mixed, reused, hooked, own_pass, terms, mismatched, other_sizes = loop.ranks.reduce(flags).tolist()
+        no_fresh = loop.limits.no_fresh_responses
+        local_limits = (mismatch, origin.sample_limit, origin.groups_limit, no_fresh)
+        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, has_own_pass, has_other_terms, has_other_sizes]
+        flags = index.new_tensor([*local_flags, *map(bool, local_limits)], dtype=torch.float64)
+        incomplete, mixed, reused, hooked, own_pass, terms, other_sizes, *is_anywhere = loop.ranks.reduce(
+            flags
+        ).tolist()
         other_terms = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass) if own_pass else None
-        mismatch = mismatch or (MISMATCHED if mismatched else None)
+        mismatch, no_sample, no_groups, no_fresh = (
+            limit or (elsewhere if anywhere else None)
+            for limit, elsewhere, anywhere in zip(local_limits, LIMITS_ELSEWHERE, is_anywhere, strict=True)
+        )
         mixed = mixed or incomplete
-        split = origin.groups_limit or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
-        mixed_prompts = origin.groups_limit or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
+        split = no_groups or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
+        mixed_prompts = no_groups or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
         return Limits(
-            sampling_mismatch=mismatch or origin.sample_limit,
-            no_fresh_responses=mismatch or loop.limits.no_fresh_responses,
+            sampling_mismatch=mismatch or no_sample,
+            no_fresh_responses=mismatch or no_fresh,
             reused=REUSED.with_fix(fixes.no_reuse) if reused else None,
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,
@@ -179,7 +186,7 @@ class StepRecorder:
 
         If one microbatch has a sampler's log-probabilities, on-policy microbatches without them get the policy's own,
         for a ratio of 1. An off-policy microbatch without them makes those of the whole step unknown. One microbatch
-        without rewards makes all rewards unknown.
+        without rewards makes all rewards unknown, and so for which responses were truncated.
         """
         rollouts = self.rollouts
         local_flags = [
@@ -188,9 +195,10 @@ class StepRecorder:
             not all(rollout.on_policy for rollout in rollouts),
             any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
             any(rollout.rewards is None for rollout in rollouts),
+            any(rollout.truncated is None for rollout in rollouts),
         ]
         flags = torch.tensor(local_flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
-        sampled, old, off_policy, unknown, unrewarded = ranks.reduce(flags).tolist()
+        sampled, old, off_policy, unknown, unrewarded, untold = ranks.reduce(flags).tolist()
         names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
         filled = []
         for rollout, scores in zip(rollouts, self.scores, strict=True):
@@ -199,6 +207,8 @@ class StepRecorder:
         joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
         if unknown:
             joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
+        if untold:
+            joined = dataclasses.replace(joined, truncated=None)
         return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
     def join_scores(self, rollout: Rollout) -> Scores:

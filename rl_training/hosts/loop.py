@@ -92,8 +92,8 @@ def measured_loop(
         dr_grpo: Whether the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant.
             Probes read the loss's actual weights; where these differ from Dr-GRPO's, the reason names this setting.
         autocast: Returns a new autocast context for the loop's forward pass. None for no autocast.
-        sample: `sample(n)` returns n fresh responses, each to a random prompt. torch is seeded before the call, and its
-            random state restored afterwards. If None, estimates that need fresh responses are nan.
+        sample: `sample(n)` returns n fresh responses, each to a random prompt. torch is seeded before, and its random
+            state restored after. Under FSDP2 a call runs equally many passes on all ranks. None: no fresh ones.
         decode: Returns the text of a tensor of token ids. If None, the ids themselves are recorded.
         sampling_mismatch: Why the responses are not samples of the policy (top-p, say): most estimates are then nan.
         target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning

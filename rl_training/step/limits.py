@@ -20,7 +20,6 @@ REUSED = Limit(
     "they are not a fresh sample, and the optimizer's momentum holds their noise",
 )
 SAMPLING_MISMATCH = Limit("sampling_mismatch", "the responses are not samples of the scored policy")
-MISMATCHED = SAMPLING_MISMATCH.prefixed("on another process")
 SPLIT_PROMPTS = Limit(
     "split_prompts", "the responses of a prompt are spread over several optimizer steps, or processes"
 )
@@ -28,6 +27,14 @@ ONE_RESPONSE = Limit(
     "one_response",
     "a prompt has only one response, and no other to compare it with",
     fix="sample at least two",
+)
+# For a rank on which nothing rules these out, if something does on another: the mismatch of the sampler, responses that
+# are no sample, responses that cannot be assigned to prompts, no fresh responses.
+LIMITS_ELSEWHERE = (
+    SAMPLING_MISMATCH.prefixed("on another process"),
+    SAMPLING_MISMATCH.prefixed("on another process"),
+    Limit("uneven_prompts", "on another process, responses cannot be assigned to prompts"),
+    Limit("no_sample", "another process cannot sample fresh responses", fix="give sample=... to measured_loop on all"),
 )
 NO_SAMPLING_LOGPS = Limit(
     "no_sampling_logps",

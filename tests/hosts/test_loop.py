@@ -528,10 +528,10 @@ def test_a_step_without_any_token_has_no_estimates_for_that_reason() -> None:
 
 def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pass(monkeypatch) -> None:
     """The loop does not say what its loss divides by. If no multiple is accepted, a separate pass gives the same."""
-    rewards, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
+    rewards, counts, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
     def counted(batch: Any, passes: Any, weights: Any) -> Any:
-        passes.append(len(weights))
+        counts.append(len(weights))
         return iter_basis_gradients(batch, passes, weights)
 
     monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
@@ -539,7 +539,7 @@ def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pas
         monkeypatch.setattr(length_and_reward, "TOLERANCE", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
         rewards.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
-    assert passes == [0, 1]
+    assert counts == [0, 1]
     assert rewards[0].value != 0
     for first, other in zip(*((reward.value, reward.stderr) for reward in rewards), strict=True):
         assert first == pytest.approx(other, rel=1e-3)
