@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G, given_rollout
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G, given_rollout, rewards_of
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -25,7 +25,7 @@ def rollout_of(number: int) -> Rollout:
     given.pop("num_items_in_batch")
     width = int(given["completion_mask"].sum(dim=1).max())
     given |= {name: given[name][:, :width] for name in ("completion_ids", "completion_mask")}
-    return Rollout(**given, rewards=given["advantages"], prompt_index=torch.arange(PROMPTS * G) // G)
+    return Rollout(**given, rewards=rewards_of(given), prompt_index=torch.arange(PROMPTS * G) // G)
 
 
 def microbatches(number: int, size: int = MICROBATCH) -> list[Rollout]:

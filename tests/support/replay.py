@@ -43,7 +43,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from accelerate.utils.other import get_free_port
 from peft import LoraConfig
-from shared_rollouts import L_MAX, ZERO_STEP, G, given_rollout
+from shared_rollouts import L_MAX, ZERO_STEP, G, given_rollout, rewards_of
 from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -105,13 +105,14 @@ class GivenRollouts(GRPOTrainer):
         share = len(inputs)
         num_prompts = share * self.accelerator.num_processes // G
         whole = given_rollout(self.first_rollout + self.state.global_step, num_prompts)
+        whole[REWARD] = rewards_of(whole)
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
         rank_inputs = {
             key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()
         }
         width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # each process pads to its own longest sequence
         rank_inputs |= {key: rank_inputs[key][:, :width] for key in ("completion_ids", "completion_mask")}
-        return rank_inputs | {REWARD: rank_inputs["advantages"]}
+        return rank_inputs
 
 
 class ReplayTrainer(GivenRollouts, DrGRPOTrainer):

@@ -35,3 +35,9 @@ def given_rollout(step: int, num_prompts: int = PROMPTS) -> dict[str, torch.Tens
         "advantages": advantages.flatten(),
         "num_items_in_batch": mask.sum(),
     }
+
+
+def rewards_of(rollout: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return rewards with these advantages, whose mean is not the same for every prompt."""
+    prompts = torch.arange(len(rollout["advantages"])) // G
+    return rollout["advantages"] + (prompts % 3).to(rollout["advantages"])
