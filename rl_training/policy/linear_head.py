@@ -11,6 +11,7 @@ factors are summed in fp32, and everything after them is computed in fp32. N pos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -164,7 +165,7 @@ def _chunks(
     """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
     exact = torch.promote_types(dtype, torch.float32)
     # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
-    factor = dtype if hidden.device.type == "cuda" else exact
+    factor = dtype if _sums_in(exact, dtype, hidden.device) else exact
     matrix = weight.to(dtype).to(factor)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
@@ -177,5 +178,32 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` in place, summed in the precision of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
+    elif _adds_in(total.dtype, a.dtype, a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+
+
+@functools.cache
+def _sums_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch.mm multiplies factors of a dtype and sums in another on this device. A small one decides.
+
+    Versions of torch and devices differ in which products they allow.
+    """
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(a, a, out_dtype=exact)
+    except (RuntimeError, TypeError):
+        return False
+    return exact != dtype
+
+
+@functools.cache
+def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return the same for torch.addmm, which torch has allowed later than torch.mm."""
+    a, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, dtype=exact, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=exact, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

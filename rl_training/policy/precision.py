@@ -47,17 +47,37 @@ def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def ieee_fp32() -> contextlib.AbstractContextManager[None]:
-    """Return a context without TF32.
+@contextlib.contextmanager
+def ieee_fp32() -> Iterator[None]:
+    """Switch TF32 off inside the context, then restore torch's settings.
 
-    It uses torch's new settings, because the old ones cannot be read once the new ones have been written.
+    torch has new settings and old ones (allow_tf32, set_float32_matmul_precision), and reading an old one raises while
+    it says otherwise than a new one. A model's code may read either, so both are set.
     """
     backends: Any = torch.backends
-    settings = [
-        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
-        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
-    ]
-    return _with_values([(setting, "fp32_precision", "ieee") for setting in settings])
+    convolutions = [(setting, "fp32_precision") for setting in (backends.cudnn.conv, backends.cudnn.rnn)]
+    others = (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    settings = [*convolutions, *((setting, "fp32_precision") for setting in others)]
+    with _with_values([(*setting, "ieee") for setting in settings]):
+        matmul_precision = torch.get_float32_matmul_precision()
+        with _with_values([(*setting, "tf32") for setting in convolutions]):
+            allows_convolutions = _reads_true(backends.cudnn, "allow_tf32")
+        try:
+            torch.set_float32_matmul_precision("highest")
+            backends.cudnn.allow_tf32 = False
+            with _with_values([(*setting, "ieee") for setting in settings]):  # the old ones have changed them
+                yield
+        finally:
+            torch.set_float32_matmul_precision(matmul_precision)
+            backends.cudnn.allow_tf32 = allows_convolutions
+
+
+def _reads_true(owner: Any, name: str) -> bool:
+    """Return whether an old setting is True, while the new ones say what True means. If it is False, reading raises."""
+    try:
+        return bool(getattr(owner, name))
+    except RuntimeError:
+        return False
 
 
 def rounding_reason(model: nn.Module) -> str:

@@ -1,0 +1,126 @@
+"""The arithmetic of a measurement: torch's settings of TF32, and sums of half-precision products in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_training.policy import linear_head
+from rl_training.policy.linear_head import LogitMap, scores_of_hidden
+from rl_training.policy.precision import ieee_fp32
+
+BACKENDS: Any = torch.backends
+SETTINGS = {
+    f"{backend}.{operation}": getattr(owner, operation)
+    for backend, owner, operations in (
+        ("cuda", BACKENDS.cuda, ("matmul",)),
+        ("cudnn", BACKENDS.cudnn, ("conv", "rnn")),
+        ("mkldnn", BACKENDS.mkldnn, ("matmul", "conv", "rnn")),
+    )
+    for operation in operations
+}
+OLD_SETTINGS: dict[str, Callable[[], Any]] = {
+    "cuda.matmul.allow_tf32": lambda: BACKENDS.cuda.matmul.allow_tf32,
+    "cudnn.allow_tf32": lambda: BACKENDS.cudnn.allow_tf32,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+}
+
+
+def precision_settings() -> dict[str, Any]:
+    """Return all settings of TF32, with "raises" for those that torch refuses to read."""
+    settings: dict[str, Any] = {name: setting.fp32_precision for name, setting in SETTINGS.items()}
+    for name, read in OLD_SETTINGS.items():
+        try:
+            settings[name] = read()
+        except RuntimeError:
+            settings[name] = "raises"
+    return settings
+
+
+def switch_on_new() -> None:
+    BACKENDS.cuda.matmul.fp32_precision = BACKENDS.mkldnn.rnn.fp32_precision = "tf32"
+
+
+def switch_off_old() -> None:
+    BACKENDS.cuda.matmul.allow_tf32 = BACKENDS.cudnn.allow_tf32 = False
+
+
+def mix_new() -> None:
+    BACKENDS.cudnn.conv.fp32_precision = "ieee"  # rnn keeps TF32, torch's default
+
+
+SWITCHES: dict[str, Callable[[], object]] = {
+    "by default": lambda: None,
+    "old": lambda: torch.set_float32_matmul_precision("high"),
+    "old, medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "old, all off": switch_off_old,
+    "new": switch_on_new,
+    "new, mixed": mix_new,
+}
+
+
+@pytest.fixture
+def settings_restored() -> Iterator[None]:
+    before = {name: setting.fp32_precision for name, setting in SETTINGS.items()}
+    yield
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+    for name, setting in SETTINGS.items():
+        setting.fp32_precision = before[name]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_old_and_new_settings_of_tf32_can_be_read_in_a_measurement_and_are_restored(
+    settings_restored: None, switch: str
+) -> None:
+    """A model's own code may read either. torch raises if one says otherwise than the other."""
+    SWITCHES[switch]()
+    before = precision_settings()
+    with ieee_fp32(), ieee_fp32():  # a probe's measurement scores, which is one too
+        inside = precision_settings()
+    off = dict.fromkeys(OLD_SETTINGS, False) | {"get_float32_matmul_precision": "highest"}
+    assert inside == dict.fromkeys(SETTINGS, "ieee") | off
+    assert precision_settings() == before
+
+
+def half_precision_scores() -> list[Tensor]:
+    """Return scores of bf16 factors with their gradients, in chunks of one position."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 8, generator=generator).requires_grad_() for rows in (3, 50))
+    scores = scores_of_hidden(hidden, weight, None, torch.tensor([3, 1, 4]), LogitMap(), torch.bfloat16, 50)
+    return [*scores, *torch.autograd.grad([sum(scores).sum()], [hidden, weight])]
+
+
+def product_of_torch(product: Callable[..., Tensor], is_allowed: bool, used: set[str]) -> Callable[..., Tensor]:
+    """Return torch's product as a GPU runs it, with or without support for fp32 sums of half-precision factors."""
+
+    def multiply(*factors: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if out_dtype is None:
+            return product(*factors, **options)
+        if not is_allowed:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        if len(factors[-1]) != 16:  # the matrix that decides has 16 rows
+            used.add(product.__name__)
+        return product(*(factor.to(out_dtype) for factor in factors), **options)
+
+    return multiply
+
+
+@pytest.mark.parametrize("allowed", [set(), {"mm"}, {"mm", "addmm"}], ids=["none", "mm", "mm and addmm"])
+def test_scores_do_not_depend_on_which_products_torch_sums_in_fp32(
+    allowed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, mm was allowed before addmm. The factors have the same bits in all cases."""
+    expected = half_precision_scores()
+    used: set[str] = set()
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, product_of_torch(getattr(torch, name), name in allowed, used))
+    for decide in (linear_head._sums_in, linear_head._adds_in):  # anew, and not for the tests that follow
+        monkeypatch.setattr(linear_head, decide.__name__, decide.__wrapped__)
+    for score, other in zip(half_precision_scores(), expected, strict=True):
+        torch.testing.assert_close(score, other, rtol=1e-2, atol=1e-2)  # gradients of logits are rounded to bf16
+    assert used == allowed
