@@ -9,7 +9,7 @@
 
 Only the driver calls probes, times them and owns their states. Hooks are active from `microbatch` to the next call,
 while only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same as
-without probes.
+without probes, on a GPU with deterministic kernels.
 """
 
 from __future__ import annotations

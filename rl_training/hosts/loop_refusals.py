@@ -32,8 +32,17 @@ SCALED = (
 )
 
 
+def refuse_devices_without_float64(device: torch.device) -> None:
+    """Raise UserError for a device on which probes cannot sum in float64 and restore random streams."""
+    if device.type in ("mps", "xpu"):
+        raise UserError(
+            "probes sum in float64 and restore the device's random stream, which they cannot on "
+            f"{device.type.upper()}: train on a CUDA GPU or on the CPU (use_cpu=True), or without probes"
+        )
+
+
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
-    """Raise UserError if a probe is invalid, nothing is trained, or a second backward would be corrupted.
+    """Raise UserError if a probe or the device is unfit, nothing is trained, or a second backward would be corrupted.
 
     Args:
         probes: As the user gave them.
@@ -42,6 +51,7 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         optimizer: As the loop steps it.
     """
     as_probes(probes)
+    refuse_devices_without_float64(next(iter(module.parameters())).device)
     refuse_what_is_no_language_model(module)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):

@@ -26,8 +26,9 @@ from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
+from trl import GRPOTrainer
 
-from rl_training import Estimate, Probe, Reading, Rollout, measured_loop
+from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
@@ -418,6 +419,24 @@ def test_settings_that_a_second_backward_would_corrupt_are_refused_at_once(
     harm(model)
     with pytest.raises(ValueError, match=said):
         new_loop([], model=model)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_devices_without_float64_are_refused_at_once(device: str, make_trainer, monkeypatch) -> None:
+    model = load_tiny()[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = make_trainer(GRPOTrainer)
+    there = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(model, "parameters", lambda: iter([there]))
+    monkeypatch.setattr(type(trainer.accelerator), "device", there.device)
+    loop = {"responses_per_prompt": 4, "microbatch_size": 4, "microbatches": 1}
+    starts = (lambda: measured_loop(model, optimizer, "simple", **loop), lambda: attach(trainer, probes="simple"))
+    for start in starts:
+        with pytest.raises(
+            ValueError, match=rf"cannot on {device.upper()}: train on a CUDA GPU or on the CPU"
+        ) as error:
+            start()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def attach(
             responses a step learns from, if a step is not a whole number of generations, and what the loss averages
             within a microbatch (`loss_type="bnpo"`, say). None does it only if nothing changes but the order in which
             a step's microbatches are summed (a rounding difference) and, with dropout, which mask a response gets.
+            On a GPU, bitwise identical means with deterministic kernels.
         target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
             rate of each step is set so that its measured KL meets this target, which changes training. None keeps the
             trainer's learning rate.

@@ -25,6 +25,7 @@ from trl import __version__ as trl_version
 from trl.trainer import grpo_trainer
 
 from rl_training.errors import UserError
+from rl_training.hosts.loop_refusals import refuse_devices_without_float64
 from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
@@ -152,6 +153,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raise UserError, with the fix, if probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
+    refuse_devices_without_float64(trainer.accelerator.device)
     args, state = trainer.args, trainer.accelerator.state
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise UserError(
