@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from rl_training.policy.padding_check import LIMIT as SAME_SCORES
 from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import has_dropout
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
@@ -35,6 +37,8 @@ TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance 
 TOLERANCE_ROUNDED = 0.5
 SUM_TOLERANCE = 1e-3  # relative to the norm of the step's gradient: largest distance from the mean over microbatches
 SUM_TOLERANCE_ROUNDED = 0.05  # the same if gradients are summed in half precision
+NOISE_FACTOR = 2.0  # allowed in addition: this many times the distance that other dropout masks make
+SEED = 25  # for the masks of the second recomputed gradient; any seed but training's
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
 NO_SLICES = "so the gradient of a part of a microbatch is not known"
@@ -87,7 +91,8 @@ class _Comparison:
 
     norm: float  # of the larger one
     distance: float  # norm of the difference
-    # the scores equal training's up to rounding; otherwise the comparison says nothing about the loss
+    noise: float  # norm of the difference between two recomputed gradients, with other dropout masks; 0 without dropout
+    # the scores equal training's up to rounding and dropout; otherwise the comparison says nothing about the loss
     is_same_policy: bool
 
 
@@ -95,7 +100,8 @@ class TermsCheck:
     """Compares one fold's gradient with the one its loss weights give, at measured steps 1, 2, 4, 8 and every EVERY-th.
 
     The folds take turns. Each comparison costs a forward pass and a backward over the fold, and nothing if its weights
-    are all 0.
+    are all 0. With dropout it costs twice as much: two recomputed gradients show how far dropout alone moves one, and
+    another term is found only beyond that.
     """
 
     def __init__(self) -> None:
@@ -134,19 +140,27 @@ class TermsCheck:
             squares: (F,), their square norms over all ranks.
         """
         is_due, self._count = self.is_due, self._count + 1
-        if is_due and not has_dropout(passes.policy.model):
+        if is_due:
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
             microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
             groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
             comparison = _compare_group(batch, passes, rows, groups[self._count % len(groups)], squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
-            if comparison.is_same_policy:
-                distance = comparison.distance
-                self.limit = (
-                    None if distance <= allowed else OTHER_GRADIENT.formatted(distance=distance / comparison.norm)
-                )
+            allowed += NOISE_FACTOR * comparison.noise
+            distance = comparison.distance
+            if comparison.is_same_policy and distance > allowed:
+                self.limit = OTHER_GRADIENT.formatted(distance=distance / comparison.norm)
+            elif comparison.is_same_policy and not comparison.noise:
+                self.limit = None  # with dropout, a term that was found may just be hidden this time
         return self.limit
+
+
+class _Recomputed(NamedTuple):
+    """The gradient of some folds, recomputed from their loss weights."""
+
+    gradient: Vector  # (folds, n) per bucket
+    scores: list[tuple[Tensor, Scores]]  # of each pass: this rank's rows and their scores, without graph
 
 
 def _compare_group(batch: Batch, passes: Passes, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
@@ -154,35 +168,65 @@ def _compare_group(batch: Batch, passes: Passes, rows: Vector | None, group: Fol
 
     If rows are not kept, only the norms are compared.
     """
-    score_distance, num_tokens = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
+    recomputed, device = _recompute(batch, passes, group), squares.device
+    square = dot(recomputed.gradient, recomputed.gradient)
+    sq_distance = torch.zeros_like(square)
+    if rows is not None:
+        sq_distance = _sq_distance(rows_of(rows, group.folds), recomputed.gradient)
+    training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in recomputed.scores]
+    sq_noise, scores_noise = torch.zeros_like(square), torch.zeros(2, dtype=square.dtype, device=device)
+    if has_dropout(passes.policy.model):
+        with preserve_rng(device):
+            seed_torch(SEED, device=device)
+            other = _recompute(batch, passes, group)
+        sq_noise = _sq_distance(other.gradient, recomputed.gradient)
+        scores_noise = _score_distance(other.scores, recomputed.scores).to(square)
+    scores_off = _score_distance(training, recomputed.scores).to(square)
+    sums = passes.ranks.reduce(torch.cat([square, sq_distance, sq_noise, scores_off, scores_noise]))
+    square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(group.folds)] * 3 + [2, 2])
+    caught_square = squares[group.folds.start : group.folds.stop].to(square)
+    if rows is None:
+        sq_distance = (caught_square.sqrt() - square.sqrt()).square()
+    tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
+    is_same = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
+    norm = math.sqrt(max(float(caught_square.sum()), float(square.sum())))
+    return _Comparison(norm, _root(sq_distance), _root(sq_noise), is_same)
 
-    def compare_scores(rows_of_pass: Tensor, fresh: Scores) -> None:
-        is_token = fresh.mask.bool()
-        difference = fresh.logps.detach() - batch.scores.logps[rows_of_pass, : is_token.shape[1]]
-        score_distance.add_(difference[is_token].double().abs().sum())
-        num_tokens.add_(is_token.sum())
 
+def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> _Recomputed:
+    """Return the gradient of these folds by their loss weights, with the scores it is made of. Collective."""
+    scores: list[tuple[Tensor, Scores]] = []
     rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
     num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
     has_weight = float(passes.ranks.reduce(num_weights.double()))
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
     parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
-    shares = passes.shares_of_folds(batch)
-    (recomputed,) = passes.sum(
-        batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], shares, compare_scores
-    )
-    recomputed_squares = dot(recomputed, recomputed)
-    sq_distances = torch.zeros_like(recomputed_squares)
-    if rows is not None:
-        differences = [part.to(x) - x for part, x in zip(rows_of(rows, group.folds), recomputed, strict=True)]
-        sq_distances = dot(differences, differences)
-    of_scores = torch.stack([score_distance, num_tokens]).to(recomputed_squares)
-    sums = passes.ranks.reduce(torch.cat([recomputed_squares, sq_distances, of_scores]))
-    recomputed_squares, sq_distances, (score_distance, num_tokens) = sums.split([len(group.folds)] * 2 + [2])
-    caught_squares = squares[group.folds.start : group.folds.stop].to(recomputed_squares)
-    if rows is None:
-        sq_distances = (caught_squares.sqrt() - recomputed_squares.sqrt()).square()
-    tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
-    is_same = not float(num_tokens) or float(score_distance / num_tokens) <= tolerance
-    norm = math.sqrt(max(float(caught_squares.sum()), float(recomputed_squares.sum())))
-    return _Comparison(norm, math.sqrt(max(float(sq_distances.sum()), 0.0)), is_same)
+    (gradient,) = passes.sum(
+        batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], passes.shares_of_folds(batch),
+        lambda part, fresh: scores.append((part, fresh.detached())),
+    )  # fmt: skip
+    return _Recomputed(gradient, scores)
+
+
+def _rows_of_scores(scores: Scores, rows: Tensor) -> Scores:
+    return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
+
+
+def _score_distance(some: list[tuple[Tensor, Scores]], others: list[tuple[Tensor, Scores]]) -> Tensor:
+    """Return Σ |difference| of log-probabilities over the tokens of `others`, and their number, (2,) fp64."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for (_, first), (_, second) in zip(some, others, strict=True):
+        is_token = second.mask.bool()
+        difference = (first.logps[:, : is_token.shape[1]] - second.logps)[is_token].double().abs()
+        total = total.to(difference) + torch.stack([difference.sum(), is_token.sum().to(difference)])
+    return total
+
+
+def _sq_distance(some: Vector, others: Vector) -> Tensor:
+    """Return the squared norms of the differences of two vectors' rows, (folds,)."""
+    differences = [part.to(other) - other for part, other in zip(some, others, strict=True)]
+    return dot(differences, differences)
+
+
+def _root(squares: Tensor) -> float:
+    return math.sqrt(max(float(squares.sum()), 0.0))

@@ -22,6 +22,7 @@ from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
+from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
@@ -180,7 +181,8 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
     plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
-    return [plan, *warnings[1:], *_other_warnings(loop, needs), *_rounding_remarks(loop.shard, needs)]
+    remarks = [*_rounding_remarks(loop.shard, needs), *filter(None, [dropout_remark(loop.policy.model)])]
+    return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
 
 
 def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:

@@ -13,6 +13,11 @@ from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rotary import preserve_rotary_tables
 
+DROPOUT = (
+    "dropout is on, and training draws other masks than probes do: an undeclared loss term, another temperature or "
+    "another policy's log-probabilities are noticed only where they change more than dropout does, and a loss term not "
+    "at all if microbatches mix prompts: declare it"
+)
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32
 
 
@@ -123,6 +128,12 @@ def has_dropout(model: nn.Module) -> bool:
     return _config_has_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
     )
+
+
+def dropout_remark(model: nn.Module) -> str:
+    """Return what dropout hides from the checks of a training run; "" if the model has none."""
+    has_layers = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+    return DROPOUT if has_layers or _config_has_dropout(model) else ""
 
 
 def _config_has_dropout(model: nn.Module) -> bool:

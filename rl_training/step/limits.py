@@ -63,7 +63,7 @@ ONE_FOLD = Limit(
 OTHER_SCORES = Limit(
     "other_scores",
     "{cause} (training's {what} differ by {difference:.2g} nats per token from those that probes calculate with the "
-    "same weights at temperature={temperature:g}; rounding explains at most {tolerance:.2g})",
+    "same weights at temperature={temperature:g}; rounding and dropout explain at most {tolerance:.2g})",
 )
 TOO_FAR = Limit(
     "sampler_too_far",

@@ -5,17 +5,21 @@ adapter, or rotary tables that depend on the longest row of a batch all show up 
 very rows and batches that an entropy gradient is made of, so it needs no further forward pass. If they differ by
 more than rounding, some rows are scored twice more: with and without what a forward pass draws and rounds (dropout,
 autocast, TF32, noise on embeddings, jitter of a router). If weights are below fp32, they are scored once more with
-padding. Differences of that size may be in training's scores, too.
+padding. Differences of that size may be in training's scores, too. If dropout makes them, it must make them in both
+directions: the mean difference with its sign is held against its error over rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.policy.policy import Policy, batches_of
+from rl_training.policy.precision import has_dropout
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
@@ -27,6 +31,8 @@ from rl_training.step.limits import OTHER_SCORES
 TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
 NOISE_FACTOR = 3.0  # allowed in addition: this many times the mean difference that noise makes
 ROWS = 8  # per rank, scored again to measure the noise
+SHIFT_ROWS = 32  # per rank, scored again to tell dropout from another policy
+SHIFT_CHANCE = 1e-6  # probability that dropout alone makes a larger mean difference than is allowed
 SEED = 24  # for what these passes draw; any seed but training's
 ROTARY_CAUSE = (
     "the model's rotary tables depend on the longest row of a batch (rope_type dynamic or longrope), and probes have "
@@ -70,7 +76,10 @@ class ScoreCheck:
         if self._policy.scorer.training_rounding:
             tolerance += TOLERANCE_ROUNDED - TOLERANCE
         if bool((difference > tolerance).any()):
-            tolerance += NOISE_FACTOR * torch.stack([_means(reduce(sums)) for sums in self._noise_sums()]).amax(dim=0)
+            noise = NOISE_FACTOR * torch.stack([_means(reduce(sums)) for sums in self._noise_sums()]).amax(dim=0)
+            if has_dropout(self._policy.model) and bool((difference <= tolerance + noise).all()):
+                difference, noise = self._shift(reduce)
+            tolerance += noise
         differing = (difference > tolerance).tolist()
         if not any(differing):
             return None
@@ -97,6 +106,42 @@ class ScoreCheck:
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, indices) for other in others]
 
+    def _shift(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the absolute mean SIGNED difference, and the largest that dropout explains, (2,) each. Collective.
+
+        Dropout masks of two passes are drawn alike, so they move scores by the same on average, and the mean difference
+        over independent rows is 0 within its error.
+        """
+        rows = response_index(self._batch.rollout.prompt_index).argsort(stable=True)[:SHIFT_ROWS]
+        parts = batches_of(rows, max(map(len, self._batch.microbatch_rows)))
+        sums = self._sums.new_zeros(9)
+        for part, fresh in zip(parts, self._score_with_other_masks(parts), strict=True):
+            lengths = fresh.mask.sum(dim=1).double()
+            values = -_token_differences(fresh, self._batch.scores, part).sum(
+                dim=2
+            )  # training's minus fresh, (2, rows)
+            by_score = (values.sum(dim=1), values.square().sum(dim=1), (values * lengths).sum(dim=1))
+            counts = torch.stack([lengths.sum(), lengths.square().sum(), (lengths > 0).sum().double()])
+            sums += torch.cat([*by_score, counts])
+        total, square, product, (num_tokens, square_tokens, num_rows) = reduce(sums).cpu().split([2, 2, 2, 3])
+        if num_rows < 2:
+            return torch.zeros_like(total), torch.full_like(total, torch.inf)
+        mean = total / num_tokens
+        variance = (square - 2.0 * mean * product + mean.square() * square_tokens).clamp(min=0.0)
+        variance *= num_rows / (num_rows - 1.0) / num_tokens.square()
+        return mean.abs(), float(stdtrit(float(num_rows) - 1.0, 1.0 - 0.5 * SHIFT_CHANCE)) * variance.sqrt()
+
+    def _score_with_other_masks(self, parts: list[Tensor]) -> list[Scores]:
+        """Score these rows, with independent dropout masks for each part. Collective if weights are sharded."""
+        seeds = itertools.count()
+
+        def score(part: Tensor) -> Scores:
+            seed_torch(SEED, next(seeds), device=self._sums.device)
+            return self._policy.scorer.score(self._batch.rollout, part, graph=False)
+
+        with preserve_rng(self._sums.device):
+            return self._policy.run_passes(parts, score)
+
     def _rows_for_noise(self) -> Tensor:
         """Return the first response to each of a few prompts."""
         return (response_index(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
@@ -105,17 +150,23 @@ class ScoreCheck:
 def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
     """Return Σ |difference| of log-probabilities and of entropies over tokens, and the token count, (3,) fp64.
 
-    Non-finite numbers, as from a policy that has diverged, are left out.
-
     Args:
         rows: Rows of `others` that `fresh` has scored.
     """
+    differences = _token_differences(fresh, others, rows).abs()
+    return torch.cat([differences.sum(dim=(1, 2)), fresh.mask.sum().double().view(1)])
+
+
+def _token_differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
+    """Return fresh − other per token, of log-probabilities and of entropies, (2, rows, T) fp64; 0 off the mask.
+
+    Non-finite numbers, as from a policy that has diverged, are left out.
+    """
     is_token = fresh.mask.bool()
-    pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
     width = is_token.shape[1]
-    differences = [(new.detach().double() - old[rows, :width].double()).abs() for new, old in pairs]
-    sums = [difference.nan_to_num(0.0, 0.0).masked_fill(~is_token, 0.0).sum() for difference in differences]
-    return torch.stack([*sums, is_token.sum().double()])
+    pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
+    differences = torch.stack([new.detach().double() - old[rows, :width].double() for new, old in pairs])
+    return differences.nan_to_num(0.0, 0.0, 0.0).masked_fill(~is_token, 0.0)
 
 
 def _means(sums: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def test_folds_are_checked_in_turn_and_only_the_last_slice_of_a_microbatch_is(mo
     assert all(number % 2 == 1 for number in compared)
 
 
-def test_dropout_is_not_mistaken_for_an_undeclared_loss_term() -> None:
+def test_dropout_neither_hides_an_undeclared_loss_term_nor_is_one() -> None:
     """With dropout two passes differ for any loss, and this noise is not a loss term."""
 
     def forward(model: Any, part: Any) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,11 @@ def test_dropout_is_not_mistaken_for_an_undeclared_loss_term() -> None:
                 module.attention_dropout = 0.3
         return plain_loop.scores_of(model, part)
 
-    (answer,) = loop_with(nothing, forward=forward)
-    assert math.isfinite(answer["delta_reward/forward"].value)
+    for answer in loop_with(nothing, forward=forward, steps=4):  # of which three compare a fold
+        assert math.isfinite(answer["delta_reward/forward"].value)
+    first, second, third = loop_with(lambda model: 20 * penalty(model), forward=forward, steps=3)
+    for answer in (first, second, third):  # dropout does not hide a term that is larger than its noise
+        assert answer["delta_reward/forward"].code == "other_gradient"
 
 
 def test_a_loop_that_declares_dr_grpo_with_other_loss_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import plain_loop
 import pytest
 import torch
 from example_steps import run_each
+from peft import LoraConfig, get_peft_model
 from plain_loop import CLIP, scores_of, train
 from ranks_in_threads import on_two_ranks
 from seen import Seen
@@ -296,3 +297,23 @@ def test_probes_restore_the_rotary_tables_of_training(monkeypatch: pytest.Monkey
         estimates(probes, model=model, forward=as_short_as_it_is, steps=2)
         trained.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(first, other) for first, other in zip(*trained, strict=True))
+
+
+def dropping(model: Any, probability: float = 0.1) -> Any:
+    """Return the model with adapters that drop out, and by which dropout changes log-probabilities by tenths."""
+    adapter = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=probability)
+    model = get_peft_model(model, adapter)
+    torch.manual_seed(0)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.05)
+    return model.train()
+
+
+def test_dropout_does_not_hide_another_temperature() -> None:
+    """It moves scores both ways, and another temperature moves entropies one way."""
+    model = dropping(load_tiny()[0])
+    first, odd, last = estimates(model=model, forward=at_odd_steps(functools.partial(hotter, temperature=1.25)))
+    assert odd["entropy/token"].code == odd["delta_h/forward"].code == "other_scores"
+    for row in (first, last):
+        assert math.isfinite(row["entropy/token"].value), row["entropy/token"].reason

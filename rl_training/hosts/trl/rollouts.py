@@ -21,9 +21,9 @@ from trl.trainer import grpo_trainer
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.compatibility import SHUFFLE, warn_of_leftover_responses, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
@@ -84,6 +84,8 @@ class Rollouts:
         self._origin = Origin()
         # Why its responses are not samples of the scored policy; "" if they are.
         self._mismatch: Limit | Literal[""] = ""
+        # With dropout: whether its old log-probabilities are the policy's own; otherwise each microbatch tells.
+        self._old_logps_are_own: bool | None = None
 
     def mark_leftover_rollout(self) -> None:
         """Warn if TRL begins with responses left over from the trainer's previous training, and mark learned ones."""
@@ -145,6 +147,9 @@ class Rollouts:
         if not self._mismatch and _are_placeholders(output):
             self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
+        self._old_logps_are_own = None
+        if is_measured and has_dropout(self._policy.model) and batches.OLD_LOGPS in output:
+            self._old_logps_are_own = own_up_to_dropout(self.read(output), batches.are_hidden(output), self._policy)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
             rollout, logps = self.read(output), output[batches.OLD_LOGPS]
@@ -256,8 +261,8 @@ class Rollouts:
         """Return the microbatch with old log-probabilities only if they are another policy's.
 
         At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
-        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout the two
-        cannot be told apart, and they are dropped.
+        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout two
+        passes of the policy itself differ, so `begin` has compared them over the whole rollout.
 
         Args:
             rollout: The microbatch.
@@ -268,9 +273,9 @@ class Rollouts:
         if not rollout.on_policy or old_logps is None:
             return rollout
         is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
-        difference = (scores.logps.detach() - old_logps)[is_scored].double().abs().mean()
-        tolerance = LIMIT_ROUNDED if self._policy.scorer.training_rounding else LIMIT
-        is_own = not is_scored.any() or float(difference) <= tolerance or has_dropout(self._policy.model)
+        is_own = self._old_logps_are_own
+        if is_own is None:
+            is_own = own_up_to_rounding(scores.logps, old_logps, is_scored, self._policy)
         if not is_own:
             return dataclasses.replace(rollout, on_policy=False)
         engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from own_losses import PLAIN, DrawsAgain, KeepsSome, Replay
+from peft import LoraConfig
 from seen import Seen
 from torch import Tensor
-from trainers import differing, graded, outcome
+from trainers import LORA, differing, graded, outcome
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -187,7 +188,7 @@ def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None
         assert other[name].value == pytest.approx(plain[name].value, rel=1e-3), name
 
 
-def with_logps(make_trainer: Any, change: Any) -> Any:
+def with_logps(make_trainer: Any, change: Any, **settings: Any) -> Any:
     """Return a trainer whose batch has the policy's log-probabilities, changed, under TRL's `old` key."""
 
     class Handed(Replay):
@@ -199,7 +200,7 @@ def with_logps(make_trainer: Any, change: Any) -> Any:
             self.true_ess = float(logs.exp().sum() ** 2 / (2 * logs).exp().sum())
             return out
 
-    return make_trainer(Handed, **STEP | {"max_steps": 1})
+    return make_trainer(Handed, **STEP | {"max_steps": 1} | settings)
 
 
 def test_old_log_probabilities_equal_to_the_policys_leave_the_step_on_policy(make_trainer: Any) -> None:
@@ -216,6 +217,24 @@ def test_old_log_probabilities_of_another_policy_are_kept(make_trainer: Any) -> 
     assert not steps[0].batch.rollout.on_policy
     assert 16 < trainer.true_ess < 31.9
     assert estimates["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
+
+
+@pytest.mark.parametrize(("change", "is_own"), [(0.0, True), (0.4, False)])
+def test_with_dropout_old_log_probabilities_are_anothers_if_they_lie_farther_off(
+    make_trainer: Any, change: float, is_own: bool
+) -> None:
+    """The policy's own are of another pass, with other masks, and differ by .1 to .2 nats per token."""
+    adapter = LoraConfig(**LORA, lora_alpha=1, init_lora_weights=False)
+    trainer = with_logps(
+        make_trainer, lambda logps: logps + change * torch.sin(1e4 * logps), peft_config=adapter, disable_dropout=False
+    )
+    estimates, steps = measured(trainer, lambda: ["ess"])
+    rollout, scores = steps[0].batch.rollout, steps[0].batch.scores
+    assert rollout.on_policy == is_own
+    assert (estimates["ess/importance"].value == 32.0) == is_own
+    if not is_own:
+        off = (scores.logps - rollout.old_logps)[rollout.completion_mask.bool()].abs().mean()
+        assert 0.1 < float(off) < 0.6
 
 
 def test_a_response_that_the_policy_did_not_write_is_detected(make_trainer: Any) -> None:
