@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.policy.policy import Policy, batches_of
@@ -24,6 +23,7 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import OTHER_SCORES
@@ -129,7 +129,8 @@ class ScoreCheck:
         mean = total / num_tokens
         variance = (square - 2.0 * mean * product + mean.square() * square_tokens).clamp(min=0.0)
         variance *= num_rows / (num_rows - 1.0) / num_tokens.square()
-        return mean.abs(), float(stdtrit(float(num_rows) - 1.0, 1.0 - 0.5 * SHIFT_CHANCE)) * variance.sqrt()
+        estimates = (Estimate(0.0, error, int(num_rows)) for error in variance.sqrt().tolist())
+        return mean.abs(), torch.tensor([each.half_width(1.0 - SHIFT_CHANCE) for each in estimates]).to(mean)
 
     def _score_with_other_masks(self, parts: list[Tensor]) -> list[Scores]:
         """Score these rows, with independent dropout masks for each part. Collective if weights are sharded."""
