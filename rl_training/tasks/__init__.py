@@ -1,6 +1,5 @@
 """Tasks. Each is a module with one function that returns a `rl_training.tasks.task.Task`; there is no registry.
 
 arithmetic, three_words, gsm8k, reasoning_gym                  the tasks
-stated_number, expressions, units, guarded_worker, gym_score   read and score answers, without ever running text as code
 models, tiny, smollm2                                          load models for these tasks
 """

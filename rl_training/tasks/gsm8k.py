@@ -4,19 +4,21 @@ The data comes from the Hugging Face Hub, or from a local copy of its JSON lines
 `{"question": "…", "answer": "… #### 18"}`. Prompts are plain text for base models, without a chat template, and ask to
 think first and then answer, as in DeepSeek-R1 (arXiv:2501.12948).
 
-An answer is right if it states the number (stated_number.py): `18`, `$18.00`, `18 dollars`, `\frac{36}{2}`, `x = 18`.
-Numbers are compared exactly, as fractions.
+An answer is right if it is the number and nothing else: `18`, `$18.00`, `1,080`, `18%`, `18.`. Units, words, arithmetic
+and LaTeX score 0: a policy learns whatever is rewarded, and no list of harmless words would be complete. Numbers are
+compared exactly, as fractions.
 """
 
 import json
 import logging
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from rl_training.errors import UserError
-from rl_training.tasks.stated_number import parse_number, stated_number
 from rl_training.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,10 @@ _INSTRUCTION = (
 )
 _THOUGHT = "Assistant: <think>"
 _HELD_OUT_SHARE = 0.05  # of the rows, if there is only one file
+_MAX_CHARS = 200  # enough for any number
+_NUMBER = re.compile(
+    r"(?P<sign>-?) \$? (?P<digits> (?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+) (?:\.[0-9]+)? | \.[0-9]+ ) %? \.?", re.VERBOSE
+)
 
 
 def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "main") -> Task:
@@ -64,27 +70,33 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote, (0.0, 1.0))
 
 
-def gsm8k_reward(
-    completions: list[str], answer: list[str], prompts: list[str] | None = None, **kwargs: Any
-) -> list[float]:
-    r"""Return 1.0 for each completion whose last complete `<answer>…</answer>` states the row's number, otherwise 0.0.
+def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    r"""Return 1.0 for each completion whose last complete `<answer>…</answer>` is the row's number, otherwise 0.0.
 
-    A unit may follow the number: units of measurement, and words of the question, which is read from the prompt.
-
-    Example: `gsm8k_reward(["… </think> <answer>\$1,000.00</answer>"], answer=["1000"])` is `[1.0]`.
+    >>> gsm8k_reward([r"… </think> <answer>$1,000.00</answer>", "<answer>1000 eggs</answer>"], answer=["1000", "1000"])
+    [1.0, 0.0]
     """
     rewards = []
-    for completion, right, prompt in zip(completions, answer, prompts or [""] * len(answer), strict=True):
+    for completion, right in zip(completions, answer, strict=True):
         number = parse_number(right)
         if number is None:
             raise UserError(f"The column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k().")
         given = given_answer(completion)
-        rewards.append(float(given is not None and stated_number(given, _question(prompt)) == number))
+        rewards.append(float(given is not None and parse_number(given) == number))
     return rewards
 
 
-def _question(prompt: str) -> str:
-    return prompt.removeprefix(_INSTRUCTION).removesuffix(_THOUGHT)
+def parse_number(text: str) -> Fraction | None:
+    r"""Return the exact value of a number in ASCII digits, or None for any other text.
+
+    A sign, thousands separators, a dollar sign, a percent sign and a full stop are allowed; both signs are ignored, as
+    GSM8K's own answers ignore them.
+
+    >>> [str(parse_number(text)) for text in ("-$1,000.50", "18%", "18.", "18 eggs", "36/2")]
+    ['-2001/2', '18', '18', 'None', 'None']
+    """
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_CHARS else None
+    return None if match is None else Fraction(match["sign"] + match["digits"].replace(",", ""))
 
 
 def given_answer(completion: str) -> str | None:
@@ -99,7 +111,7 @@ def given_answer(completion: str) -> str | None:
 def _vote(completion: str) -> str | None:
     """Return the answer that the reward reads: numbers in one spelling (18 for $18.00), other text unchanged."""
     given = given_answer(completion)
-    number = None if given is None else stated_number(given)
+    number = None if given is None else parse_number(given)
     return given if number is None else str(number)
 
 

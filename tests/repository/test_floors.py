@@ -63,7 +63,7 @@ LIBRARIES = {
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
-        "torch", "transformers", "tokenizers", "datasets", "numpy", "sympy", "safetensors", "tqdm", "reasoning_gym",
+        "torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors", "tqdm", "reasoning_gym",
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",

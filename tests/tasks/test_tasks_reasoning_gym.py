@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import statistics
+import sys
+import time
+from collections import Counter
 from itertools import islice
 from typing import Any
 
 import pytest
 
-from rl_training.tasks.reasoning_gym import answered_examples, reasoning_gym
+from rl_training.errors import UserError
+from rl_training.tasks.reasoning_gym import SOUND_TASKS, _score, answered_examples, reasoning_gym
 from rl_training.tasks.task import Task
 
 pytest.importorskip("reasoning_gym")
@@ -72,6 +78,81 @@ def test_a_warm_start_example_is_rewarded(sums: Task) -> None:
     assert all(rewards(sums, example.prompt, example.completion) == [1.0] for example in asked)
 
 
+# Which tasks are accepted: their score runs no text as code, ends, and pays no answer that ignores the question.
+
+CONSTANTS = [
+    "0", "1", "-1", "2", "10", "0.5", "1/2", "nan", "inf", "True", "False", "yes", "no", "A", "B", "a", "[]", "{}", "",
+    "None", "0,0", "6*4*1*1", "[[0]]",
+]  # fmt: skip
+CODE = [
+    "__import__('os').getpid()",
+    "1 + __import__('os').getpid()",
+    "[open('/dev/null')]",
+    "{'a': [open('/dev/null')]}",
+]
+ENDLESS = ["9**9**9**9", "1e999999999", "exp(" * 60 + "x" + ")" * 60, "[[" * 5000, "9" * 4400, "a" * 32_000, "x**x**x"]
+UNSOUND = {"countdown": "runs text", "n_queens": "runs text", "coin_flip": "pays 0", "game_of_life": "pays a board"}
+LONG = {  # seconds to make 24 questions
+    "arc_agi", "futoshiki", "polynomial_equations", "quantum_lock", "sokoban", "sudoku", "zebra_puzzles",
+}  # fmt: skip
+_code_from_text: list[str] = []
+
+
+def _note_code_from_text(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: note code that does not come from a file; it cannot be removed, and costs nothing."""
+    if event == "exec" and arguments[0].co_filename == "<string>":
+        _code_from_text.append(arguments[0].co_filename)
+
+
+def flaw_of(task: str, num_questions: int = 24, seconds: float = 1.0) -> str:
+    """Return what a policy could exploit in a task's score, or ""."""
+    from reasoning_gym.factory import create_dataset
+
+    dataset = create_dataset(task, size=num_questions, seed=1)
+    entries = [dataset[number] for number in range(num_questions)]
+    sys.addaudithook(_note_code_from_text)
+    _code_from_text.clear()
+    slowest = 0.0
+    for text in (*CODE, *ENDLESS):
+        started = time.process_time()
+        _score(dataset, entries[0], text)
+        slowest = max(slowest, time.process_time() - started)
+    if _code_from_text:
+        return "runs text as code"
+    if slowest > seconds:
+        return f"took {slowest:.1f} s for one answer"
+    if any(_score(dataset, entry, str(entry["answer"])) < 1.0 for entry in entries):
+        return "does not pay its own answer"
+    answers: dict[str, list[str]] = {text: [text] * num_questions for text in CONSTANTS}
+    right = Counter(str(entry["answer"]) for entry in entries)
+    answers |= {text: [text] * num_questions for text, _ in right.most_common(3)}
+    questions = [entry["question"].strip() for entry in entries]
+    answers["the question"] = questions
+    answers["its last line"] = [question.rpartition("\n")[2] for question in questions]
+    answers["what follows its last colon"] = [question.rpartition(":")[2].strip() for question in questions]
+    answers["its last paragraph"] = [question.rpartition("\n\n")[2] for question in questions]
+    answers["its first number"] = [re.findall(r"-?[0-9.]*[0-9]|$", question)[0] for question in questions]
+    answers["its last word"] = [question.split()[-1] for question in questions]
+    for name, texts in answers.items():
+        paid = statistics.mean(_score(dataset, entry, text) for entry, text in zip(entries, texts, strict=True))
+        if paid > 0.5:
+            return f"pays {name!r:.40} {paid:.2f} on average"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=pytest.mark.slow) if task in LONG else task for task in sorted(SOUND_TASKS)]
+)
+def test_an_accepted_task_cannot_be_exploited(task: str) -> None:
+    assert flaw_of(task) == ""
+
+
+@pytest.mark.parametrize("task", UNSOUND)
+def test_a_task_that_can_be_exploited_is_refused_by_name(task: str) -> None:
+    with pytest.raises(UserError, match=f"data.task={task}: the package's score"):
+        reasoning_gym(task)
+
+
 @pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
 def test_a_task_with_a_fixed_list_of_questions_gives_rows_like_any_other(task: str) -> None:
     """These tasks build a list of their whole size at once, or accept no size above 20 000."""
@@ -87,7 +168,6 @@ def test_a_task_with_a_fixed_list_of_questions_gives_rows_like_any_other(task: s
         ("chain_sums", {}, "data.task=chain_sums is not in reasoning-gym: use chain_sum"),
         ("chain_sum", {"settings": {"max_term": 3}}, "data.settings={'max_term': 3} do not suit"),
         ("chain_sum", {"settings": {"min_terms": 0}}, "data.settings={'min_terms': 0} do not suit"),
-        ("game_of_life_halting", {}, "the package scores every answer 1: use another task"),
         ("chain_sum", {"num_train": 500, "settings": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}, "has only"),
     ],
 )

@@ -41,7 +41,7 @@ PARTS = [
 def test_a_run_killed_at_random_moments_ends_bitwise_equal_to_the_uninterrupted_one() -> None:
     """With real SIGKILLs: one at a random moment, one when a checkpoint starts being written."""
     short = [*QUICK, "batch.sequences_per_step=16", "trainer.max_steps=4"]
-    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", *short)
+    ended = forks.run("tests/support/kill_resume.py", "--kills", "2", "probe=simple", *short)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 kills of 1 process" in ended.stdout
     assert "bitwise the same as uninterrupted" in ended.stdout

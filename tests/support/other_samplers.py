@@ -1,6 +1,6 @@
 """Samplers that differ from the trained policy: older or rounded weights, noisy logits, a truncated distribution.
 
-The benchmarks use them in runs of the default task with 16 prompts × 8 responses a step. A run either trains normally,
+Tests use them in runs of the default task with 16 prompts × 8 responses a step. A run either trains normally,
 or is frozen at one state: each step draws a new batch, and weights and moments are restored before the next step.
 """
 

@@ -1,6 +1,6 @@
 """Does a run that is killed repeatedly end bitwise where an uninterrupted one does? Prints the differences if not.
 
-    OMP_NUM_THREADS=1 python benchmarks/kill_resume.py [--kills 10] [--processes 1] [--seed 0] [OVERRIDE ...]
+    OMP_NUM_THREADS=1 python tests/support/kill_resume.py [--kills 10] [--processes 1] [--seed 0] [OVERRIDE ...]
 
 Trains once undisturbed and once with SIGKILLs, resuming each time with resume=latest. Then compares the parameters and
 all states in the last checkpoint, and every line of metrics.jsonl and probes.jsonl except timings.
@@ -36,7 +36,7 @@ import rl_training.job.run.training  # noqa: F401, for the forks
 from rl_training.records.checkpoints import TRAINING_STATE, find_flaw
 from rl_training.records.jsonl import read_estimates, read_metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAVE_STEPS = 2
 SETTINGS = [
     "trainer.max_steps=12",
