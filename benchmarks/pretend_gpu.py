@@ -6,8 +6,9 @@
         gpu.launches, gpu.waits, gpu.live, gpu.peak, gpu.sent
 
 Each operation on such tensors counts as one launch, unless it returns a view. The host waits for the GPU when it reads
-a value, copies between CPU and GPU, or indexes with a mask. A small result of large tensors is filled with ones. FSDP2
-runs unmodified: its streams are stand-ins, and all collectives, its own included, only count what they would send.
+a value, copies between CPU and GPU (unless `non_blocking`), or indexes with a mask. A small result of large tensors is
+filled with ones. FSDP2 runs unmodified: its streams are stand-ins, and all collectives, its own included, only count
+what they would send.
 """
 
 from __future__ import annotations
@@ -209,7 +210,8 @@ class PretendGpu(TorchDispatchMode):
             device is not None and not to_gpu,
             any(r.alias_info and not r.alias_info.is_write for r in returns),
         )
-        self._count(name, args, len(ours) < len(tensors), to_cpu, is_view)
+        is_asynchronous = bool(kwargs.get("non_blocking", name == "copy_" and args[2:3] == (True,)))
+        self._count(name, args, len(ours) < len(tensors), to_cpu, is_view, is_asynchronous)
         known = all(x.inner.device.type == "cpu" for x in ours)
         if name == "_local_scalar_dense":
             return func(ours[0].inner) if known else 1.0
@@ -241,9 +243,10 @@ class PretendGpu(TorchDispatchMode):
         if self._counts and frame is not None:
             self.waits[f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {what}"] += 1
 
-    def _count(self, name: str, args: Any, is_mixed: bool, to_cpu: bool, is_view: bool) -> None:
+    def _count(self, name: str, args: Any, is_mixed: bool, to_cpu: bool, is_view: bool, is_asynchronous: bool) -> None:
         self.launches += self._counts and not is_view and "empty" not in name
-        if name in READS or (name == "_to_copy" and (to_cpu or is_mixed)) or (name == "copy_" and is_mixed):
+        is_transfer = (name == "_to_copy" and (to_cpu or is_mixed)) or (name == "copy_" and is_mixed)
+        if name in READS or (is_transfer and not is_asynchronous):
             self.wait(name)
         for index in args[1] if name in INDEXES else ():
             if isinstance(index, Tensor) and (index.dtype == torch.bool or not isinstance(index, OnGpu)):

@@ -116,7 +116,7 @@ class TokenClassesProbe(Probe):
         ids = batch.rollout.completion_ids
         if ctx.policy.has_text:
             token_ids, inverse = ids[mask].unique(return_inverse=True)
-            classes = [text_class(ctx.policy.decode(token)) for token in token_ids.unsqueeze(1)]
+            classes = [text_class(ctx.policy.decode(token)) for token in token_ids.cpu().unsqueeze(1)]  # one copy
             by_token = torch.tensor(classes, dtype=torch.long, device=ids.device)
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[inverse])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}

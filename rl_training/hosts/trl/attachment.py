@@ -91,7 +91,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._guard = Guard(self.driver, self._writer, training_needs_measurements=is_needed, strict=options.strict)
         self._steps = StepHooks(
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
-            is_bounded=self._bound is not None, is_recorded=lambda: self._records is not None,
+            is_bounded=self._bound is not None,
+            is_recorded=lambda step: self._records is not None and self._records.wants_rollouts_of(step),
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
         self._trained = self._has_report = False

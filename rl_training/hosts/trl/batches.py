@@ -284,7 +284,8 @@ def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
 def _are_truncated(ids: Tensor, tokens: Tensor, end_tokens: Sequence[int]) -> Tensor:
     """Return which responses end with none of these tokens, (B,), as TRL defines truncation."""
     last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
-    return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(end_tokens))
+    last_ids = ids.gather(1, last).squeeze(1)
+    return ~torch.stack([last_ids == token for token in end_tokens]).any(dim=0)  # no transfer to wait for
 
 
 def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:

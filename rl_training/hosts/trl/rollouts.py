@@ -59,10 +59,18 @@ def _keep_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict)
     return generation_batch
 
 
-def _are_placeholders(output: Mapping[str, Any]) -> bool:
-    """Return whether the batch has a sampler's log-probabilities and all of them are 0."""
+def _are_placeholders(output: Mapping[str, Any]) -> Tensor:
+    """Return whether the batch has a sampler's log-probabilities and all of them are 0: (), on the device."""
     logps, tokens = output.get(batches.SAMPLING_LOGPS), output["completion_mask"]
-    return logps is not None and bool(tokens.any()) and not (logps * tokens).any()
+    if logps is None:
+        return tokens.new_zeros(())
+    return (tokens.any() & ~(logps * tokens).any()).to(tokens)
+
+
+def _to_host(*tables: Tensor) -> list[Tensor]:
+    """Return tables of integers, (B, …) each, in host memory. The host waits for the device once."""
+    joined = torch.cat([table.long() for table in tables], dim=1).cpu()
+    return list(joined.split([table.shape[1] for table in tables], dim=1))
 
 
 class Rollouts:
@@ -121,19 +129,23 @@ class Rollouts:
         """
         trainer, ids = self._trainer, output["completion_ids"]
         tokens = batches.tokens_of(output, trainer._tokenizer.pad_token_id)
-        prompts = rows_as_bytes(output["prompt_ids"], output["prompt_mask"])
-        keys = [key_of(*pair) for pair in zip(prompts, rows_as_bytes(ids, tokens), strict=True)]
+        placeholders = _are_placeholders(output).expand(len(ids), 1)
+        *of_prompts, host_ids, host_tokens, placeholders = _to_host(
+            output["prompt_ids"], output["prompt_mask"], ids, tokens, placeholders
+        )
+        prompts = rows_as_bytes(*of_prompts)
+        keys = [key_of(*pair) for pair in zip(prompts, rows_as_bytes(host_ids, host_tokens), strict=True)]
         responses, is_fresh = self._generated.find(keys)
         if trainer.mask_truncated_completions:
             self._add_tool_masks(output, responses)
         has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
         is_in_order = self._generated.matches_latest_order(keys)
         numbers, group_size = self._number_prompts(prompts, is_in_order, has_images)
-        output[batches.PROMPT] = torch.tensor(numbers, device=ids.device)
+        output[batches.PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
         rewards = [None if response is None else response.reward for response in responses]
         is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
         if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
-            output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32, device=ids.device)
+            output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(ids.device, non_blocking=True)
         num_foreign = 0 if not self._generated else is_fresh.count(False)
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
@@ -144,7 +156,7 @@ class Rollouts:
         self._mismatch = (
             next(filter(None, mismatches), "") if mismatches else sampling_limit(trainer) or ""
         )  # by the present settings, if no row is a known response
-        if not self._mismatch and _are_placeholders(output):
+        if not self._mismatch and placeholders.any():
             self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
         self._old_logps_are_own = None
@@ -203,8 +215,10 @@ class Rollouts:
             group_size: Responses per prompt on this rank, 0 if prompts differ in it.
             is_measured: Whether the ranks exchange these numbers.
         """
-        local = torch.tensor([*local_counts, group_size], dtype=torch.float64, device=output["completion_ids"].device)
-        by_rank = all_ranks().gather(local) if is_measured else local.unsqueeze(0)
+        by_rank = torch.tensor([[*local_counts, group_size]], dtype=torch.float64)
+        ranks = all_ranks()
+        if is_measured and ranks.count > 1:
+            by_rank = ranks.gather(by_rank[0].to(output["completion_ids"].device)).cpu()
         num_rows, num_foreign, learned, unrewarded, _ = by_rank.sum(dim=0).tolist()
         group_sizes = {int(size) for size in by_rank[:, -1].tolist()}
         expected = self._trainer.num_generations

@@ -11,11 +11,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.compatibility import wrap
@@ -25,6 +27,7 @@ from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.policy.scores import Scores
 from rl_training.step.batch import LossSettings
 
 
@@ -40,7 +43,7 @@ class StepHooks:
         guard: Catches errors of the measuring code.
         settings: Returns the current settings of the loss.
         is_bounded: Whether the learning rate of each step is set from its KL divergence.
-        is_recorded: Returns whether steps are recorded, even those that no probe measures.
+        is_recorded: Returns whether the sequences of a step are recorded, by its number, even if no probe measures it.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class StepHooks:
         guard: Guard,
         settings: Callable[[], LossSettings],
         is_bounded: bool,
-        is_recorded: Callable[[], bool],
+        is_recorded: Callable[[int], bool],
     ) -> None:
         self._trainer, self._driver, self._policy = trainer, driver, policy
         self._rollouts, self._loss, self._guard = rollouts, loss, guard
@@ -143,6 +146,12 @@ class StepHooks:
         if not step.rollouts:
             with self._guard.watching():
                 self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
+        if self._guard.reason or not self._reads_scores(step):
+            loss = original(model, inputs, *args, **kwargs)
+            if not self._guard.reason:
+                with self._guard.watching():
+                    self._take_sequences(inputs, loss)
+            return loss
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
             wrap(trainer, compatibility.FORWARD_PASS, calls.record, undo)
@@ -152,12 +161,24 @@ class StepHooks:
                 return self._take_microbatch(inputs, calls, loss)
         return loss
 
+    def _reads_scores(self, step: StepRecorder) -> bool:
+        """Return whether anything reads the scores of a step: probes, the bound, interventions or the records."""
+        is_read = bool(step.probes or self._is_bounded or self._loss.interventions)
+        return is_read or self._is_recorded(step.number)
+
+    def _take_sequences(self, inputs: dict, loss: Tensor) -> None:
+        """Pass a microbatch without its scores to the driver. The host does not wait for the device."""
+        rollout = self._rollouts.read(inputs)
+        unknown = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
+        scores = Scores(unknown, unknown, rollout.completion_mask)
+        self._driver.microbatch(rollout, scores, LossInfo(loss, self._settings()))
+
     def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:
         """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
         rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.scores_behind(loss), None
-        needs_scores = bool(step.probes or self._is_bounded or self._is_recorded())
+        needs_scores = bool(step.probes or self._is_bounded or self._is_recorded(step.number))
         if self._loss.interventions and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         is_incomplete = loss_scores is None or loss_scores[1] is None
