@@ -92,12 +92,18 @@ def test_the_wheel_holds_every_package_file_and_the_bundled_folders(wheel: Path)
     assert {name for name in there if ".dist-info/" not in name} == inside
 
 
-def test_the_wheels_description_has_no_relative_link(wheel: Path) -> None:
+def test_the_wheels_description_links_to_files_of_the_repository(wheel: Path) -> None:
+    """The README's links are relative, so that they work in a clone; PyPI shows it elsewhere."""
     files = zipfile.ZipFile(wheel)
     (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("METADATA"))
     targets = re.findall(r"\]\(([^)]+)\)|^\[[\w-]+\]: (\S+)", metadata, re.MULTILINE)
     assert len(targets) > 10
     assert [target for target in map("".join, targets) if not target.startswith(("https://", "#"))] == []
+    repository = re.findall(r"https://github.com/rl-training/rl-training/(blob|raw)/main/([^)#\s]+)", metadata)
+    assert len(repository) > 10
+    assert [(kind, name) for kind, name in repository if not (ROOT / name).is_file()] == []
+    assert {name.endswith(".png") for kind, name in repository if kind == "raw"} == {True}
+    assert not any(name.endswith(".png") for kind, name in repository if kind == "blob")
 
 
 def test_a_run_is_trained_evaluated_reported_and_analyzed_without_a_checkout(environment: Path, tmp_path: Path) -> None:
