@@ -32,6 +32,7 @@ from rl_training.evaluation.next_token import kl_divergences
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
+from rl_training.records.files.limited import read_text
 from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 
 MAX_LOGITS_ON_CPU = 2**26  # most logits (tokens × vocabulary) at once on a CPU; more would not be faster
@@ -222,7 +223,7 @@ def require_weights(checkpoint: Path) -> None:
 
 def _base_of(checkpoint: Path) -> str:
     with contextlib.suppress(ValueError, OSError):
-        name = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        name = json.loads(read_text(checkpoint / ADAPTER_CONFIG)).get("base_model_name_or_path")
         if name:
             return str(name)
     raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")

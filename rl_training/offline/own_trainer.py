@@ -20,10 +20,10 @@ from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analysis import analyse_and_write
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings
-from rl_training.records.config import plain_settings
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import LOGS_FOLDER, OFFLINE
 from rl_training.records.frames import RESULT_FILE
+from rl_training.records.json_values import plain_settings
 from rl_training.records.jsonl import METRICS_FILE
 
 

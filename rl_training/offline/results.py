@@ -35,7 +35,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
 from rl_training.policy.rollout import Rollout
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.records.jsonl import to_json
+from rl_training.records.json_values import to_json
 from rl_training.records.report.checkpoint_analyses import verdict
 from rl_training.records.report.writing import MILLI, normal_milli
 from rl_training.version import VERSION

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from rl_training.errors import UserError
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, changed_files, read_notes
+from rl_training.records.files.limited import MAX_RESULT_BYTES, MAX_STATE_BYTES, read_text
 from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.files.printable import printable
-from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -126,7 +126,7 @@ def steps_taken(checkpoint: Path) -> int:
     if state != checkpoint and not (state / "trainer_state.json").is_file():
         number = re.search(r"\d+$", state.resolve().name)
         return int(number.group()) if number else 0
-    return int(json.loads((state / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+    return int(json.loads(read_text(state / "trainer_state.json", MAX_STATE_BYTES))["global_step"])
 
 
 def state_folder(checkpoint: Path) -> Path:
@@ -207,10 +207,13 @@ def find_weights_flaw(checkpoint: Path) -> str:
         missing = [str(path) for path in needed if not path.is_file()]
         return f"it lacks {' and '.join(missing)}" if missing else _find_tensor_flaw(checkpoint)
     try:
-        if type(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]) is not int:
+        state = json.loads(read_text(checkpoint / "trainer_state.json", MAX_STATE_BYTES))
+        if type(state["global_step"]) is not int:
             return "its trainer_state.json is damaged"
     except FileNotFoundError:
         return "it has no trainer_state.json, so it was not written completely"
+    except UserError as error:
+        return str(error)
     except (ValueError, TypeError, KeyError, RecursionError):
         return "its trainer_state.json is damaged"
     return _find_tensor_flaw(checkpoint)
@@ -228,7 +231,7 @@ def _find_tensor_flaw(checkpoint: Path) -> str:
             return f"{path.name} is damaged ({error})"
     for index in sorted(checkpoint.glob("*.safetensors.index.json")):
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(json.loads(read_text(index, MAX_RESULT_BYTES))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return f"{index.name} is damaged"
         missing = sorted(shards - {path.name for path in weights})

@@ -6,7 +6,6 @@ but no trainer can be built from them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 import yaml
 
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.jsonl import MAKE_ROOM, to_json
+from rl_training.records.jsonl import MAKE_ROOM
 
 FIRST_LINE = "# Settings of a training that rl_training.attach has measured: the trainer was made by a script.\n"
 
@@ -37,12 +35,6 @@ class _Plain(yaml.SafeDumper):
 
 
 _Plain.add_representer(str, _Plain.represent_str)
-
-
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with secrets masked, and with values that JSON cannot represent turned into text."""
-    plain = to_json(without_secrets(dict(settings)), infinite_as_text=True)
-    return dict(json.loads(json.dumps(plain, default=str)))
 
 
 def write_config(folder: Path, settings: Mapping[str, Any], first_line: str = "", fix: str = MAKE_ROOM) -> None:

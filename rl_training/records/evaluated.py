@@ -21,8 +21,9 @@ import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.limited import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.spreadsheet import as_csv
-from rl_training.records.jsonl import MAX_COUNT, checked_count, checked_text, parse_json, to_json
+from rl_training.records.json_values import MAX_COUNT, checked_count, checked_text, parse_json, to_json
 from rl_training.statistics.estimate import Estimate
 
 IN_TRAINING = "in training"  # name of the trainer's own evaluations (trainer.eval_strategy)
@@ -39,7 +40,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / SETTINGS
     if not path.is_file():
         write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_text(path))
 
 
 def write_step(
@@ -86,7 +87,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(read_text(path, MAX_RESULT_BYTES))
         content["metrics"] = {name: _numbers_of(row) for name, row in content["metrics"].items()}
     except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}"

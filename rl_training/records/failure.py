@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import mask_line
-from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import LOGS_FOLDER
 
 FAILURE_FILE = "probe_error.txt"

@@ -17,9 +17,11 @@ from scipy.special import stdtrit
 from rl_training.errors import UserError
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
+from rl_training.records.files.limited import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
+from rl_training.records.json_values import checked_count, checked_text, from_json, parse_json
 from rl_training.records.jsonl import METRICS_FILE, logs_of
 
 PROBE_COLUMNS = [
@@ -151,11 +153,11 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
         UserError: If the file is damaged, or lacks a number that reports show; names it.
     """
     try:
-        content: dict[str, Any] = jsonl.from_json(jsonl.parse_json(Path(path).read_text(encoding="utf-8")))
+        content: dict[str, Any] = from_json(parse_json(read_text(Path(path), MAX_RESULT_BYTES)))
         results = {key: float(value) for key, value in content["results"].items()}
         content["results"] = {key: value if math.isfinite(value) else math.nan for key, value in results.items()}
-        jsonl.checked_count(content["step"])
-        jsonl.checked_text(content["checkpoint"])
+        checked_count(content["step"])
+        checked_text(content["checkpoint"])
         for row in (row for rows in content["tables"].values() for row in rows):
             row |= {key: float(value) for key, value in row.items() if key not in NO_NUMBERS}
         # Check that every number that reports show is there.
@@ -194,7 +196,7 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
     # Sorted without the ending, so that …_2, the second log of one second, comes after the first.
     stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))
     for stem in stems:
-        content = json.loads(Path(stem + SUMMARY).read_text(encoding="utf-8"))
+        content = json.loads(read_text(Path(stem + SUMMARY)))
         log = f"{stem}.json.gz" if Path(f"{stem}.json.gz").is_file() else f"{stem}.json"
         facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
         rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})

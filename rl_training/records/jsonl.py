@@ -16,8 +16,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
@@ -26,11 +24,21 @@ from typing import Any
 
 from rl_training.errors import UserError
 from rl_training.records.failure import FAILURE_FILE
+from rl_training.records.files.append import append_whole
 from rl_training.records.files.atomic_write import cannot_write, write_atomically
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_lines
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.json_values import (
+    checked_count,
+    checked_number,
+    checked_text,
+    from_json,
+    parse_json,
+    plain_settings,
+    to_json,
+)
 from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
@@ -40,11 +48,7 @@ SETTINGS_FILE = "settings.json"  # of a training without config.yaml
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
-MAX_DIGITS = 300  # of an integer; a longer one is read as a float, because converting it later could overflow
-MAX_COUNT = 2**53  # largest step or other count
-ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate, lone or one of a pair
-MAX_LEVELS = 50  # of nesting: no run writes as many
-MAKE_ROOM = "make room, then go on with resume=latest"
+MAKE_ROOM = "make room, then resume from the latest checkpoint"
 
 
 class Records:
@@ -53,11 +57,13 @@ class Records:
     Args:
         folder: The `logs` folder; created if it is missing.
         rollouts_every: Write the sequences of every n-th step too, beginning with the first; 0 for none.
+        fix: What errors tell the user to do if a file cannot be written.
     """
 
-    def __init__(self, folder: str | Path, rollouts_every: int = 0) -> None:
+    def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = MAKE_ROOM) -> None:
         self.folder = Path(folder)
         self.rollouts_every = rollouts_every
+        self._fix = fix
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
@@ -68,8 +74,8 @@ class Records:
                 which holds all settings.
         """
         if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
-            text = json.dumps(to_json(without_secrets(dict(settings)), infinite_as_text=True), default=str, indent=1)
-            write_atomically({self.folder / SETTINGS_FILE: text.encode()}, MAKE_ROOM)
+            text = json.dumps(plain_settings(settings), indent=1)
+            write_atomically({self.folder / SETTINGS_FILE: text.encode()}, self._fix)
         failure = self.folder / FAILURE_FILE
         if failure.is_file():  # measuring starts again: the report must not say that it ended
             failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
@@ -87,7 +93,7 @@ class Records:
                 steps = groupby(kept(path), key=itemgetter(1))
                 texts = ("".join(line for line, _ in of_step) for _, of_step in steps)
                 # One gzip member per step. Atomic: a kill or a full disk loses nothing.
-                write_atomically({path: (_packed(path, text) for text in texts)}, MAKE_ROOM)
+                write_atomically({path: (_packed(path, text) for text in texts)}, self._fix)
             if dropped:
                 logger.warning(f"{path}: {dropped} lines of steps after {after_step} are dropped")
 
@@ -120,10 +126,9 @@ class Records:
         path = self.folder / name
         lines = (json.dumps(to_json(row, infinite_as_text)) + "\n" for row in rows)
         try:
-            with open(path, "ab") as file:  # closing flushes it at each step
-                file.write(_packed(path, "".join(lines)))
-        except OSError as error:  # a full disk; the next `start` drops a partial line
-            raise cannot_write(path, error, MAKE_ROOM) from error
+            append_whole(path, _packed(path, "".join(lines)))
+        except OSError as error:  # a full disk
+            raise cannot_write(path, error, self._fix) from error
 
 
 def _packed(path: Path, text: str) -> bytes:
@@ -155,38 +160,8 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield text + "\n", row
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON, and write out lone surrogates. Raises ValueError if the text is malformed or nested too deeply."""
-    try:
-        value = json.loads(text, parse_int=_whole_number)
-    except RecursionError:
-        raise UserError("nested too deeply") from None
-    return escape_surrogates(value) if ESCAPED_SURROGATE.search(text) else value
-
-
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def checked_count(value: Any) -> int:
-    """Return the value if it is an integer of at most MAX_COUNT in size; otherwise raise UserError."""
-    if type(value) is not int or abs(value) > MAX_COUNT:
-        raise UserError(f"{str(value)[:40]!r}, which is not a count")
-    return value
-
-
-def checked_text(value: Any) -> str:
-    """Return the value if it is a text, "" for null (None or nan); otherwise raise UserError."""
-    if not isinstance(value, str | None) and value == value:
-        raise UserError(f"{str(value)[:40]!r}, which is not a text")
-    return value if isinstance(value, str) else ""
-
-
-def checked_number(value: Any) -> float:
-    """Return the value as a float if it is a number, nan (null) included; otherwise raise UserError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{str(value)[:40]!r}, which is not a number")
-    return float(value)
 
 
 # By file, the fields of a line and their checks. Any other field of probes.jsonl is part of an estimate's `detail`.
@@ -201,10 +176,6 @@ CHECKS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
 }  # fmt: skip
 OPTIONAL = [name for name in CHECKS[ROLLOUTS_FILE] if name != "step"]
-
-
-def _whole_number(digits: str) -> int | float:
-    return int(digits) if len(digits) < MAX_DIGITS else float(digits)
 
 
 def logs_of(run: str | Path) -> Path:
@@ -228,7 +199,7 @@ def read_settings(run: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = parse_json(path.read_text(encoding="utf-8"))
+        settings = parse_json(read_text(path))
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): fix or delete it") from error
     return without_secrets(settings) if isinstance(settings, dict) else {}
@@ -257,34 +228,3 @@ def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
 def _iterate(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         yield from (row for _, row in _parsed(path))
-
-
-def to_json(value: Any, infinite_as_text: bool = False) -> Any:
-    """Return the value with every non-finite number, at any depth, replaced by null.
-
-    Args:
-        infinite_as_text: Write infinite numbers as text instead of null.
-
-    >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
-    ({'a': [1.0, None]}, '-inf')
-    """
-    if isinstance(value, float):
-        kept = str(value) if infinite_as_text and not math.isnan(value) else None
-        return value if math.isfinite(value) else kept
-    if isinstance(value, Mapping):
-        return {key: to_json(inner, infinite_as_text) for key, inner in value.items()}
-    return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def from_json(value: Any, levels: int = MAX_LEVELS) -> Any:
-    """Return the value with null as nan, except below `settings`. Raises UserError if it is nested too deeply."""
-    if value is None:
-        return math.nan
-    if not levels:
-        raise UserError("nested too deeply")
-    if isinstance(value, Mapping):
-        as_it_is = (float, int, str)  # a shortcut for most values: a run has some hundred thousand
-        return {
-            k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v, levels - 1) for k, v in value.items()
-        }
-    return [from_json(inner, levels - 1) for inner in value] if isinstance(value, list) else value

@@ -12,10 +12,11 @@ from transformers.utils import logging
 
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.config import FIRST_LINE, is_of_attached_run, plain_settings, write_config
+from rl_training.records.config import FIRST_LINE, is_of_attached_run, write_config
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import FolderInUse
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
+from rl_training.records.json_values import plain_settings
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 
 logger = logging.get_logger(__name__)

@@ -22,8 +22,8 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import LOGS_FOLDER, refuse_a_file
 
 logger = logging.get_logger(__name__)

@@ -30,6 +30,7 @@ from rl_training.job.configuration.stored import MARK, load_settings, refuse_mar
 from rl_training.job.objects.make import make
 from rl_training.job.run.evaluated_checkpoints import find_checkpoints
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS
@@ -162,7 +163,7 @@ def fingerprint(checkpoint: Path) -> str:
     digest = hashlib.sha256()
     state = checkpoint / "trainer_state.json"
     if state.is_file():
-        digest.update(state.read_bytes())
+        digest.update(read_bytes(state, MAX_STATE_BYTES))
     digest.update(repr(sorted((p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors"))).encode())
     return digest.hexdigest()
 

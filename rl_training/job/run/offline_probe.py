@@ -26,7 +26,7 @@ from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind, did_you_mean, quote_value
-from rl_training.records.files.stored_yaml import read_text
+from rl_training.records.files.limited import read_text
 from rl_training.records.folder import CONFIG_FILE
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.

@@ -29,7 +29,8 @@ from rl_training.offline.settings import KernelSettings
 from rl_training.offline.truth import by_name
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.records.jsonl import to_json
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
+from rl_training.records.json_values import to_json
 
 TEXTS_FILE = "kernel_texts.json"
 
@@ -94,7 +95,7 @@ def _fixed(
         }  # fmt: skip
         write_atomically({path: json.dumps(content).encode()})
     restored.trainer.accelerator.wait_for_everyone()
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_text(path, MAX_STATE_BYTES))
     prompt_ids, completion_ids = (
         [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )

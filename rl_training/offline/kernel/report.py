@@ -33,7 +33,7 @@ from rl_training.offline.kernel.structure import (
 )
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.spreadsheet import as_csv
-from rl_training.records.jsonl import to_json
+from rl_training.records.json_values import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page

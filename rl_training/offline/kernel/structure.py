@@ -27,7 +27,8 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.optim.updates import CAUSES
-from rl_training.records.jsonl import from_json
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
+from rl_training.records.json_values import from_json
 from rl_training.statistics.clusters import participation_ratio
 from rl_training.statistics.sketches import cosines
 
@@ -84,7 +85,7 @@ class Structure:
     def read(cls, folder: Path) -> Structure:
         """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
         kernel = load_kernel(folder)
-        text = (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
+        text = read_text(folder / SEQUENCES_FILE, MAX_STATE_BYTES)
         rows = [from_json(json.loads(line)) for line in text.splitlines()]  # reads null as nan
         return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
 

@@ -11,18 +11,9 @@ from pathlib import Path
 import yaml
 
 from rl_training.errors import UserError
+from rl_training.records.files.limited import read_text
 
-MAX_BYTES = 2**20  # a run's settings have about 5 KB
 MAX_DEPTH = 50
-
-
-def read_text(path: Path, errors: str = "replace") -> str:
-    """Return the text of a file. Raises UserError, naming the file, if it is too large for settings."""
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise UserError(f"{path} has more than {MAX_BYTES / 1e6:.0f} MB, which no settings need: fix or delete it")
-    return data.decode("utf-8", errors)
 
 
 def plain_yaml(path: Path) -> str:

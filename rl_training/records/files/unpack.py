@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl_training.errors import UserError
+from rl_training.records.files.append import is_whole
+from rl_training.records.files.limited import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _GZIP = 31  # zlib's `wbits` for gzip
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file, without their line breaks.
+    """Yield the complete lines of a file, without their line breaks. The last one may lack its line break.
 
     Raises:
         UserError: If a line has more than MAX_LINE_BYTES, or a gzip member other than the last is damaged.
@@ -38,6 +40,8 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             number += len(lines)
             if len(rest) > MAX_LINE_BYTES:
                 raise UserError(f"{path}, line {number} has over {MAX_LINE_BYTES >> 20} MiB: fix or delete that line")
+        if is_whole(rest):
+            yield rest
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -53,7 +57,7 @@ def whole_content(path: Path) -> bytes:
     Raises:
         UserError: If a gzip file is damaged, or unpacks to more than MAX_BYTES.
     """
-    packed = path.read_bytes()
+    packed = read_bytes(path, MAX_BYTES)
     if path.suffix != ".gz":
         return packed
     unpacker = zlib.decompressobj(_GZIP)

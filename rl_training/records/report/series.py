@@ -16,10 +16,11 @@ from scipy.special import stdtrit
 
 from rl_training.errors import UserError
 from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.files.stored_yaml import plain_yaml, read_text
+from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE

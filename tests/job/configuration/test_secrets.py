@@ -16,15 +16,9 @@ from trl import GRPOConfig
 
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, LAUNCH, PROBE_CONFIGS
-from rl_training.records.files.masking import (
-    MASK,
-    is_secret,
-    mask_line,
-    mask_words,
-    secrets_in,
-    without_masks,
-    without_secrets,
-)
+from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_masks, without_secrets
+from rl_training.records.files.secret_forms import MASK
+from rl_training.records.files.secret_names import is_secret
 
 CANARY = "kanarie5e7"
 NAMES = (
@@ -137,10 +131,38 @@ def test_settings_keep_everything_but_secrets(left: Left) -> None:
     assert shown.count(MASK) >= len(NAMES)
 
 
+MORE_NAMES = (
+    "access_token", "refresh_token", "id_token", "csrf_token", "xsrf_token", "oauth_token", "personal_access_token",
+    "github_token", "gitlab_token", "slack_token", "discord_token", "telegram_bot_token", "npm_token", "pypi_token",
+    "wandb_token", "neptune_api_token", "civitai_token", "vault_token", "consul_http_token", "sentry_token",
+    "cloudflare_api_token", "twilio_auth_token", "deploy_token", "ci_job_token", "registration_token",
+    "security_token", "X-Auth-Token", "X-Vault-Token", "authToken", "accessTokens", "openai_api_key",
+    "anthropic_api_key", "anthropic_key", "gemini_key", "google_api_key", "mistral_key", "cohere_key", "groq_key",
+    "replicate_key", "together_key", "deepseek_key", "azure_key", "azure_openai_key", "account_key", "storage_key",
+    "storage_account_key", "subscription_key", "Ocp-Apim-Subscription-Key", "access_key_id", "aws_access_key_id",
+    "secret_key", "minio_access_key", "s3_key", "gcs_key", "gcp_key", "privatekey", "rsa_key", "sshkey", "gpg_key",
+    "pem_key", "tls_key", "ssl_key", "client_key", "server_key", "encryption_key", "decryption_key", "aes_key",
+    "fernet_key", "hmac_key", "signing_key", "master_key", "root_key", "admin_key", "app_key", "application_key",
+    "license_key", "wandb_key", "comet_key", "mlflow_key", "swanlab_key", "langsmith_key", "serper_key",
+    "tavily_key", "search_key", "judge_key", "stripe_key", "sendgrid_key", "maps_key", "datadog_key",
+    "rapidapi_key", "webhook_key", "accountkey", "accesskey", "masterkey", "SharedAccessKey", "apiKeys", "pass",
+    "db_pass", "dbpass", "smtp_pass", "mysql_pass", "userpass", "user_pass", "sshpass", "root_pass", "redis_pass",
+    "ftp_pass", "login_pass", "PGPASSWORD", "mysql_pwd", "passcode", "pass_code", "pass_phrase", "pw",
+    "db_password_1", "htpasswd", "proxy_password", "oauth", "oauth2", "oauth_secret", "oauthToken", "otp", "totp",
+    "otp_code", "otp_secret", "mfa_code", "recovery_code", "backup_codes", "sas", "sas_token", "sas_url", "session",
+    "session_id", "sessionid", "PHPSESSID", "session_cookie", "csrf", "set-cookie", "http_cookie",
+    "connection_string", "connectionString", "conn_string", "conn_str", "connstr", "dsn", "sentry_dsn",
+    "AZURE_STORAGE_CONNECTION_STRING", "creds", "aws_creds", "credential", "google_credentials",
+    "application_credentials", "service_account_json", "client_secret", "clientsecret", "shared_secret",
+    "app_secret", "hmac_secret", "seed_phrase", "mnemonic", "proxy_auth", "basic_auth", "auth_header",
+    "authorization_code", "account_sid", "gh_pat", "azure_pat", "user_jwt", "id_jwt", "kubeconfig",
+)  # fmt: skip
+
+
 # --- which names mean secrets, and what is masked in a text -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
 def test_a_secret_is_recognized_by_its_name_in_any_case_and_at_any_depth(name: str) -> None:
     for written in (name, name.lower(), name.upper(), name.replace("_", "-")):
         if written.upper() != name.upper().replace("_", "") or "_" in name or "-" in name or written == name:
@@ -151,6 +173,81 @@ def test_a_secret_is_recognized_by_its_name_in_any_case_and_at_any_depth(name: s
                 f"--{written}",
                 MASK,
             ]
+
+
+@pytest.mark.parametrize("name", ["hub_token", "db_pass", "judge_key", "oauth", "credentials", "session", "pin"])
+def test_everything_below_the_name_of_a_secret_is_masked(name: str) -> None:
+    """In nested settings of any kind, in a pair, after a flag, and beside the name in an entry of its own."""
+    below = {"value": "s", "write": ["s", {"id": 7, "on": True}], "none": None, "pairs": (("a", "s"),), "set": {"s"}}
+    assert without_secrets({"a": {name: below}}) == {
+        "a": {
+            name: {
+                "value": MASK, "write": [MASK, {"id": MASK, "on": True}], "none": None, "pairs": ((MASK, MASK),),
+                "set": {MASK},
+            }
+        }
+    }  # fmt: skip
+    assert without_secrets({"env": [[name, "s"], ("n", "t")]}) == {"env": [[name, MASK], ("n", "t")]}
+    assert without_secrets({"args": [f"--{name}", "s", "--n", "2"]}) == {"args": [f"--{name}", MASK, "--n", "2"]}
+    entry = {"name": name, "value": "s", "n": 1}
+    assert without_secrets({"env": [entry, {"name": "n", "value": "t"}]}) == {
+        "env": [entry | {"value": MASK}, {"name": "n", "value": "t"}]
+    }
+
+
+LETTERS = "Ab3dEf6hIj9lMn2pQr5tUv8xYz1"
+FORMS = {
+    f"Bearer {LETTERS}": "Bearer ***",
+    "Basic dXNlcjpwYXNz": "Basic dXNlcjpwYXNz",  # alone and without digit or padding it could be prose
+    "Basic dXNlcjpwYXNzMQ==": "Basic ***",
+    f"curl -H 'Authorization: Bearer {LETTERS}' x": "curl -H 'Authorization: Bearer ***' x",
+    f"log in with hf_{LETTERS}": "log in with ***",
+    **{
+        f"{prefix}{LETTERS}": MASK
+        for prefix in ("hf_", "sk-", "sk-proj-", "sk-ant-api03-", "sk_live_", "ghp_", "gho_", "github_pat_", "glpat-",
+                       "xoxb-1-", "AIzaSy", "npm_", "pypi-AgEI", "gsk_", "r8_", "nvapi-")
+    },
+    "AKIAIOSFODNN7EXAMPLE": MASK,
+    f"eyJhbGciOi.eyJzdWIi.{LETTERS}": MASK,
+    "-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----": MASK,
+    "https://maps.host/api?q=1&key=S": "https://maps.host/api?q=1&key=***",
+    "see https://host/x?api_key=S&n=1": "see https://host/x?api_key=***&n=1",
+    "https://x.blob.host/c?sv=2024&se=2030&sig=S%3D": "https://x.blob.host/c?sv=2024&se=2030&sig=***",
+    "postgres://me:pa/ss@host/db": "postgres://***@host/db",
+    "mongodb+srv://me:S@host/db?retry=1": "mongodb+srv://***@host/db?retry=1",
+    "jdbc:postgresql://host/db?user=me&password=S": "jdbc:postgresql://host/db?user=me&password=***",
+    "Server=h;Database=d;User Id=me;Password=S;": "Server=h;Database=d;User Id=me;Password=***;",
+    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=S==;EndpointSuffix=x": (
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=***;EndpointSuffix=x"
+    ),
+    "Endpoint=sb://h/;SharedAccessKeyName=n;SharedAccessKey=S=": (
+        "Endpoint=sb://h/;SharedAccessKeyName=***;SharedAccessKey=***"
+    ),
+    "host=h dbname=d user=me password=S": "host=h dbname=d user=me password=***",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_a_secret_is_recognized_by_its_form_whatever_its_setting_is_called(text: str) -> None:
+    """In settings, in a command line and in a line for people."""
+    assert without_secrets({"note": [text]}) == {"note": [FORMS[text]]}
+    assert mask_words([text]) == [FORMS[text]]
+    assert mask_words([f"a.note={text}"]) == [f"a.note={FORMS[text]}"]
+    if FORMS[text] == MASK:
+        assert mask_line(f"401 for {text}") == "401 for ***"
+        assert [*without_secrets({text: 1})] == [MASK]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_transformers", "sk-learn", "sk-learn-random-forest", "Basic arithmetic", "Bearer of good news; a=b",
+        "https://host:8080/path@v1.2", "git+https://github.com/me/it@v1", "Is f?key an x=1; or y=2 and no more?",
+        "x = 1; y = 2 * x", "lr=1 beta=2 eps=3", "r8_x", "a/b?c", "eyJ.x",
+    ],
+)  # fmt: skip
+def test_a_text_without_a_secret_is_kept(text: str) -> None:
+    assert without_secrets({"note": text}) == {"note": text}
 
 
 def test_of_trainer_and_conf_settings_only_the_hub_token_is_masked() -> None:
@@ -169,7 +266,9 @@ OTHERS = (
     "tokenizer", "tokenizer_name", "max_tokens", "num_tokens", "eos_token", "pad_token", "bos_token", "pad_token_id",
     "token_classes", "image_token", "stop_token", "max_new_tokens", "per_token", "author", "authors", "keys",
     "sort_key", "answer_key", "key", "passes", "pass_at_k", "compass", "secretary", "monkey", "pin_memory", "path",
-    "spin", "patience", "eos_token_2", "tokens_2", "step_2", "hook",
+    "spin", "patience", "eos_token_2", "tokens_2", "step_2", "hook", "prompt_key", "image_key", "reward_fn_key",
+    "text_key", "monkeys", "turkey", "bypass", "forward_pass", "max_pass", "num_passes", "sessions", "assassin", "sash", "bottom",
+    "option", "side", "string", "connection", "hotkey", "keyboard", "seed", "accredited", "author_name",
 )  # fmt: skip
 
 
