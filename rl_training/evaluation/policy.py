@@ -193,7 +193,7 @@ def load_policy(
 
         base, tokenizer = load_initial() if load_initial is not None else load_causal_lm(_base_of(checkpoint), dtype)
         try:
-            refuse_code_in_adapter(checkpoint)
+            refuse_code_in_adapter(checkpoint, (name for name, _ in base.named_modules()))
             model = PeftModel.from_pretrained(base, str(checkpoint))
         except UserError:
             raise

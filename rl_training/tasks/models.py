@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.errors import UserError
+from rl_training.records.files.limited import read_text
+from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 from rl_training.tasks.tiny import TINY_PATH
 
 ADAPTER_CONFIG = "adapter_config.json"
-KERNEL = re.compile(r'"\w+_implementation": "[^"]*/[^"]*"')  # in a model's config.json: a kernel from the Hub
+IMPLEMENTATION = "_implementation"  # end of the settings of a config.json that can name a kernel from the Hub
 
 
 def load_causal_lm(
@@ -48,12 +50,7 @@ def load_causal_lm(
     if quantization is not None:
         options["quantization_config"] = _four_bits(quantization, dtype)
     try:
-        kernel = KERNEL.search(json.dumps(PreTrainedConfig.get_config_dict(name)[0]))
-        if kernel and attn_implementation is None:
-            raise UserError(
-                f"the config.json of model.name={name} would fetch and run compiled code: {kernel.group()}; give "
-                "model.attn_implementation=sdpa"
-            )
+        _refuse_kernels(name, attn_implementation)
         refuse_code_in_adapter(Path(name))
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
@@ -84,11 +81,48 @@ def load_causal_lm(
     return model, tokenizer
 
 
-def refuse_code_in_adapter(folder: Path) -> None:
-    """Raise UserError if the adapter in a folder names a module that PEFT would import."""
+def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
+    """Raise UserError if the adapter in a folder names a module that PEFT would import, or has an endless pattern.
+
+    Args:
+        folder: The folder.
+        names: Names of the modules that its patterns are matched with, as far as they are known.
+    """
     file = folder / ADAPTER_CONFIG
-    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("megatron_config"):
+    adapter = json.loads(read_text(file)) if file.is_file() else {}
+    if not isinstance(adapter, dict):
+        raise UserError(f"{file} holds no settings of an adapter: repair it")
+    if adapter.get("megatron_config"):
         raise UserError(f"{file} names modules to be imported (megatron_config), which no run writes: remove them")
+    refuse_endless_patterns(adapter, str(file), names)
+
+
+def _refuse_kernels(name: str | Path, attn_implementation: str | None) -> None:
+    """Raise UserError if the config.json of a model names a kernel of the Hub, which would be fetched and run.
+
+    transformers takes a name, or names by part of the model, at any depth: {"": "somebody/kernel"}. What the caller
+    asks for replaces it for attention alone.
+    """
+    config = PreTrainedConfig.get_config_dict(name)[0]
+    for setting, kernel in _kernels_in(config):
+        if setting.endswith("attn_implementation") and attn_implementation is not None:
+            continue
+        fix = "give model.attn_implementation=sdpa" if setting.endswith("attn_implementation") else "remove it"
+        raise UserError(
+            f"the config.json of model.name={name} would fetch and run compiled code: {setting}: {kernel!r}; {fix}"
+        )
+
+
+def _kernels_in(node: Any, setting: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the setting and the name of each kernel that a model's configuration names."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _kernels_in(value, str(key) if str(key).endswith(IMPLEMENTATION) else setting)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _kernels_in(value, setting)
+    elif setting and isinstance(node, str) and "/" in node:
+        yield setting, node
 
 
 def load_tiny(

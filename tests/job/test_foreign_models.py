@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,14 @@ import pytest
 import torch
 from foreign_runs import TOUCH, Canary
 
+from rl_training.errors import UserError
 from rl_training.evaluation.policy import load_policy
+from rl_training.tasks import adapter_patterns
+from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
+ENDLESS = r"(([a-z_.0-9]+)*)*:"
 ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch ' ~ canary) }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
 
@@ -53,6 +58,14 @@ def kernel_of_the_hub(folder: Path) -> None:
     write(folder / "config.json", attn_implementation="somebody/kernel")
 
 
+def kernel_of_the_hub_by_part(folder: Path) -> None:
+    write(folder / "config.json", attn_implementation={"": "somebody/kernel"})
+
+
+def kernel_of_the_hub_for_experts(folder: Path) -> None:
+    write(folder / "config.json", text_config={"experts_implementation": {"text": ["x", "somebody/kernel"]}})
+
+
 def pickled_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"w": Canary(folder.parent / "canary")}, folder / "pytorch_model.bin")
@@ -65,9 +78,18 @@ def adapter_with_a_module(folder: Path) -> None:
     )
 
 
+def adapter_with_an_endless_pattern(folder: Path, **changes: Any) -> None:
+    lora = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "base_model_name_or_path": str(TINY_PATH)}
+    changes = changes or {"target_modules": ENDLESS}
+    (folder / "adapter_config.json").write_text(json.dumps(lora | changes))
+
+
 REFUSED: dict[Callable[[Path], None], str] = {
     model_of_its_own: "needs code that comes with it",
     kernel_of_the_hub: "would fetch and run compiled code.*model.attn_implementation=sdpa",
+    kernel_of_the_hub_by_part: "would fetch and run compiled code.*model.attn_implementation=sdpa",
+    kernel_of_the_hub_for_experts: "would fetch and run compiled code: experts_implementation",
+    adapter_with_an_endless_pattern: r"adapter_config.json: the pattern '\(\(\[a-z.*give names of modules",
     pickled_weights: "no model could be loaded",
     adapter_with_a_module: "names modules to be imported",
 }
@@ -79,6 +101,7 @@ REFUSED: dict[Callable[[Path], None], str] = {
 def test_no_code_of_a_model_folder_is_run(folder: Path, make: Callable[[Path], None], monkeypatch) -> None:
     """Known classes are loaded without the folder's code."""
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(adapter_patterns, "MAX_SECONDS", 2.0)
     make(folder)
     if make in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[make]):
@@ -95,6 +118,32 @@ def test_no_module_that_an_adapter_names_is_imported(folder: Path, monkeypatch: 
     with pytest.raises(ValueError, match="names modules to be imported"):
         load_policy(folder, load_tiny, with_reference=False, temperature=1.0, max_completion_length=4)
     assert not (folder.parent / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_endless"),
+    [
+        ({"exclude_modules": ENDLESS}, True),
+        ({"rank_pattern": {ENDLESS: 2}}, True),
+        ({"alpha_pattern": {"q_proj": 2, ".*.*.*.*.*.*.*.*.*:": 2}}, True),
+        ({"layers_pattern": [ENDLESS]}, True),
+        ({"target_modules": r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|up|down)_proj"}, False),
+        (
+            {"target_modules": r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q|k)_proj.*?)|(?:\bmodel\..*)"},
+            False,
+        ),
+        ({"target_modules": ["q_proj", "model.layers.0.mlp"], "rank_pattern": {"^model.*q_proj": 4}}, False),
+        ({"target_modules": "all-linear", "modules_to_save": None}, False),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_refused_for_a_pattern_that_never_ends_and_for_no_other(
+    monkeypatch, changes: Any, is_endless: bool
+) -> None:
+    if is_endless:
+        monkeypatch.setattr(adapter_patterns, "MAX_SECONDS", 0.3)
+    with pytest.raises(UserError, match="to match") if is_endless else contextlib.nullcontext():
+        refuse_endless_patterns({"target_modules": ["q_proj"], **changes}, "adapter", ["model.layers.0.mlp.up_proj"])
 
 
 def test_a_chat_template_cannot_access_python_objects(folder: Path) -> None:

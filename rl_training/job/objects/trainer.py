@@ -28,6 +28,7 @@ from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import Records
+from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 from rl_training.tasks.task import as_task
 
 logger = logging.get_logger(__name__)
@@ -66,6 +67,7 @@ def make_trainer(
     task = as_task(make("data", cfg.data))
     model, tokenizer = make("model", cfg.model)
     adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
+    refuse_endless_patterns(adapter, "adapter", (name for name, _ in model.named_modules()))
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,

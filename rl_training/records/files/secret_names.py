@@ -28,12 +28,13 @@ OF_KEYS = {"access", "account", "admin", "anthropic", "api", "app", "auth", "aws
            "rsa", "secret", "server", "service", "session", "shared", "signing", "ssh", "ssl", "storage", "stripe",
            "subscription", "together", "tls", "wandb"}  # fmt: skip
 # Words before a final "key" that make it a key of data: a column, a field, an entry. Any other "…_key" is a secret.
-OF_DATA = {"answer", "arrow", "audio", "batch", "cache", "chosen", "column", "completion", "config", "content", "data",
-           "dataset", "dict", "feature", "field", "first", "fn", "foreign", "group", "hot", "id", "image", "images",
-           "index", "input", "inputs", "item", "join", "json", "key", "label", "labels", "last", "lookup", "map",
-           "mask", "message", "messages", "meta", "metric", "model", "name", "num", "order", "output", "partition", "past",
-           "primary", "prompt", "prompts", "public", "query", "question", "rejected", "response", "responses", "reward",
-           "role", "row", "score", "sort", "sorting", "source", "split", "state", "step", "system", "tag", "target",
+OF_DATA = {"answer", "arrow", "audio", "batch", "cache", "chosen", "column", "completion", "config", "content",
+           "data", "dataset", "dict", "feature", "field", "first", "fn", "foreign", "group", "hot",
+           "id", "image", "images", "index", "input", "inputs", "item", "join", "json", "key", "label",
+           "labels", "last", "lookup", "map", "mask", "message", "messages", "meta", "metric", "model",
+           "name", "num", "order", "output", "partition", "past", "primary", "prompt", "prompts",
+           "public", "query", "question", "rejected", "response", "responses", "reward", "role", "row",
+           "score", "sort", "sorting", "source", "split", "state", "step", "system", "tag", "target",
            "task", "text", "thinking", "tool", "tools", "type", "unique", "value", "video"}  # fmt: skip
 # Words before a final "pass" that make it a pass over something, and words that merely end in "pass".
 OF_PASSES = {"backward", "band", "each", "first", "forward", "full", "high", "last", "low", "max", "min", "multi",

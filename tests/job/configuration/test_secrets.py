@@ -267,8 +267,8 @@ OTHERS = (
     "token_classes", "image_token", "stop_token", "max_new_tokens", "per_token", "author", "authors", "keys",
     "sort_key", "answer_key", "key", "passes", "pass_at_k", "compass", "secretary", "monkey", "pin_memory", "path",
     "spin", "patience", "eos_token_2", "tokens_2", "step_2", "hook", "prompt_key", "image_key", "reward_fn_key",
-    "text_key", "monkeys", "turkey", "bypass", "forward_pass", "max_pass", "num_passes", "sessions", "assassin", "sash", "bottom",
-    "option", "side", "string", "connection", "hotkey", "keyboard", "seed", "accredited", "author_name",
+    "text_key", "monkeys", "turkey", "bypass", "forward_pass", "max_pass", "num_passes", "sessions", "assassin", "sash",
+    "bottom", "option", "side", "string", "connection", "hotkey", "keyboard", "seed", "accredited", "author_name",
 )  # fmt: skip
 
 
