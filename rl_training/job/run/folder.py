@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
@@ -30,11 +31,13 @@ from rl_training.records.checkpoints import (
 )
 from rl_training.records.config import write_config
 from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
+DAMAGED = f"{CONFIG_FILE}.damaged"  # the name that a config.yaml without settings gets
 CHOOSE_ANOTHER = "choose another with run_dir=PATH"
 RUN_EXISTS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
 # Subfolders that a run and its dashboards create.
@@ -61,11 +64,13 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     run, checkpoint = _find_resumed(str(cfg.resume), run_dir)
     folder.folder = run
     refuse_links_out(run)
-    is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
+    is_damaged = cfg.resume == "auto" and checkpoint is None and _has_only_damaged_settings(run)
+    is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists()) and not is_damaged
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
-    if not is_resumed and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
+    has_run = (run / LOGS_FOLDER / METRICS_FILE).exists() or ((run / CONFIG_FILE).exists() and not is_damaged)
+    if not is_resumed and has_run:
         raise UserError(RUN_EXISTS.format(run))
     if not may_resume_here:
         on_main_process(lambda: folder.lock(CHOOSE_ANOTHER))
@@ -77,6 +82,9 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
     if is_resumed and state.is_main_process:
         set_aside_later(run, taken)
+    if is_damaged and state.is_main_process:
+        (run / CONFIG_FILE).replace(run / DAMAGED)
+        logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,6 +98,17 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
             "larger one, or additional_steps=20"
         )
     return folder, checkpoint, is_resumed
+
+
+def _has_only_damaged_settings(run: Path) -> bool:
+    """Return whether a folder without records holds a config.yaml without settings, as a crash can leave it."""
+    config = run / CONFIG_FILE
+    if not config.is_file() or (run / LOGS_FOLDER / METRICS_FILE).exists():
+        return False
+    try:
+        return not isinstance(yaml.safe_load(plain_yaml(config)), dict)
+    except (UserError, yaml.YAMLError):
+        return True
 
 
 def _join_processes(cfg: DictConfig) -> PartialState:

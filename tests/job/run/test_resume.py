@@ -23,6 +23,7 @@ from trainers import logged_numbers
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.errors import UserError
 from rl_training.job.configuration.checks import check_resume
+from rl_training.job.run.folder import find_run_folder
 from rl_training.job.run.training import TrainingRun
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
@@ -222,6 +223,25 @@ def test_resume_auto_starts_a_run_and_later_continues_it(trained: Path, tmp_path
         run_of(folder, "resume=auto", "seed=3")
     with pytest.raises(ValueError, match="would add additional_steps again at each start"):
         run_of(folder, "resume=auto", "additional_steps=1")
+
+
+@pytest.mark.parametrize("left", ["", "\0", "seed: [0"])
+def test_resume_auto_starts_anew_where_a_crash_left_a_config_without_settings(tmp_path: Path, caplog, left) -> None:
+    """Nothing is lost: the file is kept under another name. A readable one, or one beside records, is never moved."""
+    (tmp_path / "config.yaml").write_text(left)
+    folder, checkpoint, is_resumed = find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
+    folder.release()
+    assert (checkpoint, is_resumed) == (None, False)
+    assert (tmp_path / "config.yaml.damaged").read_text() == left
+    assert "was not written completely" in caplog.text
+    for name, text in (("config.yaml", "mine: true"), ("logs/metrics.jsonl", '{"step": 1}\n')):
+        (tmp_path / "config.yaml").write_text(left)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        before = (tmp_path / "config.yaml").read_text()
+        with pytest.raises(ValueError, match=r"was started with other settings|fix or delete it"):
+            find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
+        assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_resume_auto_refuses_a_folder_named_by_the_time() -> None:
