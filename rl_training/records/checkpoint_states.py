@@ -112,7 +112,7 @@ def save_probe_states(
 
     Args:
         states: States by the probe's name.
-        run: Name of the run folder, if the checkpoint lies outside of it.
+        run: Id of the training whose records lie outside of the checkpoint's folder, if they do.
     """
     tensors = {
         f"{name}/{key}": tensor.detach().clone(

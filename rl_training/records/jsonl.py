@@ -63,7 +63,7 @@ class Records:
     def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = MAKE_ROOM) -> None:
         self.folder = Path(folder)
         self.rollouts_every = rollouts_every
-        self._fix = fix
+        self.fix = fix
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
@@ -75,7 +75,7 @@ class Records:
         """
         if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
             text = json.dumps(plain_settings(settings), indent=1)
-            write_atomically({self.folder / SETTINGS_FILE: text.encode()}, self._fix)
+            write_atomically({self.folder / SETTINGS_FILE: text.encode()}, self.fix)
         failure = self.folder / FAILURE_FILE
         if failure.is_file():  # measuring starts again: the report must not say that it ended
             failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
@@ -93,7 +93,7 @@ class Records:
                 steps = groupby(kept(path), key=itemgetter(1))
                 texts = ("".join(line for line, _ in of_step) for _, of_step in steps)
                 # One gzip member per step. Atomic: a kill or a full disk loses nothing.
-                write_atomically({path: (_packed(path, text) for text in texts)}, self._fix)
+                write_atomically({path: (_packed(path, text) for text in texts)}, self.fix)
             if dropped:
                 logger.warning(f"{path}: {dropped} lines of steps after {after_step} are dropped")
 
@@ -128,7 +128,7 @@ class Records:
         try:
             append_whole(path, _packed(path, "".join(lines)))
         except OSError as error:  # a full disk
-            raise cannot_write(path, error, self._fix) from error
+            raise cannot_write(path, error, self.fix) from error
 
 
 def _packed(path: Path, text: str) -> bytes:

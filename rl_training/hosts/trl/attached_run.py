@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ from transformers.utils import logging
 
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.config import FIRST_LINE, is_of_attached_run, write_config
-from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.lock import FolderInUse
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
+from rl_training.records.claim import claim_folder
+from rl_training.records.config import FIRST_LINE, write_config
+from rl_training.records.folder import LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
 from rl_training.records.json_values import plain_settings
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 
 logger = logging.get_logger(__name__)
 
@@ -41,43 +37,29 @@ class AttachedRun(RunFolder):
             refuse_a_file(path)
         super().__init__(self.requested)
         self.has_begun = False
+        self.run_id = ""
 
-    def begin(self, run_name: str | None) -> None:
+    def begin(self, run_id: str) -> None:
         """Choose the folder to write to, and lock it. Collective.
 
         Args:
-            run_name: The name of the folder, as noted in the checkpoint that training resumes from. None for a new
-                training, which never writes to another training's folder.
+            run_id: The id of the training that the checkpoint belongs to from which training resumes. "" for a new
+                training. Neither writes to another training's folder.
 
         Raises:
             UserError: On all ranks, if the folder cannot be written to.
         """
         self.release()  # the folder of an earlier training in the same `with` block
-        self.folder = Path(on_main_process(lambda: str(self._lock_folder(run_name))))
+        folder, self.run_id = on_main_process(lambda: self._claim(run_id))
+        self.folder = Path(folder)
         self.has_begun = True
-        if all_ranks().number == 0 and run_name is None and self.folder != self.requested:
-            logger.warning(f"{self.requested} holds another training, so this one is written to {self.folder}")
 
-    def _lock_folder(self, run_name: str | None) -> Path:
-        if run_name is None:
-            return self._lock_free_folder()
-        resumed_folder = self.requested.with_name(run_name) if run_name else self.requested
-        self.folder = resumed_folder if resumed_folder.is_dir() else self.requested
-        refuse_links_out(self.folder)
-        self.lock(ANOTHER_FOLDER_FIX)
-        return self.folder
-
-    def _lock_free_folder(self) -> Path:
-        for number in itertools.count(1):
-            self.folder = self.requested if number == 1 else self.requested.with_name(f"{self.requested.name}-{number}")
-            if holds_another_run(self.folder):
-                continue
-            with contextlib.suppress(FolderInUse):
-                self.lock(ANOTHER_FOLDER_FIX)
-                if not holds_another_run(self.folder):  # no other process has trained there meanwhile
-                    return self.folder
-                self.release()
-        raise AssertionError("numbers do not end")
+    def _claim(self, run_id: str) -> tuple[str, str]:
+        claim = claim_folder(self.requested, run_id, ANOTHER_FOLDER_FIX)
+        self._lock.push(claim.lock)
+        if warning := claim.warning():
+            logger.warning(warning)
+        return str(claim.folder), claim.run_id
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write config.yaml, with secrets masked."""
@@ -97,10 +79,3 @@ class AttachedRun(RunFolder):
         finally:
             self.has_begun = False
             self.release()
-
-
-def holds_another_run(folder: Path) -> bool:
-    """Return whether a folder holds the records of a training, or a config.yaml that `attach` did not write."""
-    logs = folder / LOGS_FOLDER
-    recorded = any((logs / name).is_file() and (logs / name).stat().st_size for name in (METRICS_FILE, PROBES_FILE))
-    return recorded or ((folder / CONFIG_FILE).exists() and not is_of_attached_run(folder))

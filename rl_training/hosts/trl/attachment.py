@@ -32,12 +32,14 @@ from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.recorded_settings import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.run_folder import on_main_process
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
 from rl_training.parallel.ranks import all_ranks
+from rl_training.records.claim import RecordsClaim
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance
@@ -83,6 +85,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._policy = TrainerPolicy(trainer)
         self.run = destination if isinstance(destination, AttachedRun) else None
         records = destination if isinstance(destination, Records) else None
+        self._records_claim = None if records is None else RecordsClaim(records)
         self._writer = EstimateWriter(self.driver, records, self._policy.decode)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
@@ -192,6 +195,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             if self._ends_with_training:
                 self._end(error)
             raise
+        finally:
+            if self._records_claim is not None:
+                self._records_claim.release()
         if self._ends_with_training:
             self._end(None)
         return output
@@ -238,27 +244,38 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             "interventions": [intervention.name for intervention in self._loss.interventions],
             "target_kl_share": self._bound and self._bound.share_of_entropy,
         }
-        settings = settings_of_trainer(self._trainer, attached_settings)
         with hide_progress_bar():
-            self._begin(resumed, settings)
-        if self._records is not None:
-            self._records.start(state.global_step, settings)
+            self._begin_run(resumed)
+            settings: dict[str, Any] = {}
+            with self._guard.watching(refuses=True):
+                settings = settings_of_trainer(self._trainer, attached_settings)
+                self._write_config(settings)
+                if self.probes or self._bound:
+                    self._begin_training(resumed)
+            with self._guard.watching(refuses=True):
+                if self._records is not None:
+                    self._records.start(state.global_step, settings)
         self._log.begin()
         self._writer.begin(f"raise {'trainer.' if self.is_cli else ''}max_completion_length")
 
-    def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
-        """Begin the run, if there is one, and start measuring. Both tell the user."""
+    def _begin_run(self, resumed: Resumed | None) -> None:
+        """Choose the folder to write to, and lock it. Collective."""
         self._has_report = False
+        run_id = "" if resumed is None else resumed.run_id  # a checkpoint without a run starts a new one
         if self.run is not None:
-            self.run.begin(resumed.run_name or None if resumed else None)  # a checkpoint without a run starts a new one
-            self._checkpoints.run_name = self.run.folder.name
+            self.run.begin(run_id)
+            self._checkpoints.run_id = self.run.run_id
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()
-                about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
-                self.run.write_config({**settings, **about})
                 self._termination.listen()
-        if self.probes or self._bound:
-            self._begin_training(resumed)
+        elif not self.is_cli:  # the command has locked its folder
+            claim = self._records_claim
+            self._checkpoints.run_id = on_main_process(lambda: "" if claim is None else claim.begin(run_id))
+
+    def _write_config(self, settings: Mapping[str, Any]) -> None:
+        if self.run is not None and all_ranks().number == 0:
+            about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
+            self.run.write_config({**settings, **about})
 
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Start the driver. Only now are parameters and optimizer final: some launches shard them in `train()`."""

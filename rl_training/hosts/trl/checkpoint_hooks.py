@@ -20,7 +20,7 @@ from rl_training.records.checkpoint_states import load_probe_states, read_notes,
 class Resumed:
     """Contents of a checkpoint."""
 
-    run_name: str  # name of the run folder that it belongs to; "" if it names none
+    run_id: str  # id of the training that it belongs to; "" if it has none
     states: Mapping[str, Any]  # states of the probes, by name
 
 
@@ -32,7 +32,7 @@ class CheckpointHooks:
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
         self._trainer, self._driver, self._guard = trainer, driver, guard
-        self.run_name = ""  # written to checkpoints
+        self.run_id = ""  # of the training, written to checkpoints
         self.resumed: Resumed | None = None
 
     def wrappers(self) -> dict[str, Callable[..., object]]:
@@ -49,11 +49,11 @@ class CheckpointHooks:
         ranks, saved = all_ranks(), False
         if not self._guard.reason:
             with self._guard.watching():
-                save_probe_states(self._driver.states(), Path(output_dir), ranks.count, ranks.number, self.run_name)
+                save_probe_states(self._driver.states(), Path(output_dir), ranks.count, ranks.number, self.run_id)
                 saved = True
         if not saved:  # measuring has ended, perhaps just now: the checkpoint still names its run
             with contextlib.suppress(Exception):
-                save_probe_states({}, Path(output_dir), ranks.count, ranks.number, self.run_name)
+                save_probe_states({}, Path(output_dir), ranks.count, ranks.number, self.run_id)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
+from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.failure import FAILURE_FILE, write_failure
@@ -46,12 +47,16 @@ class Guard:
         self.reason = ""  # why measuring ended before training did; "" while it has not
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Run measuring code. An error in it ends the measuring, or training where it must."""
+    def watching(self, refuses: bool = False) -> Iterator[None]:
+        """Run measuring code. An error in it ends the measuring, or training where it must.
+
+        Args:
+            refuses: Whether a UserError is raised: before the first step, it says what the user must change.
+        """
         try:
             yield
         except Exception as error:
-            if self._raises:
+            if self._raises or (refuses and isinstance(error, UserError)):
                 raise
             if all_ranks().count > 1:
                 error.add_note(ENDS_TRAINING)
@@ -64,8 +69,9 @@ class Guard:
             return
         source = " ".join(filter(None, (_failing_probe(error), type(error).__name__)))
         message = " ".join(str(error).split())
+        when = f"at step {self.step}" if self.step else "before its first step"
         self.reason = mask_line(
-            f"measuring ended at step {self.step} by an error ({source}: {message}), and training went on without it"
+            f"measuring ended {when} by an error ({source}: {message}), and training went on without it"
         )
         self._driver.close()
         where = "strict=True raises it"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import forks
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 from trainers import FEW, differing, outcome, trainer_maker
@@ -26,6 +29,7 @@ from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.termination import Termination
+from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
@@ -34,7 +38,7 @@ FILES = {"config.yaml", "logs/metrics.jsonl", "logs/probes.jsonl", "report/repor
 
 
 def files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock", "logs/run_id"}
 
 
 class Calling(TrainerCallback):
@@ -319,6 +323,45 @@ def test_a_resumed_training_continues_in_its_own_folder(make_trainer, tmp_path: 
     assert [row["step"] for row in read_metrics(tmp_path / "run-2" / "logs")] == [1, 2, 3, 4]
     assert all("its report is written when training ends" in text for text in shown)  # not the earlier training's
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
+
+
+def test_a_resumed_training_writes_to_the_folder_that_the_user_named_and_to_no_other_trainings(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
+    """Whatever its first folder is called now, and whatever stands in the notes of its checkpoint."""
+    saving = PLAIN | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+    for name in ("mine", "unrelated"):
+        trainer = make_trainer(**saving, max_steps=2)
+        with attach(trainer, tmp_path / "runs" / name, "ess"):
+            trainer.train()
+        shutil.copytree(Path(trainer.args.output_dir) / "checkpoint-1", tmp_path / f"of_{name}" / "checkpoint-1")
+    runs = tmp_path / "runs"
+    (runs / "mine").rename(runs / "renamed")
+    (runs / "unrelated").rename(runs / "mine")  # where another training's records now lie
+    kept = {path: path.read_bytes() for path in (runs / "mine").rglob("*") if path.is_file()}
+
+    def resumed(folder: Path, run: str | None = None) -> Path | None:
+        trainer = make_trainer(**saving, max_steps=3)
+        checkpoint = shutil.copytree(tmp_path / "of_mine" / "checkpoint-1", Path(tempfile.mkdtemp()) / "checkpoint-1")
+        if run is not None:
+            tensors = load_file(checkpoint / PROBE_STATES)
+            save_file(tensors, checkpoint / PROBE_STATES, read_notes(checkpoint) | {"run": run})
+        with attach(trainer, folder, "ess") as attached:
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        return attached.folder
+
+    for folder, run, expected, steps in (
+        (runs / "renamed", None, runs / "renamed", [1, 2, 3]),
+        (runs / "mine", None, runs / "mine-2", [2, 3]),
+        (runs / "mine", None, runs / "mine-2", [2, 3]),
+        (runs / "new", None, runs / "new", [2, 3]),
+        (runs / "other", "../renamed", runs / "other", [2, 3]),
+        (runs / "another", "mine", runs / "another", [2, 3]),
+    ):
+        assert resumed(folder, run) == expected
+        assert [row["step"] for row in read_metrics(expected / "logs")] == steps
+    assert {path: path.read_bytes() for path in (runs / "mine").rglob("*") if path.is_file()} == kept
+    assert f"so those of this one begin anew in {runs / 'mine-2'}" in caplog.text
 
 
 class Own(Probe):
