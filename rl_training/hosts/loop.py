@@ -24,6 +24,7 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_claim import LoopClaim
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.hosts.loop_progress import LoopProgress, Phase
 from rl_training.hosts.recorded_settings import settings_of_loop
@@ -87,7 +88,9 @@ def measured_loop(
         microbatch_size: Sequences of one forward and backward on this rank, the same in all microbatches.
         microbatches: Microbatches of one optimizer step on this rank.
         max_grad_norm: The threshold of the loop's own `clip_grad_norm_`. None if it does not clip.
-        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing.
+        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing. If it
+            holds another training, that stays as it is, and this one goes to the next free number, my_run-2/logs. A
+            loop that resumes continues in its own folder.
         temperature: The sampling temperature, by which the loop divides the logits.
         dr_grpo: Whether the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant.
             Probes read the loss's actual weights; where these differ from Dr-GRPO's, the reason names this setting.
@@ -133,6 +136,7 @@ class MeasuredLoop:
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
+        self._claim = LoopClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
         self._progress = LoopProgress()
         self._states: Mapping[str, Any] | None = None  # states for the next `with`; None starts from scratch
@@ -168,6 +172,7 @@ class MeasuredLoop:
         if error is None:  # an error may have occurred on this rank alone, and `end` is collective
             self._driver.end()
         self._undo.close()
+        self._claim.release()
         # If no step has ended, keep the states from before: the next `with` repeats the first step.
         self._states = self._initial_states if self._progress.last_step_number is None else self._driver.states()
         self._initial_states = None
@@ -189,6 +194,7 @@ class MeasuredLoop:
             Phase.BETWEEN_STEPS, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
         )
         progress = self._progress.after_begin(number, rollout_number)
+        self._claim.take(number, next(self._policy.model.parameters()).device)
         if self._progress.last_step_number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
         self._progress = progress
@@ -281,18 +287,22 @@ class MeasuredLoop:
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the probes' states by name, for `torch.save`: save them along with model and optimizer."""
-        return tensors_by_name(self._driver.states() if self._states is None else self._states)
+        """Return the probes' states by name, for `torch.save`: save them along with model and optimizer.
+
+        The id of the training is among them, by which a loop that resumes finds its records.
+        """
+        return tensors_by_name(self._driver.states() if self._states is None else self._states) | self._claim.state()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
-        initial = self._driver.initial_states()
-        if state.keys() != initial.keys():
+        initial, of_probes = self._driver.initial_states(), self._claim.load(state)
+        if of_probes.keys() != initial.keys():
             raise UserError(
-                f"the state is of the probes {sorted(state)}, but the loop has {sorted(initial)}: use the same probes"
+                f"the state is of the probes {sorted(of_probes)}, but the loop has {sorted(initial)}: use the same "
+                "probes"
             )
-        self._states = {name: from_tensors(like, state[name]) for name, like in initial.items()}
+        self._states = {name: from_tensors(like, of_probes[name]) for name, like in initial.items()}
 
     def _step(self) -> StepRecorder:
         assert self._driver.open_step is not None

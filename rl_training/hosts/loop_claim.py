@@ -1,0 +1,104 @@
+"""The folder that a plain loop writes its records to: locked, and never one that holds another training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rl_training.errors import UserError
+from rl_training.parallel.ranks import all_ranks
+from rl_training.records.claim import RecordsClaim, numbers_of, run_id_in, split_logs
+from rl_training.records.jsonl import Records
+
+STATE = "measured_loop"  # key of the training's id among the states of probes
+ID_DIGITS = 16  # of an id, in hexadecimal
+
+
+class LoopClaim:
+    """Claims the folder of a loop's records, from the first step inside a `with` to the end of the `with`.
+
+    Args:
+        records: The records, on rank 0. None on other ranks, or where nothing is written.
+    """
+
+    def __init__(self, records: Records | None) -> None:
+        self._claim = None if records is None else RecordsClaim(records)
+        self._run_id = ""  # the same on every rank once training has begun
+        self._loaded_id = ""  # from a checkpoint
+        self._is_held = False
+
+    def take(self, number: int, device: torch.device) -> None:
+        """Claim the folder unless it is held. Collective at the first step inside a `with`.
+
+        Args:
+            number: The step that is about to begin. A number above 1 continues a training.
+            device: Device for the communication.
+
+        Raises:
+            UserError: On all ranks, if the folder cannot be written to, or if it is unclear which folder is meant.
+        """
+        if self._is_held:
+            return
+        error: UserError | None = None
+        try:
+            if self._claim is not None:
+                self._run_id = self._claim.begin(self._wanted_id(self._claim, number))
+        except UserError as raised:
+            error = raised
+        self._agree(error, device)
+        self._is_held = True
+
+    def _wanted_id(self, claim: RecordsClaim, number: int) -> str:
+        """Return the id of the training that continues with this step, "" for a new one."""
+        if self._run_id or number == 1:  # of an earlier `with` of this loop
+            return self._run_id
+        return self._loaded_id or _id_of_named(claim)
+
+    def _agree(self, error: UserError | None, device: torch.device) -> None:
+        """Raise the error of rank 0 on all ranks, or tell them the id of the training."""
+        ranks = all_ranks()
+        if ranks.count > 1:
+            digits = [int(digit, 16) for digit in self._run_id.rjust(ID_DIGITS, "0")] if ranks.number == 0 else []
+            values = [float(error is not None), float(bool(self._run_id)), *(digits or [0] * ID_DIGITS)]
+            mine = torch.tensor(values, device=device, dtype=torch.float32)
+            failed, has_id, *digits = ranks.reduce(mine if ranks.number == 0 else torch.zeros_like(mine)).int().tolist()
+            self._run_id = "".join(f"{digit:x}" for digit in digits) if has_id else ""
+            if failed and error is None:
+                raise UserError("the first process cannot write its records, and says why")
+        if error is not None:
+            raise error
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._is_held = False
+        if self._claim is not None:
+            self._claim.release()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the id of the training, for a checkpoint; {} before training begins, and without records."""
+        run_id = self._run_id or self._loaded_id
+        return {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Mapping[str, Tensor]]:
+        """Restore what `state` returned, and return the states of the probes."""
+        if STATE in state:
+            self._loaded_id = bytes(state[STATE]["run_id"].tolist()).decode("ascii", "replace")
+        return {name: tensors for name, tensors in state.items() if name != STATE}
+
+
+def _id_of_named(claim: RecordsClaim) -> str:
+    """Return the id of the training in the folder that the user named, for a loop that resumes without a state.
+
+    Raises:
+        UserError: If folders with numbers hold trainings too, so that it could be any of them.
+    """
+    folder, logs = split_logs(claim.requested)
+    found = numbers_of(folder, logs)
+    if len(found) > 1:
+        raise UserError(
+            f"{', '.join(map(str, found))} each hold a training, and nothing says which one this loop resumes: save "
+            "measured.state_dict() in your checkpoint and give it to load_state_dict(...), or move the others away"
+        )
+    return run_id_in(claim.requested)
