@@ -31,7 +31,6 @@ from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.state_tensors import from_tensors, tensors_by_name
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
@@ -287,22 +286,13 @@ class MeasuredLoop:
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the probes' states by name, for `torch.save`: save them along with model and optimizer.
-
-        The id of the training is among them, by which a loop that resumes finds its records.
-        """
-        return tensors_by_name(self._driver.states() if self._states is None else self._states) | self._claim.state()
+        """Return the probes' states by name, and the records' id, for `torch.save`: save them along with the model."""
+        return self._claim.state(self._driver.states() if self._states is None else self._states)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
-        initial, of_probes = self._driver.initial_states(), self._claim.load(state)
-        if of_probes.keys() != initial.keys():
-            raise UserError(
-                f"the state is of the probes {sorted(of_probes)}, but the loop has {sorted(initial)}: use the same "
-                "probes"
-            )
-        self._states = {name: from_tensors(like, of_probes[name]) for name, like in initial.items()}
+        self._states = self._claim.load(state, self._driver.initial_states())
 
     def _step(self) -> StepRecorder:
         assert self._driver.open_step is not None

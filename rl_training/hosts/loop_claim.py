@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.parallel.ranks import all_ranks
+from rl_training.parallel.state_tensors import from_tensors, tensors_by_name
 from rl_training.records.claim import RecordsClaim, numbers_of, run_id_in, split_logs
 from rl_training.records.jsonl import Records
 
@@ -76,16 +78,30 @@ class LoopClaim:
         if self._claim is not None:
             self._claim.release()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the id of the training, for a checkpoint; {} before training begins, and without records."""
+    def state(self, probes: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Return the states of the probes and the id of the training as tensors. There is no id without records."""
         run_id = self._run_id or self._loaded_id
-        return {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+        own = {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+        return tensors_by_name(probes) | own
 
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Mapping[str, Tensor]]:
-        """Restore what `state` returned, and return the states of the probes."""
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], initial: Mapping[str, Any]) -> dict[str, Any]:
+        """Restore what `state` returned, and return the states of the probes.
+
+        Args:
+            state: What `state` returned.
+            initial: Initial states by the probe's name. States are loaded into the same types.
+
+        Raises:
+            UserError: If it belongs to other probes.
+        """
+        states = {name: tensors for name, tensors in state.items() if name != STATE}
+        if states.keys() != initial.keys():
+            raise UserError(
+                f"the state is of the probes {sorted(states)}, but the loop has {sorted(initial)}: use the same probes"
+            )
         if STATE in state:
             self._loaded_id = bytes(state[STATE]["run_id"].tolist()).decode("ascii", "replace")
-        return {name: tensors for name, tensors in state.items() if name != STATE}
+        return {name: from_tensors(like, states[name]) for name, like in initial.items()}
 
 
 def _id_of_named(claim: RecordsClaim) -> str:

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def claim_folder(requested: Path, run_id: str, fix: str, logs: str = LOGS_FOLDER
     raise AssertionError("numbers do not end")
 
 
-class RecordsClaim:
+class RecordsClaim(AbstractContextManager[None]):
     """The claim of one training at a time to the folder of bare `Records`, which it moves to a free folder.
 
     Args:
@@ -123,8 +123,11 @@ class RecordsClaim:
         return claim.run_id
 
     def release(self) -> None:
-        """Unlock the folder."""
+        """Unlock the folder, as the end of a `with` block does."""
         self._lock.close()
+
+    def __exit__(self, *of_error: object) -> None:
+        self.release()
 
 
 def holds_run(folder: Path, logs: str = LOGS_FOLDER) -> bool:

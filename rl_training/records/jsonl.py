@@ -66,18 +66,19 @@ class Records:
         self.fix = fix
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
+    def start(self, after_step: int, settings: Mapping[str, Any] | None = None, has_failed: bool = False) -> None:
         """Drop the lines of steps after `after_step`, because a resumed run takes those steps again.
 
         Args:
             settings: The settings that affect training, by name. Written only if the run folder has no config.yaml,
                 which holds all settings.
+            has_failed: Whether measuring has ended already, so that the failure in the folder is this training's.
         """
         if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
             text = json.dumps(plain_settings(settings), indent=1)
             write_atomically({self.folder / SETTINGS_FILE: text.encode()}, self.fix)
         failure = self.folder / FAILURE_FILE
-        if failure.is_file():  # measuring starts again: the report must not say that it ended
+        if failure.is_file() and not has_failed:  # measuring starts again: the report must not say that it ended
             failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path, dropped = self.folder / name, 0

@@ -2,7 +2,8 @@
 
 Read in this order:
 
-    attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work
+    attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work;
+                     options.py has its options
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
@@ -86,8 +87,9 @@ def attach(
 
     from rl_training.hosts.loop_refusals import as_probes
     from rl_training.hosts.trl.attached_run import AttachedRun
-    from rl_training.hosts.trl.attachment import Attachment, Options
+    from rl_training.hosts.trl.attachment import Attachment
     from rl_training.hosts.trl.compatibility import wrong_trainer_message
+    from rl_training.hosts.trl.options import Options
     from rl_training.records.jsonl import Records
 
     if not isinstance(trainer, GRPOTrainer):

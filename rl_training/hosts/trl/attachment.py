@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
@@ -28,6 +27,7 @@ from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop import loop_of
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.recorded_settings import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.reward_functions import named_rewards
@@ -37,7 +37,6 @@ from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog
-from rl_training.interventions.named import Intervention
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import RecordsClaim
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
@@ -47,18 +46,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import LossSettings
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `attach`, which documents them, and of DrGRPOTrainer."""
-
-    whole_prompts: bool | None = None
-    metrics: Literal["core", "all"] = "core"
-    target_kl_share: float | None = None
-    interventions: Sequence[Intervention] = ()  # that the trainer trains with, applied in this order
-    keep_attached: bool = False  # whether the probes stay attached after a training has ended
-    strict: bool | None = None
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
@@ -189,15 +176,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._failed = ""
         self._guard.begin()
         try:
-            output = original(*args, **kwargs)
+            with self._records_claim or contextlib.nullcontext():
+                output = original(*args, **kwargs)
         except BaseException as error:
             self._failed = how_it_ended(self._trainer, error)
             if self._ends_with_training:
                 self._end(error)
             raise
-        finally:
-            if self._records_claim is not None:
-                self._records_claim.release()
         if self._ends_with_training:
             self._end(None)
         return output
@@ -254,7 +239,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                     self._begin_training(resumed)
             with self._guard.watching(refuses=True):
                 if self._records is not None:
-                    self._records.start(state.global_step, settings)
+                    self._records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
         self._log.begin()
         self._writer.begin(f"raise {'trainer.' if self.is_cli else ''}max_completion_length")
 

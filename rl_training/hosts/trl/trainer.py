@@ -28,13 +28,15 @@ from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import as_records
 from rl_training.hosts.loop_refusals import as_probes
-from rl_training.hosts.trl.attachment import Attachment, Options
+from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
-from rl_training.records.files.masking import MASK, without_secrets
+from rl_training.records.files.masking import without_secrets
+from rl_training.records.files.secret_forms import MASK
 from rl_training.records.jsonl import Records
 
 logger = logging.get_logger(__name__)

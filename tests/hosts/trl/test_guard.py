@@ -9,12 +9,15 @@ from typing import Any
 
 import forks
 import pytest
+import torch
 from trainers import FEW, Outcome, differing, outcome, trainer_maker
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, attach
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.gradients.exchange import Exchange
+from rl_training.hosts.trl import attachment
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
@@ -109,6 +112,39 @@ def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     assert said[1].endswith(str(tmp_path / "run" / "report" / "report.html"))
     headline = opening(read_run(tmp_path / "run")).headline
     assert headline.startswith(f"Measuring ended at step 2 by an error ({whose}KeyError")
+
+
+@pytest.mark.parametrize("place", ["a probe's first state", "the buffers of gradients", "the settings"])
+def test_an_error_while_measuring_begins_ends_measuring_and_not_training(
+    make_trainer, tmp_path: Path, caplog, monkeypatch, place: str
+) -> None:
+    """As where the buffers do not fit into memory. Training goes on bitwise, and its own numbers are recorded."""
+    expected = unmeasured()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    if place == "the buffers of gradients":
+        monkeypatch.setattr(FoldRecorder, "__init__", fail)
+    if place == "the settings":
+        monkeypatch.setattr(attachment, "settings_of_trainer", fail)
+    probes = [Failing(""), "simple"]
+    with attach(make_trainer(**PLAIN), tmp_path / "run", probes, strict=False) as attached:
+        if place == "a probe's first state":
+            monkeypatch.setattr(Failing, "init", fail)
+        assert differing(outcome(attached._trainer), expected) == []
+        assert not any(p._backward_hooks for p in attached._trainer.model.parameters())
+    logs = tmp_path / "run" / "logs"
+    assert [row["step"] for row in read_metrics(logs)] == [1, 2, 3]
+    rows = read_estimates(logs)
+    assert {row["step"] for row in rows} == {1, 2, 3}
+    assert all("measuring ended before its first step by an error" in row["reason"] for row in rows)
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in (logs / FAILURE_FILE).read_text()
+    assert caplog.messages[-1].startswith("training has finished after 3 steps; measuring ended before its first step")
+    assert opening(read_run(tmp_path / "run")).headline.startswith("Measuring ended before its first step by an error")
+    with pytest.raises(torch.OutOfMemoryError), attach(make_trainer(**PLAIN), probes=probes, strict=True) as strict:
+        strict._trainer.train()
 
 
 def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_block(make_trainer, tmp_path) -> None:
