@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_training.engine.copied_groups import Copies, find_copies
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
@@ -51,10 +52,18 @@ def build_step(
     needs = needs_of(step_recorder.probes)
     ranks = passes.ranks
     other_terms = limits.other_terms
+    copies = Copies() if limits.split_prompts else find_copies(joined.rollout, joined.scores, ranks)
+    if copies.limit:
+        mixed_prompts = limits.mixed_prompts or copies.limit
+        shared = copies.limit if copies.on_several_ranks else None
+        limits = dataclasses.replace(
+            limits, mixed_prompts=mixed_prompts, copied_groups=copies.limit, copied_on_ranks=shared
+        )
+    wants_gradients = Need.FOLD_GRADIENTS in needs
     folds, fold, is_recomputed = choose_folds(
-        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, Need.FOLD_GRADIENTS in needs
+        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, wants_gradients, copies
     )
-    batch = _make_batch(step_recorder, joined, folds, fold, ranks)
+    batch = _make_batch(step_recorder, joined, folds, fold, copies.unit, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     fold_gradients = rows_limit = None
     if not is_recomputed:
@@ -88,7 +97,12 @@ def build_step(
 
 
 def _make_batch(
-    step_recorder: StepRecorder, joined: JoinedMicrobatches, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks
+    step_recorder: StepRecorder,
+    joined: JoinedMicrobatches,
+    folds: Sequence[FoldGroup],
+    fold: Tensor,
+    unit: Tensor | None,
+    ranks: Ranks,
 ) -> Batch:
     """Return the step's sequences, with fold sizes summed over all ranks. Collective."""
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
@@ -102,4 +116,5 @@ def _make_batch(
         fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
         responses_per_prompt=step_recorder.responses_per_prompt,
         loss_settings=step_recorder.loss_settings,
+        unit=unit,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_training.engine.copied_groups import Copies
 from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
@@ -21,11 +22,13 @@ def choose_folds(
     num_folds: int | None,
     limits: Limits,
     wants_gradients: bool,
+    copies: Copies | None = None,
 ) -> tuple[Sequence[FoldGroup], Tensor, bool]:
     """Return the step's folds, the fold of each sequence (B,), and whether their gradients are recomputed. Collective.
 
-    If microbatches mix prompts, or are too few for an error bar, folds of whole prompts replace the planned ones. Their
-    gradients can be recomputed if the loss depends on scores only and no prompt is incomplete.
+    If microbatches mix prompts, groups have copies, or microbatches are too few for an error bar, folds of whole
+    prompts, each with all its copies, replace the planned ones. Their gradients can be recomputed if the loss depends
+    on scores only and no prompt is incomplete.
 
     Args:
         rollout: All microbatches of the step.
@@ -33,8 +36,11 @@ def choose_folds(
         num_folds: The number requested by a probe, if any.
         limits: The step's limits.
         wants_gradients: Whether a probe reads fold gradients.
+        copies: Which groups are copies.
     """
     index = rollout.prompt_index
+    if copies is not None and copies.unit is not None:
+        index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
     is_mixed = bool(limits.mixed_prompts)
     can_recompute = wants_gradients and not (limits.split_prompts or limits.other_terms)
     if is_mixed or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):

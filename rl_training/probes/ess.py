@@ -10,7 +10,8 @@ weights are those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
 A truncated response that the loss leaves out (mask_truncated_completions) has A_i = 0 here, so it has no weight. If all
 responses to a prompt are right, or all are wrong, their advantages are zero. `zero_advantage` is the share of such
-sequences, `zero_advantage_prompts` that of such prompts. All of these describe this batch, so they have no error bar.
+sequences, `zero_advantage_prompts` that of such prompts. Copies of a group of responses count as one group with their
+total weight. All of these describe this batch, so they have no error bar.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
+from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
 from rl_training.statistics.limit import Limit
+from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
@@ -45,6 +49,7 @@ class EffectiveSampleSizeProbe(Probe):
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         batch, split = step.batch, ctx.limits.split_prompts
+        distinct = _number_of_distinct(batch)
         order = batch.rollout.prompt_index.argsort()  # puts each prompt's responses next to each other
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
@@ -56,8 +61,14 @@ class EffectiveSampleSizeProbe(Probe):
             by_prompt = without_rounding(by_prompt) if of_tokens is None else by_prompt
             num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
-        ratio_sums = advantages.new_full((2,), torch.nan) if logs is None else kish_sums(logs.sum(dim=1).exp())
-        sizes = [ratio_sums, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
+        ratio_sums = advantages.new_full((2,), torch.nan)
+        if logs is not None:
+            ratio_sums = kish_sums(_sum_of_copies(logs.sum(dim=1).exp(), distinct))
+        of_loss = (
+            _sum_of_copies(values.abs(), None if distinct is None else distinct[order])
+            for values in (advantages, advantages.double() * lengths)
+        )
+        sizes = [ratio_sums, *map(kish_sums, of_loss)]
         counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
         zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])
         sums = ctx.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
@@ -79,3 +90,19 @@ class EffectiveSampleSizeProbe(Probe):
             reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
             estimates |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
         return Reading(measured=estimates)
+
+
+def _number_of_distinct(batch: Batch) -> Tensor | None:
+    """Return a number for each sequence, (B,), equal for copies; None if no group of responses has copies."""
+    if batch.unit is None:
+        return None
+    place = response_index(batch.rollout.prompt_index)
+    return batch.unit * batch.responses_per_prompt + place
+
+
+def _sum_of_copies(weights: Tensor, distinct: Tensor | None) -> Tensor:
+    """Return the weights, (B,), with those of copies added up: a sequence and its copies are one."""
+    if distinct is None:
+        return weights
+    numbers, number_of_row = distinct.unique(return_inverse=True)
+    return weights.new_zeros(len(numbers)).index_add_(0, number_of_row, weights)

@@ -100,7 +100,7 @@ class GradientNoiseScaleProbe(Probe):
     def measure(self, ctx: StepContext, state: NoiseHistory) -> Reading:
         step = ctx.step
         blocks, group = step.batch.num_folds, step.batch.responses_per_prompt
-        reason = step.gradients.rows_limit or ctx.limits.reused or ctx.limits.one_fold
+        reason = step.gradients.rows_limit or ctx.limits.reused or ctx.limits.copied_groups or ctx.limits.one_fold
         if reason:
             names = NAMES + SPLIT * bool(self.split_prompts)
             return Reading(measured=dict.fromkeys(names, Estimate.missing(reason)), state=state)

@@ -152,7 +152,9 @@ class MeasuredStepProbe(Probe):
         by_prompt = ctx.step.batch.sum_by_prompt(
             sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
         )
-        estimates = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce)
+        estimates = estimates_over_units(
+            (*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce, ctx.limits.copied_on_ranks
+        )
         estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
         if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
             estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)

@@ -84,7 +84,7 @@ class SamplerProbe(Probe):
             ]  # fmt: skip
             estimates = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
-                ctx.limits.split_prompts,
+                ctx.limits.split_prompts or ctx.limits.copied_on_ranks,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 estimates = {

@@ -118,8 +118,9 @@ class SimpleEntropyProbe(Probe):
         state, closed = state.add(ctx.step.number, level, forward, backward, half_step_stderr)
         predicted = dict[str, Estimate]()
         measured = dict[str, Estimate]()
+        few = ctx.limits.copied_groups and ctx.limits.copied_groups.prefixed("no error bar")
         for row in (*change.quantities.values(), *closed):
-            estimates = zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds), strict=False)
+            estimates = zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds, few), strict=False)
             (measured if row.name in MEASURED else predicted).update(estimates)
         if change.reward_limit and not change.forward_limit:
             predicted[REWARD] = Estimate.missing(change.reward_limit)

@@ -90,6 +90,7 @@ class Batch:
     fold_sizes: Tensor  # (F,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None if unknown
+    unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
 
     @property
     def num_folds(self) -> int:
@@ -125,8 +126,12 @@ class Batch:
         return difference.masked_fill((scores.mask == 0) | sampling_logps.isnan(), 0.0)
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` (B, …) over this rank's responses to each of its prompts, (prompts, …)."""
-        prompts, prompt_of_row = self.rollout.prompt_index.unique(return_inverse=True)
+        """Return the sum of `values` (B, …) over this rank's responses to each of its prompts, (prompts, …).
+
+        Copies of a group count with it, as one prompt.
+        """
+        unit = self.rollout.prompt_index if self.unit is None else self.unit
+        prompts, prompt_of_row = unit.unique(return_inverse=True)
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, prompt_of_row, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:

@@ -54,6 +54,12 @@ MIXED_PROMPTS = Limit(
     "mixed_prompts", "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
 )
 OTHER_SIZES = Limit("other_sizes", "the step's microbatches differ in size from those for which its folds were planned")
+COPIED_GROUPS = Limit(
+    "copied_groups",
+    "only {distinct} of the {total} groups of responses that this step learns from are distinct, the others are copies "
+    "of them (a batch that is filled up by duplicating prompts): a copy is no further sample",
+    fix="generate as many groups as a step learns from",
+)
 ONE_FOLD = Limit(
     "one_fold",
     "a step has only one fold, so there is no scatter between folds and none can be left out",
@@ -219,6 +225,8 @@ class Limits:
     split_prompts: Limit | None = None  # on some rank, a prompt of the step lacks some of its G responses
     no_baseline: Limit | None = None  # split prompts, or G is 1: a response has no others to the same prompt
     mixed_prompts: Limit | None = None  # split prompts, or a prompt lies in several folds
+    copied_groups: Limit | None = None  # some groups are copies; folds and units of errors are of distinct groups
+    copied_on_ranks: Limit | None = None  # the same if copies lie on several ranks, so that errors have no units
     one_fold: Limit | None = None  # the step has only one fold
     other_terms: Limit | None = None  # the loss has terms besides these log-probabilities and entropies
     relative_rewards: Limit | None = None  # every group has the same mean reward, whatever the policy does

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate, stderr_limit
+from rl_training.statistics.estimate import FEW_FOLDS, Estimate, stderr_limit
 from rl_training.statistics.limit import Limit
 from rl_training.step.limits import NOT_FINITE
 
@@ -48,9 +48,9 @@ class Quantity:
         unknown = torch.full((2,), torch.nan)
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
-    def estimates(self, num_folds: int) -> list[Estimate]:
-        """Return both numbers as estimates. Error bars require enough folds."""
-        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
+    def estimates(self, num_folds: int, few: Limit | None = None) -> list[Estimate]:
+        """Return both numbers as estimates. Error bars require enough folds; `few` may say why there are too few."""
+        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_limit(num_folds, few or FEW_FOLDS)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""

@@ -77,6 +77,11 @@ def half_of_the_prompts(out: dict[str, Any]) -> Tensor:
     return torch.arange(len(out["advantages"]) // 2)
 
 
+def copied(count: int) -> Any:
+    """Return the rows of a batch that is filled up with copies of its first `count` prompts."""
+    return lambda out: torch.arange(len(out["advantages"])) % (G * count)
+
+
 def unlike_numbers(out: dict[str, Any]) -> Tensor:
     return torch.tensor([row for row in range(len(out["advantages"])) if row % 8 not in (1, 5, 6, 7)])
 
@@ -176,6 +181,29 @@ def test_prompts_with_unequal_numbers_of_responses_are_reported(make_trainer: An
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
         assert estimates[name].code == "uneven_prompts"
     assert math.isfinite(estimates["ess/zero_advantage"].value)
+
+
+def test_errors_are_of_distinct_groups_in_a_batch_filled_up_with_copies(make_trainer: Any) -> None:
+    """Each of four prompts is there twice. Without copies the same four prompts give the same numbers and errors."""
+    eight, four = (
+        measured(keeps(make_trainer, rows, max_steps=1), few_probes)
+        for rows in (copied(4), lambda out: torch.arange(4 * G))
+    )
+    for name in ("entropy/token", "delta_h/forward", "delta_h/reuse", "ess/advantage", "ess/importance"):
+        estimate, expected = (estimates[name] for estimates, _ in (eight, four))
+        assert estimate.value == pytest.approx(expected.value, rel=1e-4), name
+        assert estimate.stderr == pytest.approx(expected.stderr, rel=1e-4, nan_ok=True), name
+    assert math.isfinite(eight[0]["delta_h/forward"].stderr)
+    assert eight[1][0].batch.fold_sizes.tolist() == [2.0 * G] * 4
+    assert eight[0]["gns/trace_step"].code == "copied_groups"
+
+
+def test_too_few_distinct_groups_give_no_error_bar(make_trainer: Any) -> None:
+    estimates, _ = measured(keeps(make_trainer, copied(3), max_steps=1))
+    assert math.isfinite(estimates["entropy/token"].value)
+    for name in ("entropy/token", "delta_h/forward", "sampler/kl"):
+        assert math.isnan(estimates[name].stderr)
+    assert estimates["entropy/token"].code == estimates["delta_h/forward"].code == "copied_groups"
 
 
 def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:

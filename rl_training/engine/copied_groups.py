@@ -1,0 +1,97 @@
+"""Find groups of responses that occur more than once in a step: copies, which a batch may have been filled up with.
+
+A copy is no further sample. Folds and units of error bars are made of distinct groups, each with all its copies, so
+that no copy lies in another fold than its original.
+
+Two groups are copies if their prompts and all their responses have the same tokens, in the same order, unless that is
+likely by chance. After a group of a prompt, whose responses have the probability p, another group of the same prompt
+equals it with probability p. O repeated groups where E are expected have at most the probability (e E / O)^O exp(−E)
+(Chernoff's bound for a Poisson variable), which is small unless a certain policy answers few prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Rollout, response_index
+from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
+from rl_training.step.limits import COPIED_GROUPS
+
+MAX_CHANCE = 1e-4  # probability of as many repeated groups by chance, below which they are copies
+BASE, ROW_BASE = 6364136223846793005, 3202034522624059733  # odd factors of hashes mod 2^64
+
+
+class Copies(NamedTuple):
+    """Which groups of a step are copies of each other."""
+
+    unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
+    on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
+    limit: Limit | None = None  # says how many groups are distinct; None: all
+
+
+def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
+    """Return the copies among this rank's groups. Collective.
+
+    Args:
+        rollout: This rank's sequences of the step, with all responses to each prompt.
+        scores: Their scores.
+    """
+    prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
+    keys = _keys(rollout, prompt_of_row, len(prompts))
+    if rollout.images is not None:  # the same tokens may belong to different images
+        keys[1] += 1 + ranks.number + ranks.count * torch.arange(len(prompts), device=keys.device)
+    logps = scores.logps.double().masked_fill(scores.mask == 0, 0.0).sum(dim=1)
+    logps = logps.new_zeros(len(prompts)).index_add_(0, prompt_of_row, logps)
+    width = int(ranks.max(logps.new_tensor([len(prompts)])))
+    padding = (0, width - len(prompts))
+    all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
+    all_logps = ranks.gather(nn.functional.pad(logps, padding)).flatten().tolist()
+    groups = [(tuple(key), logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]
+    distinct = {key for key, _ in groups}
+    if len(distinct) == len(groups) or _is_chance(groups):
+        return Copies()
+    local_keys = [tuple(key) for key in keys.t().tolist()]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
+    num_of_ranks = int(ranks.reduce(logps.new_tensor([len(numbers)])))
+    unit_of_prompt = torch.tensor([numbers[key] for key in local_keys], device=prompt_of_row.device)
+    limit = COPIED_GROUPS.formatted(distinct=len(distinct), total=len(groups))
+    return Copies(unit_of_prompt[prompt_of_row], len(distinct) < num_of_ranks, limit)
+
+
+def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:
+    """Return whether so many repeated groups may be chance.
+
+    Args:
+        groups: Of each group its key, which begins with that of its prompt, and the log-probability of its responses.
+    """
+    expected, probabilities = 0.0, dict[int, float]()
+    for (prompt, _), logp in groups:
+        earlier = probabilities.get(prompt, 0.0)
+        expected += min(earlier, 1.0)
+        probabilities[prompt] = earlier + (1.0 if math.isnan(logp) else math.exp(min(logp, 0.0)))
+    observed = len(groups) - len({key for key, _ in groups})
+    if expected >= observed:
+        return True
+    return observed * (1.0 + math.log(max(expected, 1e-300) / observed)) - expected > math.log(MAX_CHANCE)
+
+
+def _keys(rollout: Rollout, prompt_of_row: Tensor, num_prompts: int) -> Tensor:
+    """Return hashes of each group's prompt and of all its tokens, (2, prompts) int64, which padding does not change."""
+    prompts = _hash(rollout.prompt_ids.flip(1), rollout.prompt_mask.flip(1))
+    rows = prompts * ROW_BASE + _hash(rollout.completion_ids, rollout.token_mask)
+    powers = torch.full_like(rows, ROW_BASE).cumprod(0)[response_index(rollout.prompt_index)]
+    hashes = torch.stack([prompts, rows ^ (rows >> 29)]) * powers
+    return hashes.new_zeros(2, num_prompts).index_add_(1, prompt_of_row, hashes)
+
+
+def _hash(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return Σ_j (id_j + 1) BASE^(j+1) of each row's tokens, mod 2^64."""
+    powers = ids.new_full((ids.shape[1],), BASE, dtype=torch.int64).cumprod(0)
+    return ((ids.long() + 1) * mask.long() * powers).sum(dim=1)

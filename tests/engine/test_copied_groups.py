@@ -1,0 +1,61 @@
+"""Copies of a group of responses are found whatever their padding and rank, and certain responses are no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from example_steps import ALONE
+from ranks_in_threads import on_two_ranks
+from torch import Tensor
+
+from rl_training.engine.copied_groups import Copies, find_copies
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import as_rollout, join_rollouts
+from rl_training.policy.scores import Scores
+
+G = 2
+
+
+def copies_of(groups: list[tuple[list[int], list[list[int]]]], logp: float = -1.0, ranks: Ranks = ALONE) -> Copies:
+    """Return the copies among these groups, a prompt and its responses each, whose tokens have this log-probability."""
+    parts = []  # each padded by itself
+    for number, (prompt, responses) in enumerate(groups):
+        prompts = [torch.tensor(prompt)] * len(responses)
+        parts.append(as_rollout(prompts, list(map(torch.tensor, responses)), [number] * len(responses), pad=0))
+    rollout = join_rollouts(parts)
+    mask = rollout.completion_mask
+    return find_copies(rollout, Scores(logp * torch.ones_like(mask, dtype=torch.float32), mask, mask), ranks)
+
+
+A = ([5, 6], [[1] * 9, [2] * 8])
+B = ([5, 6], [[2] * 8, [1] * 9])  # the same responses in another order
+C = ([7, 5, 6], [[1] * 9, [2] * 8])
+
+
+def test_a_group_and_its_copies_are_one_unit() -> None:
+    found = copies_of([A, B, C, A])
+    assert found.unit is not None
+    assert found.unit.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert found.limit is not None
+    assert "only 3 of the 4 groups" in found.limit
+    assert not found.on_several_ranks
+    assert copies_of([A, B, C]) == Copies()
+
+
+def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:
+    """At -.01 nats per token a group of 17 tokens recurs with probability .84. At -1 its recurrence is no chance."""
+    assert copies_of([A, A, A], logp=-0.01) == Copies()
+    assert copies_of([A, A, A], logp=-1.0).limit is not None
+    assert copies_of([A, A, A], logp=float("nan")) == Copies()
+
+
+def test_copies_on_another_rank_are_found() -> None:
+    def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Copies:
+        return copies_of([A, B] if rank else [A], ranks=Ranks(2, reduce, rank))
+
+    first, second = on_two_ranks(found)
+    assert first.on_several_ranks
+    assert second.on_several_ranks
+    assert first.limit == second.limit
+    assert first.limit.code == "copied_groups"
