@@ -53,10 +53,12 @@ class StepContext:
     @property
     def limits(self) -> Limits:
         """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
-        other_scores = None if self.prediction_if_any is None else self.prediction_if_any.other_scores
-        if not other_scores:
+        test = self.passes.residual_test
+        seen = None if self.prediction_if_any is None else self.prediction_if_any.seen_in_scores
+        seen = seen or (None if test is None or self.step.limits.sampling_mismatch else test.limit)
+        if not seen:
             return self.step.limits
-        return dataclasses.replace(self.step.limits, sampling_mismatch=other_scores, no_fresh_responses=other_scores)
+        return dataclasses.replace(self.step.limits, sampling_mismatch=seen, no_fresh_responses=seen)
 
     @property
     def prediction(self) -> EntropyPrediction:

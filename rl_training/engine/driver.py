@@ -44,6 +44,8 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.residual import STATE as RESIDUAL
+from rl_training.step.residual import ResidualSums, ResidualTest
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class StepDriver:
         self._predictions: Predictions | None = None
         self._passes: Passes | None = None
         self._update_state = UpdateState()  # the predictions' state while no training runs
+        self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
@@ -89,7 +92,10 @@ class StepDriver:
         self._checks = StepChecks()
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
-        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
+        self._residual_test = ResidualTest(values[RESIDUAL], loop.policy.scorer.temperature, self._layout.device)
+        self._passes = Passes(
+            loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed), self._residual_test
+        )
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if not needs:
@@ -107,6 +113,7 @@ class StepDriver:
     def begin(self, number: int) -> None:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
         self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
+        self._residual_test.begin()
         if self.open_step.probes:
             with self._clock.timed():
                 refuse_other_parameters(self._loop.shard)
@@ -229,6 +236,7 @@ class StepDriver:
                 if self._predictions is not None:
                     step.verification, limit = self._predictions.verify(was_taken)
                 step.readings = self._states.commit(step.readings, limit)
+                step.verification = {**step.verification, **self._residual_test.finish(was_taken)}
 
     def skip_step(self) -> None:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
@@ -287,9 +295,9 @@ class StepDriver:
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        return {**self._states.initial(), self.name: UpdateState()}
+        return {**self._states.initial(), self.name: UpdateState(), RESIDUAL: ResidualSums()}
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
-        return {**self._states.values, self.name: update}
+        return {**self._states.values, self.name: update, RESIDUAL: self._residual_test.run}

@@ -80,7 +80,7 @@ class StepRecorder:
     is_ready: bool = False  # all gradients are complete
     context: StepContext | None = None  # set once it is ready, if it is measured
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
-    # whether the step was the predicted one, once the optimizer has stepped
+    # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
     verification: Mapping[str, Estimate] = field(default_factory=dict)
 
     @property

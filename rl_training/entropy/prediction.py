@@ -11,7 +11,8 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
     all of them         X: fold_gradients.py                          `limit`, from _entropy_gradient_limit:
                                                                       sampling_mismatch, split_prompts, one_response,
                                                                       hooked, no_sampling_logps, sampler_too_far,
-                                                                      no_tokens; from step/score_check.py: other_scores
+                                                                      no_tokens; from step/score_check.py: other_scores,
+                                                                      not_drawn_by_policy
     entropy             levels_of_folds in fold_gradients.py          no others
     forward, its        FoldProducts._forward in products.py          `forward_limit`, from _forward_limit: the
     splits, unclipped                                                 optimizer has no formula (optim/state.py),
@@ -96,14 +97,14 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     settings, labels = previous.settings, previous.attribution.labels
     limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
-        return _without_entropy_gradient(step, previous, limit)
+        return _without_entropy_gradient(step, passes, previous, limit)
     ratios = prefix_ratios(batch, ranks)
     levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
-        return _without_entropy_gradient(step, previous, NO_TOKENS)
+        return _without_entropy_gradient(step, passes, previous, NO_TOKENS)
     updates = _updates(step, ranks)
-    check = ScoreCheck(batch, passes.policy)
+    check = ScoreCheck(batch, passes.policy, passes.residual_test)
     products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
     prediction = EntropyPrediction(
         settings,
@@ -117,17 +118,19 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
         leave_one_out=updates.leave_one_out,
     )
     previous.keep(step.number, None if step.optimizer.rounding_reason else updates.rounded, step.gradients.weights)
-    other_scores = check.limit(ranks.reduce)
-    if other_scores:  # the updates remain valid: they do not depend on these scores
-        return EntropyPrediction(
-            settings, labels, other_scores, other_scores, intended=updates.intended, update=updates.rounded
-        )
+    seen = check.limit(ranks.reduce, step.limits)
+    if seen:  # the updates remain valid: they do not depend on these scores
+        return EntropyPrediction(settings, labels, seen, seen, intended=updates.intended, update=updates.rounded)
     return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
 
 
-def _without_entropy_gradient(step: StepData, previous: PreviousUpdate, limit: Limit) -> EntropyPrediction:
-    """Return the prediction of a step without X, and record in `previous` that its δθ is not kept."""
+def _without_entropy_gradient(
+    step: StepData, passes: Passes, previous: PreviousUpdate, limit: Limit
+) -> EntropyPrediction:
+    """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
     previous.leave_out(step.number, limit)
+    if passes.residual_test is not None:
+        passes.residual_test.leave_out(limit)
     return EntropyPrediction(previous.settings, previous.attribution.labels, limit)
 
 

@@ -127,7 +127,7 @@ def loss_inputs(
         UserError: If an off-policy step has no log-probabilities from sampling, so that its ratios are unknown.
     """
     rollout = dataclasses.replace(batch.rollout, images=None)
-    scores = vars(batch.scores).values()
+    scores = batch.scores.logps, batch.scores.entropies, batch.scores.mask
     zero_share = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce)
     parts = []
     for microbatch in batch.microbatch_rows:

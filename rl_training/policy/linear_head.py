@@ -3,6 +3,7 @@
     z = c tanh(s (W x + b) / c) / τ           without a softcap: z = s (W x + b) / τ
     log p(t) = z_t − m − log S,     S = Σ_v e^(z_v − m),     m = max_v z_v
     h = −Σ_v p_v log p_v = log S + Σ_v p_v (m − z_v)           two terms ≥ 0: nothing cancels if h is small
+    Σ_v p_v (log p_v + h)² = Σ_v p_v z_v (z_v − Σ_u p_u z_u)   the varentropy, without gradient
     ∂(w log p(t) + u h) / ∂z = w (onehot_t − p) − u p ⊙ (log p + h)
 
 The forward saves two numbers per position, and the backward recomputes each chunk's logits. Products of half-precision
@@ -51,13 +52,21 @@ class LogitMap:
         return slope if self.softcap is None else slope * (1 - (z * (self.temperature / self.softcap)).square())
 
 
-def scores_of_logits(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probabilities and the entropies, (...) each, from (..., V) logits, by autograd."""
+def scores_of_logits(z: Tensor, targets: Tensor, varentropy: bool = False) -> tuple[Tensor, ...]:
+    """Return the targets' log-probabilities and the entropies, (...) each, from (..., V) logits, by autograd.
+
+    With `varentropy` also the varentropies, without graph.
+    """
     logps = z.log_softmax(dim=-1)
     p = logps.exp()
     # A token of probability 0 contributes 0, not 0 · −inf.
     entropies = -(p * logps.masked_fill(p == 0, 0.0)).sum(dim=-1)
-    return logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
+    values = logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
+    if not varentropy:
+        return values
+    with torch.no_grad():
+        centred = logps.masked_fill(p == 0, 0.0) + entropies.unsqueeze(-1)
+        return *values, centred.square_().mul_(p).sum(dim=-1)
 
 
 def scores_of_hidden(
@@ -68,7 +77,8 @@ def scores_of_hidden(
     logit_map: LogitMap,
     dtype: torch.dtype,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
+    varentropy: bool = False,
+) -> tuple[Tensor, ...]:
     """Return the targets' log-probabilities and the entropies, (N,) each, in fp32; in fp64 if `dtype` is fp64.
 
     Args:
@@ -79,12 +89,13 @@ def scores_of_hidden(
         logit_map: Maps the head's output to logits.
         dtype: Dtype of the product's factors.
         chunk: The number of logits to hold at once; at least one position's.
+        varentropy: Return the varentropies too, (N,), without graph.
     """
     rows = max(1, chunk // len(weight))
-    logps, entropies = _LinearHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, logit_map, dtype, rows
+    values: tuple[Tensor, ...] = _LinearHead.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, logit_map, dtype, rows, varentropy
     )
-    return logps, entropies
+    return values
 
 
 class _LinearHead(torch.autograd.Function):
@@ -98,13 +109,14 @@ class _LinearHead(torch.autograd.Function):
         logit_map: LogitMap,
         dtype: torch.dtype,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
+        varentropy: bool,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.logit_map = logit_map
         ctx.dtype = dtype
         ctx.rows = rows
         exact = torch.promote_types(dtype, torch.float32)
-        logps, entropies, log_sums = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        logps, entropies, log_sums, varentropies = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(4))
         with torch.autocast(hidden.device.type, enabled=False):
             for part, z, _, _ in _chunks(hidden, weight, bias, logit_map, dtype, rows):
                 top = z.amax(dim=-1, keepdim=True)
@@ -114,14 +126,20 @@ class _LinearHead(torch.autograd.Function):
                 total = p.sum(dim=-1)
                 log_total = total.log()
                 logps[part] = at_target - log_total
-                entropies[part] = log_total - p.mul_(z).sum(dim=-1) / total
+                mean = p.mul_(z).sum(dim=-1) / total
+                entropies[part] = log_total - mean
                 log_sums[part] = log_total + top.squeeze(-1)
+                if varentropy:
+                    varentropies[part] = p.mul_(z.sub_(mean.unsqueeze(-1))).sum(dim=-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
-        return logps, entropies
+        if not varentropy:
+            return logps, entropies
+        ctx.mark_non_differentiable(varentropies)
+        return logps, entropies, varentropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, w: Tensor | None, u: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, w: Tensor | None, u: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
         gradients = [
             torch.zeros_like(x, dtype=log_sums.dtype) if needed else None
@@ -142,7 +160,7 @@ class _LinearHead(torch.autograd.Function):
                 if d_weight is not None:
                     _add_product(d_weight, dz.t(), x)
         hidden_weight_bias = zip(gradients, (hidden, weight, bias), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in hidden_weight_bias), None, None, None, None
+        return *(None if g is None else g.to(x.dtype) for g, x in hidden_weight_bias), *[None] * 5
 
 
 def _by_logits(

@@ -43,12 +43,12 @@ class Policy(abc.ABC):
         self.lockstep_ranks: Ranks | None = None  # the ranks that must run equally many passes; None: passes are local
         self.shard: Shard | None = None  # set once training has begun
 
-    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+    def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
         """Score some rows WITH graph. The scores are as wide as the longest of these rows.
 
         It uses training's precision and dropout; inside `measuring`, IEEE fp32 without dropout.
         """
-        return self.scorer.score(rollout, rows)
+        return self.scorer.score(rollout, rows, varentropy=varentropy)
 
     def score_rollout(
         self,

@@ -136,6 +136,15 @@ def dropout_remark(model: nn.Module) -> str:
     return DROPOUT if has_layers or _config_has_dropout(model) else ""
 
 
+def draws_noise(model: nn.Module) -> bool:
+    """Return whether training's forward pass draws random numbers: dropout, router jitter, or noise on embeddings."""
+    config = getattr(model, "config", None)
+    options = {} if config is None else config.get_text_config().to_dict()
+    has_jitter = any("jitter" in key and isinstance(value, float) and value > 0 for key, value in options.items())
+    has_noise = any(getattr(module, "neftune_noise_alpha", None) for module in model.modules())
+    return has_dropout(model) or has_jitter or has_noise
+
+
 def _config_has_dropout(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     options = {} if config is None else config.get_text_config().to_dict()

@@ -59,6 +59,9 @@ class Rollout:
     sampling_mismatch: Limit | Literal[""] | None = None
     origin: Origin = Origin()
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
+    # Do not test whether the policy drew the tokens: responses were chosen by what had been drawn (groups of mixed
+    # rewards), or are given.
+    untested: bool = False
 
     @property
     def advantages_of_tokens(self) -> Tensor:
@@ -133,6 +136,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         environment_mask=written,
         images=_join_images(parts),
         sampling_mismatch="" if is_said and mismatch is None else mismatch,
+        untested=any(part.untested for part in parts),
     )
 
 

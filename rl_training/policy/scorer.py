@@ -90,19 +90,20 @@ class Scorer:
             autocast = torch.is_autocast_enabled(self._device.type)
         return self.rounding_reason or ("training's forward pass runs under autocast" if autocast else "")
 
-    def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
+    def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True, varentropy: bool = False) -> Scores:
         """Score the completions of some rows, (B, T), with T the longest of these rows.
 
         Autocast and dropout are training's; inside `measuring()` there is neither, and arithmetic is IEEE fp32. RNG
-        states are restored. The graph allows any number of backwards, but no second derivatives.
+        states are restored. The graph allows any number of backwards, but no second derivatives. With `varentropy` the
+        scores have varentropies, from the same logits.
         """
         with preserve_rng(self._device):
             self.verify()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
                 batch = right_padded_inputs(sequences, rows)
-                logps, entropies = self._calculate(batch)
-        return Scores(logps, entropies, batch.mask)
+                logps, entropies, *varentropies = self._calculate(batch, varentropy)
+        return Scores(logps, entropies, batch.mask, *(values.detach() for values in varentropies))
 
     def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
         """Return the logits, divided by the temperature, behind each sampled token of some rows: (tokens, V), no graph.
@@ -212,36 +213,34 @@ class Scorer:
         expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
-    def _calculate(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+    def _calculate(self, batch: ModelInputs, varentropy: bool = False) -> tuple[Tensor, ...]:
         calculate = self._by_full_logits if self._full_logits_reason else self._by_body_and_head
-        logps, entropies = self._gathered(lambda: calculate(batch))
-        return logps, entropies
+        values: tuple[Tensor, ...] = self._gathered(lambda: calculate(batch, varentropy))
+        return values
 
-    def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+    def _by_body_and_head(self, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
         patched = "forward" in vars(head) and not self._fp32_head  # training patches forward to get an fp32 head
         if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-            return self._by_called_head(head, hidden.gather(1, columns), batch)
+            return self._by_called_head(head, hidden.gather(1, columns), batch, varentropy)
         sampled = batch.sampled_tokens()
         x = hidden.flatten(0, 1).index_select(0, batch.at_tokens(sampled)).to(head.weight.device)
         targets = batch.targets.flatten()[sampled].to(x.device)
-        values = scores_of_hidden(
-            x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
-        )
+        dtype = self._dtype_of_product(x, head)
+        values = scores_of_hidden(x, head.weight, head.bias, targets, self._logit_map, dtype, self._chunk, varentropy)
         mask = batch.mask.bool()
         empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
-        logps, entropies = (t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
-        return logps, entropies
+        return tuple(t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
 
-    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
         """Call the head on chunks of columns, (B, t, H), so that hooks on it can tell sequences apart."""
 
-        def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
                 logits = head(x)
-            return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device))
+            return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device), varentropy)
 
         rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
         if not rounded and head.weight.is_floating_point():
@@ -252,13 +251,12 @@ class Scorer:
             parts = [checkpoint(apply, x, targets, use_reentrant=False) for x, targets in chunks]
         else:
             parts = [apply(x, targets) for x, targets in chunks]
-        logps, entropies = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
-        return logps, entropies
+        return tuple(torch.cat(values, dim=1) for values in zip(*parts, strict=True))
 
-    def _by_full_logits(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+    def _by_full_logits(self, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
         logits = self._full_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
+        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets, varentropy)
 
     def _hidden(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state

@@ -15,6 +15,7 @@ class Scores:
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T), exact entropy of the next-token distribution
     mask: Tensor  # (B, T), 1 on sampled tokens; scores elsewhere are undefined
+    varentropies: Tensor | None = None  # (B, T), Σ_v p_v (log p_v + h)², nats², no graph; None if not asked for
 
     def exact(self) -> Scores:
         """Return scores and mask in float64, with 0 off the mask."""

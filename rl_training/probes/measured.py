@@ -128,9 +128,9 @@ class MeasuredStepProbe(Probe):
         """Return the limit if the policy that probes score is not the trained one, else None. Collective."""
         if ctx.has_entropy_gradient:
             return None  # making the entropy gradient has already compared the scores with training's
-        check = ScoreCheck(ctx.step.batch, ctx.policy)
+        check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.passes.residual_test)
         check.score_and_compare(self._rows(ctx))
-        return check.limit(ctx.ranks.reduce)
+        return check.limit(ctx.ranks.reduce, ctx.step.limits)
 
     def _changes(
         self, ctx: StepContext, before: Mapping[str, Tensor], state: WeightsBefore

@@ -31,7 +31,7 @@ from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.limit import Limit
-from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS
+from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS, NOT_DRAWN
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")
@@ -67,7 +67,10 @@ class SamplerProbe(Probe):
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        sampler_limit = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
+        sampler_limit = ctx.limits.sampling_mismatch
+        is_reported = batch.rollout.sampling_logps is not None
+        if sampler_limit and is_reported and sampler_limit.code != NOT_DRAWN.code:
+            sampler_limit = None  # the ratios are still those to the reported sampler
         if logs is None or sampler_limit:  # without this, an unknown sampler's ratios would be 1
             estimates = dict.fromkeys(names, Estimate.missing(sampler_limit or NO_SAMPLING_LOGPS))
         else:

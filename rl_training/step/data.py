@@ -65,7 +65,9 @@ class EntropyPrediction:
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
     limit: Limit | None = None  # why there is no entropy gradient; of the fields below only the two δθ may then be set
-    other_scores: Limit | None = None  # the same, because the probes' scores of the responses differ from training's
+    # The same, because of what the probes' own scores of the responses show: they differ from training's, or the policy
+    # did not draw these tokens.
+    seen_in_scores: Limit | None = None
     forward_limit: Limit | None = None  # why no fold can be left out of the step
     backward_limit: Limit | None = None  # why the previous update cannot be multiplied with the entropy gradient
     reward_limit: Limit | None = None  # why the reward gradient is no multiple of the step's own; with per_sequence

@@ -77,6 +77,24 @@ TOO_FAR = Limit(
     fix="fewer stale steps, sampling in fp32 or shorter responses help",
 )
 NO_TOKENS = Limit("no_tokens", "no response of this step has a token sampled from the policy")
+# Whether the policy drew the responses: step/residual.py.
+NOT_DRAWN = Limit(
+    "not_drawn_by_policy",
+    "{what}: over the {tokens} tested tokens {which}, log π(token) + entropy is {mean:+.2g} nats on average, "
+    "{errors:+.1f} standard errors from 0, and chance stays within {chance:.1f}",
+    fix="generate with the weights that are trained, at temperature {temperature:g}, without forced tokens and logits "
+    "processors, or report the sampler's own log-probabilities. If responses are chosen by their rewards, say so: "
+    "Rollout(untested=True)",
+)
+UNTESTED = Limit(
+    "untested",
+    "responses were chosen by what had been drawn (groups of equal rewards left out, say) or are given, so whether the "
+    "policy drew their tokens is not tested",
+)
+RANDOM_PASSES = Limit(
+    "random_passes",
+    "the probes' passes are training's, with dropout or another noise of their own, and the sampler has none",
+)
 # The loss and its backward.
 OTHER_LOSS = Limit(
     "other_loss",

@@ -24,6 +24,7 @@ from rl_training.policy.policy import Policy, batches_of
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
+from rl_training.step.residual import ResidualTest
 
 OnScores = Callable[[Tensor, Scores], None]  # called with this rank's rows of a pass and their scores
 
@@ -35,6 +36,7 @@ class Passes:
     policy: Policy  # scores sequences with the current parameters
     ranks: Ranks  # sums over ranks
     reduction: FoldReduction  # sums the gradients of a backward by fold
+    residual_test: ResidualTest | None = None  # whether the policy drew the responses; None: it is not tested
 
     @property
     def layout(self) -> Layout:
@@ -210,7 +212,8 @@ class Passes:
         for index, (target, weight) in enumerate(zip(targets, weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
-                fresh = self.policy.score(rollout, rows)
+                is_tested = index == 0 and on_scores is not None and self.residual_test is not None
+                fresh = self.policy.score(rollout, rows, varentropy=is_tested)
             if on_scores is not None and index == 0 and not is_empty:
                 on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)

@@ -7,6 +7,8 @@ more than rounding, some rows are scored twice more: with and without what a for
 autocast, TF32, noise on embeddings, jitter of a router). If weights are below fp32, they are scored once more with
 padding. Differences of that size may be in training's scores, too. If dropout makes them, it must make them in both
 directions: the mean difference with its sign is held against its error over rows.
+
+The same scores then show whether the policy drew the responses (residual.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_training.policy.policy import Policy, batches_of
-from rl_training.policy.precision import has_dropout
+from rl_training.policy.precision import draws_noise, has_dropout
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
@@ -26,7 +28,8 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
-from rl_training.step.limits import OTHER_SCORES
+from rl_training.step.limits import OTHER_SCORES, RANDOM_PASSES, Limits
+from rl_training.step.residual import ResidualTest
 
 TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
 NOISE_FACTOR = 3.0  # allowed in addition: this many times the mean difference that noise makes
@@ -45,16 +48,27 @@ LOOP_CAUSE = (
 
 
 class ScoreCheck:
-    """Compares the probes' scores of a step's rows with training's own scores of the same rows."""
+    """Compares the probes' scores of a step's rows with training's own scores of the same rows.
 
-    def __init__(self, batch: Batch, policy: Policy) -> None:
-        self._batch, self._policy = batch, policy
+    Args:
+        batch: The step's sequences.
+        policy: The policy that probes score.
+        test: Receives the same scores, unless they differ from training's.
+    """
+
+    def __init__(self, batch: Batch, policy: Policy, test: ResidualTest | None = None) -> None:
+        self._batch, self._policy, self._test = batch, policy, test
+        self._is_sampler = test is not None and batch.rollout.sampling_logps is not None
         # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
     def compare(self, rows: Tensor, fresh: Scores) -> None:
         """Compare scores of some rows on this rank, computed as training computes them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
+        if self._test is not None:
+            log_ratios = self._batch.log_ratios() if self._is_sampler else None
+            of_rows = None if log_ratios is None else log_ratios[rows]
+            self._test.add(fresh, of_rows, self._batch.rollout.untested)
 
     def score_and_compare(self, rows: Tensor) -> None:
         """Score a few of these rows just for this check, if no entropy gradient is made of them.
@@ -63,12 +77,30 @@ class ScoreCheck:
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
         batches = batches_of(rows, max(map(len, self._batch.microbatch_rows)))
-        scorer, rollout = self._policy.scorer, self._batch.rollout
-        scored = self._policy.run_passes(batches, lambda part: scorer.score(rollout, part, graph=False))
+        scorer, rollout, is_tested = self._policy.scorer, self._batch.rollout, self._test is not None
+        scored = self._policy.run_passes(
+            batches, lambda part: scorer.score(rollout, part, graph=False, varentropy=is_tested)
+        )
         for part, fresh in zip(batches, scored, strict=True):
             self.compare(part, fresh)
 
-    def limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
+    def limit(self, reduce: Callable[[Tensor], Tensor], limits: Limits) -> Limit | None:
+        """Return the limit if these are not training's scores, or not of tokens that the policy drew. Collective.
+
+        Args:
+            reduce: Sums over ranks.
+            limits: The step's other limits.
+        """
+        differing = self.difference_limit(reduce)
+        if self._test is None:
+            return differing
+        if differing:
+            self._test.leave_out(differing)
+            return differing
+        missing = limits.reused or (RANDOM_PASSES if draws_noise(self._policy.model) else None)
+        return self._test.decide(reduce, missing, self._is_sampler)
+
+    def difference_limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
         """Return the limit if the step's scores on all ranks differ from training's, else None. Collective."""
         difference, tolerance = _means(reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
         if bool((difference <= tolerance).all()):

@@ -356,7 +356,7 @@ class Linear(Policy):
     def __init__(self, features: Tensor, w: nn.Parameter) -> None:
         self.features, self.w = features, w
 
-    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+    def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
         logps = (self.features[rows] @ self.w).unsqueeze(1)
         return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
 

@@ -386,7 +386,7 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     ),
     "other probes": (
         lambda loop, model: loop.load_state_dict({"gns": {}}),
-        r"state is of the probes \['gns'\], but the loop has \['engine', 'simple'\]: use the same probes",
+        r"state is of the probes \['gns'\], but the loop has \['engine', 'residual', 'simple'\]: use the same probes",
     ),
 }
 

@@ -37,7 +37,7 @@ class Says(Kept, SamplerProbe):
 def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
     """Return a context with only the parts of a step that the probe reads."""
     step: Any = SimpleNamespace(batch=batch, limits=limits)
-    passes: Any = SimpleNamespace(ranks=ranks, policy=policy)
+    passes: Any = SimpleNamespace(ranks=ranks, policy=policy, residual_test=None)
     return StepContext(step, passes)
 
 

@@ -310,8 +310,8 @@ class NanInPadding(Policy):
         super().__init__(policy.model, policy.scorer, batch_size=4)
         self._policy = policy
 
-    def score(self, rollout: Any, rows: Tensor) -> Any:
-        return nan_in_padding(self._policy.score(rollout, rows))
+    def score(self, rollout: Any, rows: Tensor, **options: bool) -> Any:
+        return nan_in_padding(self._policy.score(rollout, rows, **options))
 
     def score_rollout(self, rollout: Any, **options: Any) -> Any:
         return nan_in_padding(self._policy.score_rollout(rollout, **options))

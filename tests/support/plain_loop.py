@@ -25,7 +25,8 @@ def rollout_of(number: int) -> Rollout:
     given.pop("num_items_in_batch")
     width = int(given["completion_mask"].sum(dim=1).max())
     given |= {name: given[name][:, :width] for name in ("completion_ids", "completion_mask")}
-    return Rollout(**given, rewards=rewards_of(given), prompt_index=torch.arange(PROMPTS * G) // G)
+    index = torch.arange(PROMPTS * G) // G
+    return Rollout(**given, rewards=rewards_of(given), prompt_index=index, untested=True)
 
 
 def microbatches(number: int, size: int = MICROBATCH) -> list[Rollout]:

@@ -50,7 +50,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Probe, attach
-from rl_training.hosts.trl.batches import REWARD
+from rl_training.hosts.trl.batches import REWARD, UNTESTED
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.parallel.ranks import all_ranks
 from rl_training.probes import (
@@ -112,7 +112,7 @@ class GivenRollouts(GRPOTrainer):
         }
         width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # each process pads to its own longest sequence
         rank_inputs |= {key: rank_inputs[key][:, :width] for key in ("completion_ids", "completion_mask")}
-        return rank_inputs
+        return rank_inputs | {UNTESTED: torch.ones(share)}
 
 
 class ReplayTrainer(GivenRollouts, DrGRPOTrainer):

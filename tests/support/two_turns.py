@@ -105,7 +105,7 @@ class Tabular(Policy):
     def __init__(self, logits: torch.nn.Parameter) -> None:
         self.logits = logits
 
-    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+    def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
         return Scores(*tables(rollout.completion_ids[rows, 0], self.logits))
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:

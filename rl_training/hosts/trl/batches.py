@@ -28,7 +28,8 @@ PROMPT = "rollout_prompt"  # number of the row's prompt within the rollout
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
 ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
-EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
+UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`
+EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED)
 # Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
@@ -253,6 +254,7 @@ def read_rollout(
         images=image_inputs(inputs),
         truncated=_are_truncated(inputs["completion_ids"], tokens, end_tokens) if end_tokens else None,
         sampling_mismatch=sampling_mismatch,
+        untested=UNTESTED in inputs and bool(inputs[UNTESTED].any()),
     )
     return with_one_advantage_each(rollout)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class GeneratedResponses:
         self._order: list[bytes] = []  # keys of the latest generation, in its order
         self._latest: list[Response] = []  # responses of the latest generation, in the same order
         self._fresh: dict[bytes, Response] = {}  # responses of all generations of this rollout
+        self._num_drawn = Counter[bytes]()  # how often each was generated
         self._past: dict[bytes, Response] = {}  # responses of earlier rollouts
 
     def __bool__(self) -> bool:
@@ -77,6 +79,7 @@ class GeneratedResponses:
         self._latest = [Response(tool_mask=mask, mismatch=mismatch) for mask in masks]
         for key, response in zip(self._order, self._latest, strict=True):
             self._fresh.setdefault(key, response)
+        self._num_drawn.update(self._order)
 
     def reward(self, rewards: Sequence[float]) -> None:
         """Add the rewards of the latest generation, row by row. Ignored if their number differs from the responses'.
@@ -96,6 +99,10 @@ class GeneratedResponses:
         """Return whether these are exactly the rows of the latest generation, in the same order."""
         return [*keys] == self._order
 
+    def are_all(self, keys: Sequence[bytes]) -> bool:
+        """Return whether these are all responses that were generated for this rollout, each as often, in any order."""
+        return Counter(keys) == self._num_drawn
+
     def find(self, keys: Sequence[bytes]) -> tuple[list[Response | None], list[bool]]:
         """Return each row's response, None if it was never generated, and whether it was generated for this rollout."""
         if self.matches_latest_order(keys):
@@ -113,6 +120,7 @@ class GeneratedResponses:
         for key in [*self._past][: max(0, len(self._past) - MAX_PAST_RESPONSES)]:
             del self._past[key]
         self._fresh, self._order, self._latest = {}, [], []
+        self._num_drawn.clear()
 
 
 def _are_equal(a: float | None, b: float | None) -> bool:

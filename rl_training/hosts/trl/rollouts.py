@@ -143,6 +143,10 @@ class Rollouts:
         numbers, group_size = self._number_prompts(prompts, is_in_order, has_images)
         output[batches.PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
         rewards = [None if response is None else response.reward for response in responses]
+        if batches.REWARD in output or (
+            self._generated and not self._generated.are_all(keys)
+        ):  # FilteredBuffer, others
+            output[batches.UNTESTED] = torch.ones(len(keys), device=ids.device)
         is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
         if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(ids.device, non_blocking=True)

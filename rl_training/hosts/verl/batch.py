@@ -15,6 +15,8 @@ from rl_training.policy.linear_head import scores_of_logits
 from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scorer import CHUNK_LOGITS
 
+UNTESTED = "rollout_untested"  # key of a batch: 1 if `Rollout.untested`
+
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:
     """Return the sequences of a microbatch.
@@ -49,6 +51,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         old_logps=old_logps,
         environment_mask=token_mask - mask if bool((token_mask != mask).any()) else None,
         truncated=(lengths >= max_length) & ~torch.isin(last, last.new_tensor(list(end_tokens))),
+        untested=UNTESTED in data and bool(data[UNTESTED].any()),
     )
 
 

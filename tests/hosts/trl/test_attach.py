@@ -108,7 +108,7 @@ def test_a_plain_grpo_trainer_that_logs_all_prints_the_core_numbers(make_trainer
     said = capsys.readouterr().out.splitlines()
     printed = ast.literal_eval(next(line for line in said if "'reward'" in line))
     logged = trainer.state.log_history[0]
-    of_probes = ("delta_", "ess/", "step/", "probe_cost/", "update/")
+    of_probes = ("delta_", "ess/", "step/", "probe_cost/", "update/", "sampler/residual")
     probed = {name for name in logged if name.startswith(of_probes) or "entropy/" in name}
     shown = {"delta_h/forward", "delta_h/forward_se", "entropy/token", "ess/advantage_fraction"}
     shown |= {"delta_h/cumulative_predicted", "delta_h/cumulative_measured", "probe_cost/fraction_of_step"}
@@ -445,9 +445,9 @@ def test_an_entropy_change_read_by_several_probes_is_computed_once(make_trainer,
     asked = []
     score = Policy.score
 
-    def counted(policy: Policy, rollout: Any, rows: Any) -> Any:
+    def counted(policy: Policy, rollout: Any, rows: Any, **options: Any) -> Any:
         asked.append(len(rows))
-        return score(policy, rollout, rows)
+        return score(policy, rollout, rows, **options)
 
     monkeypatch.setattr(Policy, "score", counted)
     make_trainer(probes=[SimpleEntropyProbe(num_folds=4)], max_steps=1).train()

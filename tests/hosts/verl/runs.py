@@ -46,6 +46,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Probe
+from rl_training.hosts.verl.batch import UNTESTED
 from rl_training.hosts.verl.engine import SETTINGS
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.needs import Need
@@ -133,6 +134,7 @@ def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
         "position_ids": nested((tokens.cumsum(dim=1) - 1).clamp(min=0), tokens),
         "advantages": nested(rank_rows["advantages"].unsqueeze(1) * mask, mask),
         "rm_scores": nested(rank_rows["advantages"].unsqueeze(1) * last, mask),
+        UNTESTED: torch.ones(share),
     }
     batch = TensorDict(data, batch_size=share)
     tensordict_utils.assign_non_tensor_stack(batch, "uid", [str((rank * share + i) // G) for i in range(share)])

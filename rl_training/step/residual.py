@@ -1,0 +1,186 @@
+"""Test whether the policy drew a step's responses, with nothing but its own scores of them.
+
+With h the entropy of the next-token distribution π at a prefix,
+
+    log π(t) + h     has mean 0 over tokens t ~ π, and variance Σ_v π_v (log π_v + h)², the varentropy,
+
+whatever the prefix. Forced tokens, a logits processor, other weights or another temperature while sampling shift the
+mean: if μ ∝ π^(1/τ) draws instead, it is about (1/τ − 1) times the varentropy. So Σ (log π(t) + h) over the tokens of a
+run is a sum of martingale differences whose variances are known exactly. The scatter between prompts could not replace
+them: where rare tokens were not drawn it is too small.
+
+If a known sampler μ drew the tokens, each is weighted by w = π(t)/μ(t) of that token alone: E_μ[w (log π + h)] = 0. The
+variance Σ_v π_v w_v (log π_v + h)² needs μ at tokens that were not drawn. It is estimated as the sum of varentropies
+times Σ w²x² / Σ w x² over the drawn tokens, x = log π + h, and at least times 1.
+
+Chance (statistics/martingale.py) exceeds the limit of the running sum with probability RUN_ALPHA over a run of any
+length, and that of single steps with STEPS_ALPHA over 10,000 measured steps: together less than 1 %. A sampler as close
+as an inverse temperature of 1 ± TOLERANCE is taken for the policy, since kernels and half precision make such
+differences, and a long run would find any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
+from rl_training.statistics.martingale import bound
+from rl_training.step.limits import NO_TOKENS, NOT_DRAWN, UNTESTED
+
+STATE = "residual"  # key of the test's state in a checkpoint
+MEAN, RUN, BOUND = "sampler/residual", "sampler/residual_run", "sampler/residual_bound"
+RUN_ALPHA = STEPS_ALPHA = 0.0045
+MAX_STEPS = 10_000
+TOLERANCE = 0.005
+POLICY, SAMPLER = (
+    "the policy did not draw these responses",
+    "the sampler did not draw these responses with the log-probabilities that it reports",
+)
+NO_BAR = "no error bar: it is a sum in units of its own standard error"
+BOUND_REMARK = "no error bar: it is what chance does not exceed"
+
+
+@dataclass(frozen=True)
+class ResidualSums:
+    """Sums over tokens, of one step or of all steps so far. x is w (log π + h), w is 1 if the policy itself draws."""
+
+    residual: float = 0.0  # Σ x, nats
+    variance: float = 0.0  # of Σ x, nats²
+    squares: float = 0.0  # Σ x²
+    tokens: float = 0.0
+    steps: int = 0
+
+    def __add__(self, other: ResidualSums) -> ResidualSums:
+        names = (field.name for field in dataclasses.fields(self))
+        return ResidualSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def stderr(self) -> float:
+        """The standard error of Σ x."""
+        return math.sqrt(self.variance)
+
+    def in_errors(self, value: float) -> float:
+        """Return a value in units of the standard error of Σ x."""
+        return value / self.stderr if self.variance else math.copysign(math.inf, value)
+
+    def bound(self, alpha: float) -> float:
+        """Return what |Σ x| exceeds at any look with probability `alpha` at most."""
+        quadratic = (self.squares + 2.0 * self.variance) / 3.0
+        return bound(quadratic, alpha / 2.0) + TOLERANCE * self.variance  # half of alpha for either sign
+
+    def exceeds(self, alpha: float) -> bool:
+        """Return whether Σ x is further from 0 than `bound`."""
+        return abs(self.residual) > self.bound(alpha)
+
+
+class ResidualTest:
+    """Tests the tokens of each step, and of all steps so far.
+
+    Args:
+        run: The sums that a checkpoint has kept.
+        temperature: The sampling temperature, for the advice.
+        device: The device of the scores.
+    """
+
+    def __init__(self, run: ResidualSums, temperature: float, device: torch.device | None = None) -> None:
+        self.run = run  # up to the last step that was taken
+        self._temperature, self._device = temperature, device
+        self._is_sampler = False  # whether the latest tokens were weighted by their ratios to a sampler
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step. The sums of a step that was not taken are dropped."""
+        # Of this rank's tokens, in the order of `decide`. A rank may have none.
+        self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._step: ResidualSums | None = None
+        self._missing: Limit | None = None  # why the step's tokens cannot be tested
+        self.limit = self._limit(ResidualSums())  # of the run so far, until the step's tokens are known
+
+    def add(self, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
+        """Add some rows of the step on this rank.
+
+        Args:
+            scores: The policy's scores of these rows, with varentropies.
+            log_ratios: log π − log μ of these rows, (B, T) or wider. None if the policy itself draws.
+            is_untested: Whether some of these rows must not be tested.
+        """
+        assert scores.varentropies is not None
+        x = scores.logps.detach().double() + scores.entropies.detach().double()
+        weight = torch.ones_like(x) if log_ratios is None else log_ratios[:, : x.shape[1]].exp()
+        columns = [weight * x, scores.varentropies.double(), (weight * x).square(), weight * x.square()]
+        # A policy that has diverged has no scores.
+        is_token = scores.mask.bool() & torch.stack(columns).isfinite().all(dim=0)
+        sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
+        self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
+
+    def decide(self, reduce: Callable[[Tensor], Tensor], missing: Limit | None, is_sampler: bool) -> Limit | None:
+        """Return the limit if the policy did not draw the step's tokens, or those of the run so far. Collective.
+
+        Args:
+            reduce: Sums over ranks.
+            missing: Why this step's tokens cannot be tested, the same on all ranks.
+            is_sampler: Whether tokens are weighted by their ratios to a sampler.
+        """
+        residual, variance, squares, single, tokens, num_untested = reduce(self._sums).tolist()
+        self._missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)
+        if self._missing is None:
+            variance *= max(1.0, squares / single) if single else 1.0
+            self._step, self._is_sampler = ResidualSums(residual, variance, squares, tokens, 1), is_sampler
+            self.limit = self._limit(self._step)
+        return self.limit
+
+    def leave_out(self, missing: Limit) -> None:
+        """Record why no tokens of this step are tested."""
+        self._missing = missing
+
+    def finish(self, was_taken: bool) -> dict[str, Estimate]:
+        """Return the step's estimates, and keep its sums if it was taken: otherwise its responses may come again."""
+        estimates = self.estimates()
+        if was_taken and self._step is not None:
+            self.run, self._step = self.run + self._step, None
+        return estimates
+
+    def estimates(self) -> dict[str, Estimate]:
+        """Return the mean residual of the step, the run's sum in standard errors, and the bound of that sum.
+
+        Empty if nothing has tried to test the step.
+        """
+        if self._step is None and self._missing is None:
+            return {}
+        step, run = self._step or ResidualSums(), self.run + (self._step or ResidualSums())
+        missing = Estimate.missing(self._missing or NO_TOKENS)
+        names = MEAN, RUN, BOUND
+        if not run.variance:
+            return dict.fromkeys(names, missing)
+        count = int(step.tokens)
+        mean = Estimate(step.residual / count, step.stderr / count, count, self.limit or "") if count else missing
+        total, chance = run.in_errors(run.residual), run.in_errors(run.bound(RUN_ALPHA))
+        rest = Estimate(total, reason=self.limit or NO_BAR), Estimate(chance, reason=BOUND_REMARK)
+        return dict(zip(names, (mean, *rest), strict=True))
+
+    def _limit(self, step: ResidualSums) -> Limit | None:
+        """Return the limit if the sums of this step, or of the run with it, are more than chance; else None."""
+        run = self.run + step
+        for sums, alpha, which in (
+            (step, STEPS_ALPHA / MAX_STEPS, "of this step"),
+            (run, RUN_ALPHA, f"of {run.steps} steps"),
+        ):
+            if sums.exceeds(alpha):
+                return NOT_DRAWN.formatted(
+                    what=SAMPLER if self._is_sampler else POLICY,
+                    which=which,
+                    tokens=int(sums.tokens),
+                    mean=sums.residual / sums.tokens,
+                    errors=sums.in_errors(sums.residual),
+                    chance=sums.in_errors(sums.bound(alpha)),
+                    temperature=self._temperature,
+                )
+        return None
