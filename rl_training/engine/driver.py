@@ -44,7 +44,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.residual import STATE as RESIDUAL
 from rl_training.step.residual import ResidualSums, ResidualTest
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,9 @@ class StepDriver:
         self._checks = StepChecks()
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
-        self._residual_test = ResidualTest(values[RESIDUAL], loop.policy.scorer.temperature, self._layout.device)
+        self._residual_test = ResidualTest(
+            values[ResidualTest.name], loop.policy.scorer.temperature, self._layout.device
+        )
         self._passes = Passes(
             loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed), self._residual_test
         )
@@ -295,9 +296,9 @@ class StepDriver:
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        return {**self._states.initial(), self.name: UpdateState(), RESIDUAL: ResidualSums()}
+        return {**self._states.initial(), self.name: UpdateState(), ResidualTest.name: ResidualSums()}
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
-        return {**self._states.values, self.name: update, RESIDUAL: self._residual_test.run}
+        return {**self._states.values, self.name: update, ResidualTest.name: self._residual_test.run}

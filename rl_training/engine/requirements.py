@@ -24,10 +24,10 @@ from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
-from rl_training.step import residual
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
+from rl_training.step.residual import ResidualTest
 
 OTHER_VECTORS = 4  # for an entropy change: δθ, the previous δθ, one entropy gradient and the sum of all
 
@@ -59,7 +59,7 @@ class Requirements:
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
-        names = [ENGINE, residual.STATE, *(probe.name for probe in probes)]
+        names = [ENGINE, ResidualTest.name, *(probe.name for probe in probes)]
         duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")

@@ -35,7 +35,6 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.martingale import bound
 from rl_training.step.limits import NO_TOKENS, NOT_DRAWN, UNTESTED
 
-STATE = "residual"  # key of the test's state in a checkpoint
 MEAN, RUN, BOUND = "sampler/residual", "sampler/residual_run", "sampler/residual_bound"
 RUN_ALPHA = STEPS_ALPHA = 0.0045
 MAX_STEPS = 10_000
@@ -89,6 +88,8 @@ class ResidualTest:
         temperature: The sampling temperature, for the advice.
         device: The device of the scores.
     """
+
+    name = "residual"  # key of its state in a checkpoint
 
     def __init__(self, run: ResidualSums, temperature: float, device: torch.device | None = None) -> None:
         self.run = run  # up to the last step that was taken

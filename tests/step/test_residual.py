@@ -333,8 +333,8 @@ ASSUME = ("entropy/token", "delta_h/forward", "measured/delta_h", "ess/importanc
 def test_a_sampler_at_another_temperature_is_noticed_even_if_it_reports_raw_log_probabilities(reported: bool) -> None:
     _, (*_, last), _ = train(all_probes(), 2, temperature=COLD, reported=reported)
     assert {last[name].code for name in ASSUME} == {NOT_DRAWN.code}
-    assert last[residual.MEAN].value > 3 * last[residual.MEAN].stderr
-    assert last[residual.RUN].value > last[residual.BOUND].value > 3.5
+    assert last[residual.MEAN].value > 2 * last[residual.MEAN].stderr
+    assert last[residual.RUN].value > last[residual.BOUND].value > 3
     assert last[residual.MEAN].code == NOT_DRAWN.code
     assert math.isfinite(last["entropy/visited_prefixes"].value)
 

@@ -167,7 +167,7 @@ def test_all_processes_agree_where_the_scores_of_one_differ() -> None:
         )
         check = ScoreCheck(batch, policy)
         check.score_and_compare(torch.arange(ROWS))
-        why = check.limit(reduce)
+        why = check.difference_limit(reduce)
         return torch.tensor([bool(why), f"by {off / 2:.2g} nats" in (why or "")])
 
     for off in (1.9 * TOLERANCE, 2.1 * TOLERANCE):
@@ -183,7 +183,7 @@ def test_a_non_finite_score_is_not_taken_for_another_policy() -> None:
         stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
         check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
         check.compare(torch.arange(1), Scores(nothing, nothing, mask))
-        assert check.limit(torch.clone) is None
+        assert check.difference_limit(torch.clone) is None
 
 
 # --- noise or rounding in a forward pass is not a different policy ----------------------------------------------------

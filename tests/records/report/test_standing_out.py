@@ -20,6 +20,7 @@ from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.trends import share_of
+from rl_training.step.limits import NOT_DRAWN
 
 
 def lines(folder: Path, **logged: Any) -> dict[str, Line]:
@@ -39,6 +40,11 @@ SMALL_KL = {"measured/kl": constant(1e-10, about=1), "measured/delta_reward": co
 SCALE = {f"gns/batch_ratio{end}": constant(value) for end, value in (("", 0.05), ("_low", 0.02), ("_high", 0.1))}
 STALE = {"sampler/kl": constant(0.05), "sampler/ess": constant(0.4), "sampler/mean_ratio": constant(1.0)}
 CUT = {"sampler/kl": constant(0.05), "sampler/ess": constant(0.95), "sampler/mean_ratio": constant(0.8)}
+# Noticed from step 9 on.
+NOT_ITS_OWN = {
+    "sampler/residual": lambda step: Estimate(-0.05, 0.02, 800, NOT_DRAWN if step >= 9 else ""),
+    "sampler/residual_run": lambda step: Estimate(-0.5 * step, reason=NOT_DRAWN if step >= 9 else "no error bar"),
+}
 FAR = {"measured/kl": constant(0.1, about=1), "measured/ess": constant(0.6, about=1)}
 PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "equal rewards": ("equal", EQUAL, "Every response earns the same reward, 0: all advantages are 0."),
@@ -64,6 +70,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a cut distribution": ("sampler", {"settings": {"top_p": 0.9}}, "sampled with top_p=0.9"),
     "a cut distribution that nobody has set": ("sampler", {"estimates": CUT}, "The sampler leaves tokens out"),
     "old weights": ("sampler", {"estimates": STALE}, "Importance weights leave 0.4 "),
+    "forced tokens": ("sampler", {"estimates": NOT_ITS_OWN}, "is -0.050 ± 0.039 nats at step 40, and its sum over the"),
     "no KL": ("no_step", {"estimates": SMALL_KL}, "The learning rate is 0.0001"),
     "rounding": ("no_step", {"estimates": {"update/surviving_share": constant(0.03)}}, "leaves 0.03 of a step"),
     "no rate": ("no_step", {"learning_rate": 0.0}, "The learning rate is 0 (steps 31–40)"),
@@ -90,6 +97,7 @@ NEAR: dict[str, dict[str, Any]] = {
     "half cut off": {"completions__clipped_ratio": noisy(lambda step: 0.5, 0.05)},
     "a temperature that both have": {"settings": {"temperature": 0.5, "generation_kwargs": {"temperature": 0.5}}},
     "a sampler a rollout behind": {"estimates": {**STALE, "sampler/ess": constant(0.95)}},
+    "tokens that the policy drew": {"estimates": {"sampler/residual": constant(-0.05, 0.02)}},
     "small steps that learn": {"estimates": {"measured/kl": constant(1e-4, about=1)}},
     "a small batch that learns": {"estimates": SCALE, "reward": noisy(rising, 0.03)},
     "a small beta": {"settings": {"beta": 0.04}},

@@ -10,6 +10,7 @@ import pandas as pd
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
 from rl_training.records.report.trends import first_of_trailing, mean_of_recent
 from rl_training.records.report.writing import format_estimate
+from rl_training.statistics.estimate import Estimate
 
 MIN_CUT_OFF_SHARE = 0.5  # share of responses
 FEW_STEPS = 3
@@ -48,7 +49,7 @@ def most_cut_off(records: RunRecords) -> Line | None:
 
 def other_sampler(records: RunRecords) -> Line | None:
     """Report that the sampling policy is not the one that is trained: by settings, or by measurement."""
-    return _by_settings(records) or _by_measurement(records)
+    return _by_settings(records) or _by_own_tokens(records) or _by_measurement(records)
 
 
 def _by_settings(records: RunRecords) -> Line | None:
@@ -79,6 +80,25 @@ def _is_other(value: Any, whole: float) -> bool:
 def _distance(records: RunRecords) -> str:
     kl = mean_of_recent(records.run.values("sampler/kl"))
     return f" They are {format_estimate(kl)} nats per token apart (KL)." if kl.value > 0 else ""
+
+
+def _by_own_tokens(records: RunRecords) -> Line | None:
+    """Report that the policy's own scores of its tokens show that it did not draw them (sampler/residual)."""
+    rows = records.run.finite_rows("sampler/residual")
+    noticed = rows[rows["reason"] != ""]
+    if noticed.empty:
+        return None
+    total = records.run.values("sampler/residual_run").get(noticed.index[-1], math.nan)
+    residual = noticed.iloc[-1]
+    mean = format_estimate(Estimate(residual["value"], residual["stderr"], int(residual["num_samples"])))
+    said = (
+        f"The policy did not draw its responses: log π(token) + entropy, 0 on average over tokens that it draws, is "
+        f"{mean} nats at step {noticed.index[-1]}, and its sum over the run {total:+.1f} standard errors from 0. "
+        f"Estimates of earlier steps describe these responses too."
+    )
+    temperature = records.set_up.number("temperature", 1.0)
+    setting = f"Setting: generate with the trained weights at temperature {temperature:g}, without forced tokens."
+    return Line("sampler", int(noticed.index[0]), said, setting)
 
 
 def _by_measurement(records: RunRecords) -> Line | None:
