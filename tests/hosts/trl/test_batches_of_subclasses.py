@@ -174,6 +174,7 @@ def test_a_step_without_some_whole_prompts_is_measured_at_its_smaller_size(make_
         assert math.isfinite(estimates[name].value), estimates[name].reason
     assert steps[-1].batch.fold_sizes.tolist() == [4.0] * 4
     assert steps[-1].batch.rollout.num_sequences == 16
+    assert estimates["sampler/residual"].code == "untested"  # half of them may have been chosen by what was drawn
 
 
 def test_prompts_with_unequal_numbers_of_responses_are_reported(make_trainer: Any) -> None:
@@ -214,6 +215,8 @@ def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None
     )
     for name in ("entropy/token", "delta_reward/forward", "ess/advantage", "gns/trace_step"):
         assert other[name].value == pytest.approx(plain[name].value, rel=1e-3), name
+    for estimates in (plain, other):
+        assert abs(estimates["sampler/residual"].value) < 4 * estimates["sampler/residual"].stderr
 
 
 def with_logps(make_trainer: Any, change: Any, **settings: Any) -> Any:
