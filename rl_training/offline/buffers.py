@@ -27,6 +27,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl import attach, batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
+from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
@@ -98,7 +99,7 @@ def sample_update(
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
     parts = []
-    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+    ends = [*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id]
     with preserve_rng(restored.device):
         for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
             seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
@@ -280,5 +281,5 @@ def respond(
             f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
             f"at least {2 * restored.num_ranks}"
         )
-    rollout = as_rollout(prompt_ids, completion_ids, row_indices, restored.trainer._tokenizer.pad_token_id)
+    rollout = as_rollout(prompt_ids, completion_ids, row_indices, tokenizer_of(restored.trainer).pad_token_id)
     return rollout, torch.tensor(row_indices, device=restored.device)

@@ -27,6 +27,7 @@ from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
+from rl_training.hosts.trl.versions import enable_checkpointing
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.policy.rollout import Rollout
@@ -98,10 +99,8 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast; DDP would have nothing to reduce
-    if trainer.args.activation_checkpointing:  # as Trainer.train switches it on
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs=trainer.args.activation_checkpointing_kwargs or None
-        )
+    if trainer.args.gradient_checkpointing:  # as Trainer.train switches it on
+        enable_checkpointing(model, trainer.args.gradient_checkpointing_kwargs or None)
     trainer.create_optimizer_and_scheduler(max(trainer.args.max_steps, 1))
     trainer.current_gradient_accumulation_steps = 1  # an attribute that Trainer.train sets
     if (checkpoint / "latest").is_file():

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.gradients.loss_weights import LossWeights, gradient_of, rows_with_weight
-from rl_training.hosts.trl.compatibility import FORWARD_PASS, wrap
+from rl_training.hosts.trl.compatibility import wrap
+from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.trainer import GRPOTrainer
+from rl_training.hosts.trl.versions import NUM_SCORES
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
@@ -141,6 +143,6 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 def _trl_loss(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
     """Return TRL's loss of a microbatch with given scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
-        wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)
+        wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(()))[:NUM_SCORES], undo)
         loss: Tensor = trainer.compute_loss(trainer.model, inputs)
     return loss

@@ -14,7 +14,7 @@ import pytest
 from imports import imported_with
 
 import rl_training
-from rl_training.hosts.trl.compatibility import METHODS, TRAINER_ATTRIBUTES
+from rl_training.hosts.trl.members import METHODS, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_training"
@@ -215,4 +215,4 @@ def test_private_library_members_are_used_only_if_listed_in_the_table() -> None:
     files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
     files = [path for path in files if path.parent.name != "verl"]  # it supports only one minor version of verl
     named = set().union(*map(private_members_named_in, files))
-    assert named <= table, f"add to hosts/trl/compatibility.py: {named - table}"
+    assert named <= table, f"add to hosts/trl/members.py: {named - table}"

@@ -4,6 +4,7 @@ Read in this order:
 
     attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work;
                      options.py has its options
+    versions.py, members.py                                  how versions of TRL differ, and what is read from it
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.compatibility import TESTED
+from rl_training.hosts.trl.versions import TESTED
 from rl_training.parallel.ranks import all_ranks
 from rl_training.version import VERSION
 

@@ -55,7 +55,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self, trainer: GRPOTrainer, probes: Sequence[Probe], destination: AttachedRun | Records | None, options: Options
     ) -> None:
         """Attach probes, and write to `destination`: a run folder, bare `Records`, or None to write nothing."""
-        compatibility.refuse_missing_members(trainer)
+        compatibility.check_version(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
         keeps_order = options.whole_prompts is None and not batches.whole_prompts_only_reorder(trainer)

@@ -1,4 +1,4 @@
-"""Reads TRL's batch dictionaries as rollouts, and TRL's settings as the engine's. Written against trl 1.16."""
+"""Reads TRL's batch dictionaries as rollouts, and TRL's settings as the engine's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
 from rl_training.hosts.trl.compatibility import FORWARD_PASS
 from rl_training.hosts.trl.generated import rows_as_bytes
+from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 from rl_training.statistics.limit import Limit
@@ -32,7 +33,7 @@ UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`
 EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED)
 # Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
-    *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
+    *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
 # TRL's own keys: log-probabilities of the trainer's policy at sampling time, and of a separate sampling engine.
@@ -67,7 +68,7 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
         epsilon_high=trainer.epsilon_high,
         hides_truncated=trainer.mask_truncated_completions,
         correction=_correction(trainer),
-        differs=frozenset(name for name, value in DR_GRPO.items() if getattr(trainer.args, name) != value),
+        differs=frozenset(name for name, value in DR_GRPO.items() if setting(trainer.args, name) != value),
     )
 
 
@@ -137,7 +138,7 @@ def _correction(trainer: GRPOTrainer) -> Correction | None:
     if not trainer.use_vllm or not trainer.vllm_importance_sampling_correction:
         return None
     level, kind = trainer.vllm_importance_sampling_mode.split("_")
-    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    low, high = (of_trainer(trainer, f"vllm_importance_sampling_clip_{end}") for end in ("min", "max"))
     bounds = 0.0 if low is None else low, math.inf if high is None else high
     return Correction(level == "sequence", kind == "mask", *bounds)
 
@@ -162,10 +163,10 @@ def whole_prompts_only_reorder(trainer: GRPOTrainer) -> bool:
     is_trl_loss = all(getattr(type(trainer), name) is getattr(GRPOTrainer, name) for name in methods)
     averages_within_microbatch = (
         trainer.loss_type == "bnpo"
-        or bool(args.entropy_coef)
-        or args.use_adaptive_entropy
+        or bool(setting(args, "entropy_coef"))
+        or setting(args, "use_adaptive_entropy")
         or args.top_entropy_quantile < 1.0
-        or trainer.aux_loss_enabled
+        or of_trainer(trainer, "aux_loss_enabled")
     )
     has_whole_generations = args.gradient_accumulation_steps % args.steps_per_generation == 0
     counts = (args.gradient_accumulation_steps, args.steps_per_generation)
@@ -184,7 +185,7 @@ def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
 
 def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
     """Return the rewards, (rows,), of one completion to each of these data set rows, identical on all ranks."""
-    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    texts = tokenizer_of(trainer).batch_decode(completion_ids, skip_special_tokens=True)
     prompts = [row["prompt"] for row in rows]
     is_conversational = bool(prompts) and isinstance(prompts[0], list)
     completions = [[{"role": "assistant", "content": text}] for text in texts] if is_conversational else texts

@@ -32,6 +32,7 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.versions import generation_calls_code, tokenizer_of
 from rl_training.policy.rollout import pad_and_concat
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
@@ -143,7 +144,7 @@ class FilteredBuffer:
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     """Start the buffer on the trainer's prompts. Raise UserError, with the fix, if it cannot filter them."""
-    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
+    if generation_calls_code(trainer):
         raise UserError(
             "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
             "buffer=plain"
@@ -272,7 +273,7 @@ def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Ten
             continue
         parts = [output[key] for output in outputs]
         if first.ndim == 2:
-            value = trainer._tokenizer.pad_token_id if key.endswith("_ids") else 0
+            value = tokenizer_of(trainer).pad_token_id if key.endswith("_ids") else 0
             joined[key] = pad_and_concat(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
         else:
             joined[key] = torch.cat(parts)[rows]

@@ -1,15 +1,13 @@
 """Errors of `attach`: an unknown TRL version, and settings under which probes corrupt training or measure nothing.
 
-The tables below list the private members of TRL and transformers that this package relies on. If a version lacks one,
-or its first forward pass returns something unexpected, the error names it. sharding.py relies on DeepSpeed's members,
-parallel/fsdp.py on FSDP2's. A setting that only one estimate cannot handle is no error: that estimate is nan
-(step/limits.py).
+If a version lacks a member in the tables of members.py, or its first forward pass returns something unexpected, the
+error names it. A setting that only one estimate cannot handle is no error: that estimate is nan (step/limits.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,56 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.utils import logging
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl import __version__ as trl_version
 from trl.trainer import grpo_trainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.loop_refusals import refuse_devices_without_float64
+from rl_training.hosts.trl.members import (
+    FORWARD_PASS,
+    METHODS,
+    REWRITE_LOGS,
+    SETTINGS,
+    SHUFFLE,
+    TRAINER_ATTRIBUTES,
+)
 from rl_training.hosts.trl.sharding import has_sharded_weights
+from rl_training.hosts.trl.versions import (
+    KNOWN_SETTINGS,
+    NUM_SCORES,
+    OF_ARGUMENTS,
+    OF_TRAINER,
+    WRITTEN_FOR,
+    cannot_train,
+    is_installed,
+    parameters_of,
+    setting,
+)
 
 logger = logging.get_logger(__name__)
-
-WRITTEN_FOR = "trl>=1.16,<1.17"  # the same as in setup.cfg
-TESTED = {"trl": "1.16", "transformers": "5.23", "torch": "2.13"}  # the same as in constraints.txt
-FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's forward pass, from whose scores the loss is computed
-# Methods that are called or wrapped here, with the parameters that must exist.
-METHODS: dict[str, tuple[str, ...]] = {
-    "train": ("resume_from_checkpoint",),
-    # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
-    "_generate_and_score_completions": ("inputs",),
-    # returns a tuple: token ids of prompts, token ids of completions, tool masks (a list per sequence, or None),
-    # completions, and the sampler's log-probabilities (a list per sequence, or None)
-    "_generate": ("prompts",),
-    # returns (sequences of all ranks, reward functions)
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    # returns the dictionary of one microbatch, and keeps those of the whole rollout in _buffered_inputs
-    "_prepare_inputs": ("generation_batch",),
-    # returns (log-probabilities (B, T), entropies (B, T), auxiliary loss or None), both with graph
-    FORWARD_PASS: ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
-    "compute_loss": ("model", "inputs"),
-    "training_step": ("model", "inputs", "num_items_in_batch"),
-    # returns a tuple that begins with the token ids of each prompt
-    "_tokenize_prompts": ("prompts",),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_save_rng_state": ("output_dir",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_load_rng_state": ("checkpoint",),
-}
-# Attributes that GRPOTrainer.__init__ sets.
-TRAINER_ATTRIBUTES = (
-    "_buffered_inputs",  # None until the first rollout, then the list of its microbatches' dictionaries
-    "_step",  # number of microbatches so far, over all trainings of this trainer
-    "_metrics",  # {"train": {name: [values]}, "eval": …}; the log line has their means
-    "_tokenizer",
-    "_is_vlm",
-)
-SHUFFLE = "shuffle_sequence_dict"  # in trl.trainer.grpo_trainer: shuffles a generation batch before splitting it
-REWRITE_LOGS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/
 
 READABLE_STAGES = (1, 2, 3)  # stages of ZeRO
 FP16 = (
@@ -91,15 +70,38 @@ def wrong_trainer_message(trainer: object) -> str:
     )
 
 
-def refuse_missing_members(trainer: GRPOTrainer) -> None:
-    """Raise UserError if a method or attribute is missing, or a method takes other parameters."""
+def check_version(trainer: GRPOTrainer) -> None:
+    """Raise UserError if the installed versions lack something that is read here, and name settings unknown here."""
+    _refuse_missing_members(trainer)
+    _warn_of_unknown_settings(trainer)
+
+
+def _refuse_missing_members(trainer: GRPOTrainer) -> None:
+    """Raise UserError if a method, attribute or setting is missing, or a method takes other parameters."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
-        names_of_method = [] if method is None else [*inspect.signature(method).parameters]
-        _require({*parameters} <= {*names_of_method}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
-    for name in TRAINER_ATTRIBUTES:
+        names_of_method = set() if method is None else parameters_of(method)
+        _require({*parameters} <= names_of_method, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
+    newer = {name for name, row in (OF_TRAINER | OF_ARGUMENTS).items() if is_installed(row.since)}
+    for name in (*TRAINER_ATTRIBUTES, *(newer & {*OF_TRAINER})):
         _require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
+    for name in (*SETTINGS, *(newer & {*OF_ARGUMENTS})):
+        _require(hasattr(trainer.args, name), f"GRPOConfig.{name} is gone")
     _require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
+
+
+def _warn_of_unknown_settings(trainer: GRPOTrainer) -> None:
+    """Name the fields of GRPOConfig that are newer than this package and differ from their defaults."""
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name in KNOWN_SETTINGS or field.name in TrainingArguments.__dataclass_fields__:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(trainer.args, field.name)
+        if value != default and trainer.accelerator.is_main_process:
+            logger.warning(
+                f"{field.name}={value!r} of GRPOConfig in trl {trl_version} is unknown to this version of rl-training: "
+                "check loss and sampling"
+            )
 
 
 def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -114,7 +116,8 @@ def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> 
         UserError: If the output is something else.
     """
     scores = f"GRPOTrainer.{FORWARD_PASS}"
-    _require(isinstance(output, tuple) and len(output) == 3, f"{scores} does not return three values")
+    is_complete = isinstance(output, tuple) and len(output) == NUM_SCORES
+    _require(is_complete, f"{scores} does not return {NUM_SCORES} values")
     named = {"log-probabilities": output[0], **({"entropies": output[1]} if with_entropies else {})}
     for name, values in named.items():
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
@@ -155,13 +158,15 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
     refuse_devices_without_float64(trainer.accelerator.device)
     args, state = trainer.args, trainer.accelerator.state
+    if why := cannot_train(trainer.accelerator.device):
+        raise UserError(why)
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise UserError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
             'set gradient_checkpointing_kwargs={"use_reentrant": False}, or leave gradient_checkpointing out where TRL '
             "makes it reentrant, for adapters under ZeRO-3"
         )
-    if args.ddp_static_graph:
+    if setting(args, "ddp_static_graph"):
         raise UserError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
     # fp16 may be set in TRL's arguments, in accelerate's configuration, or in DeepSpeed's.
     if args.fp16 or trainer.accelerator.mixed_precision == "fp16" or trainer.accelerator.scaler is not None:

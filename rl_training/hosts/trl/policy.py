@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from trl import GRPOTrainer
-from trl.models import unwrap_model_for_generation
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl import versions
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
 from rl_training.parallel.ranks import all_ranks
@@ -177,10 +177,10 @@ class TrainerPolicy(Policy):
 
         parts = self.run_passes(torch.arange(len(local_draws)).split(size), respond_to)
         prompt_ids, completion_ids = (list(itertools.chain(*ids)) for ids in zip(*parts, strict=True))
-        return as_rollout(prompt_ids, completion_ids, local_draws, trainer._tokenizer.pad_token_id)
+        return as_rollout(prompt_ids, completion_ids, local_draws, versions.tokenizer_of(trainer).pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
-        return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
+        return versions.tokenizer_of(self._trainer).decode(ids, skip_special_tokens=True)
 
 
 def max_kv_caches(config: Any, tokens: int, memory: float) -> int:
@@ -211,7 +211,7 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Generate a response to each prompt as TRL does, cut after the first end-of-sequence token."""
-    pad = trainer._tokenizer.pad_token_id
+    pad, ends = versions.tokenizer_of(trainer).pad_token_id, versions.of_trainer(trainer, "eos_token_ids")
     config = None if trainer.use_vllm else trainer.generation_config
     if config is None:  # vLLM's settings are neutral too: otherwise sampling_limit rules out fresh samples
         config = GenerationConfig(
@@ -222,24 +222,20 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
             top_k=0,
             repetition_penalty=1.0,
             pad_token_id=pad,
-            eos_token_id=trainer.eos_token_ids,
+            eos_token_id=ends,
             disable_compile=True,
         )
     ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
-    with unwrap_model_for_generation(
-        trainer.model_wrapped,
-        trainer.accelerator,
-        gather_deepspeed3_params=False,
-        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-    ) as model:
+    checkpointing = trainer.args.gradient_checkpointing_kwargs
+    with versions.unwrap_for_generation(trainer.model_wrapped, trainer.accelerator, checkpointing) as model:
         # Sharded weights are gathered layer by layer, so all ranks must generate until the longest response ends.
         sequences = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=has_sharded_weights(trainer)
         )
     reshard(trainer.model)
     completions = sequences[:, ids.shape[1] :]
-    is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
+    is_end = torch.isin(completions, torch.tensor(ends, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
@@ -287,8 +283,8 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
 
 def fresh_responses_limit(trainer: GRPOTrainer) -> Limit | None:
     """Return the limit if this trainer cannot sample extra responses during training, or None."""
-    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
+    if versions.generation_calls_code(trainer):
         return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):
         return STREAM
-    return IMAGES if trainer._is_vlm else None
+    return IMAGES if versions.has_images(trainer) else None

@@ -19,10 +19,12 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.compatibility import SHUFFLE, warn_of_leftover_responses, wrap
+from rl_training.hosts.trl.compatibility import warn_of_leftover_responses, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.members import SHUFFLE
 from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
+from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
@@ -128,7 +130,7 @@ class Rollouts:
             is_measured: Whether probes, a bound on the step or interventions need it.
         """
         trainer, ids = self._trainer, output["completion_ids"]
-        tokens = batches.tokens_of(output, trainer._tokenizer.pad_token_id)
+        tokens = batches.tokens_of(output, tokenizer_of(trainer).pad_token_id)
         placeholders = _are_placeholders(output).expand(len(ids), 1)
         *of_prompts, host_ids, host_tokens, placeholders = _to_host(
             output["prompt_ids"], output["prompt_mask"], ids, tokens, placeholders
@@ -269,8 +271,8 @@ class Rollouts:
             inputs,
             first_prompt=self.number * size,
             on_policy=self._is_fresh and self._sampled_at == trainer.state.global_step,
-            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
-            end_tokens=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
+            pad_token_id=tokenizer_of(trainer).pad_token_id if trainer.mask_truncated_completions else None,
+            end_tokens=[*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id],
             sampling_mismatch=self._mismatch,
         )
         return dataclasses.replace(rollout, origin=self._origin)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.hosts.trl.compatibility import FORWARD_PASS, METHODS, read_scores, require_graph
+from rl_training.hosts.trl.compatibility import read_scores, require_graph
+from rl_training.hosts.trl.members import FORWARD_PASS, METHODS
 
 IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # argument positions
 NO_SCORES_TO_CHANGE = (

@@ -22,11 +22,13 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.hosts.trl.versions import keep_graph_of_entropies
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import LossSettings
 
@@ -154,7 +156,9 @@ class StepHooks:
             return loss
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
-            wrap(trainer, compatibility.FORWARD_PASS, calls.record, undo)
+            wrap(trainer, FORWARD_PASS, calls.record, undo)
+            if self._loss.interventions:
+                keep_graph_of_entropies(undo)
             loss = original(model, inputs, *args, **kwargs)
         if not self._guard.reason:
             with self._guard.watching():

@@ -16,7 +16,8 @@ from trl import GRPOTrainer
 
 from rl_training.engine.timing import ENGINE
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl.compatibility import REWRITE_LOGS, wrap
+from rl_training.hosts.trl.compatibility import wrap
+from rl_training.hosts.trl.members import REWRITE_LOGS
 from rl_training.records.workspace import CORE
 
 NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested

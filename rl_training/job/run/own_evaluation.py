@@ -33,6 +33,7 @@ from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.batches import rewards_of
 from rl_training.hosts.trl.compatibility import wrong_trainer_message
 from rl_training.hosts.trl.trainer import GRPOTrainer
+from rl_training.hosts.trl.versions import generation_calls_code, has_images, tokenizer_of
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
@@ -138,7 +139,7 @@ def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
         raise UserError("evaluate works in one process: start the script with python, without a launcher")
     if trainer.state.global_step > 0:
         raise UserError("the trainer has trained, and its first weights are gone: give evaluate a new trainer")
-    if trainer._is_vlm or trainer.tools or trainer.environments is not None or trainer.rollout_func is not None:
+    if has_images(trainer) or generation_calls_code(trainer):
         raise UserError(
             "evaluate generates plain text responses: images, tools, environments and rollout_func are not supported; "
             "give a trainer without them"
@@ -239,7 +240,7 @@ def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> Checkp
     """Return a policy with the trainer's present weights, which formats prompts as training does."""
     return CheckpointPolicy(
         trainer.model.eval(),
-        trainer._tokenizer,
+        tokenizer_of(trainer),
         reference,
         trainer.args.temperature,
         trainer.args.max_completion_length,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_training.entropy.importance import LOGP, sequence_totals
 from rl_training.entropy.weights import surrogate_weights
+from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
@@ -99,7 +100,8 @@ def _fixed(
     prompt_ids, completion_ids = (
         [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )
-    rollout = as_rollout(prompt_ids, completion_ids, range(len(prompt_ids)), restored.trainer._tokenizer.pad_token_id)
+    pad = tokenizer_of(restored.trainer).pad_token_id
+    rollout = as_rollout(prompt_ids, completion_ids, range(len(prompt_ids)), pad)
     return content["step"], rollout, tuple(content["rows"])
 
 
