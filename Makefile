@@ -8,7 +8,8 @@
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
 #   make docs    install Sphinx into .venv, execute the tutorials and build the site, build/docs/index.html
 #   make linkcheck   check every external link of the site
-#   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and run the tests with them
+#   make compat  install the newest transformers, peft and accelerate into .venv-compat and run the tests of TRL's trainer with
+#                several versions of TRL, or only one: TRLS=1.8.0
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -113,22 +114,37 @@ test-verl: $(VERL)/installed
 test-verl-loop: $(VERL)/installed
 	$(VERL)/bin/python -m pytest tests/hosts/verl -m slow
 
-# The newest releases in the index, even if setup.cfg excludes them. Only torch's build is kept from constraints.txt.
+# Versions of TRL before and after which something differs (rl_training/hosts/trl/versions.py), and the newest release, even
+# if setup.cfg excludes it. TRL itself cannot train on the CPU in 1.15. Only torch's build is kept from constraints.txt.
 COMPAT ?= .venv-compat
+TRLS ?= 1.0.0 1.6.0 1.8.0 1.13.0 1.14.2 newest
+WHOLE := 1.0.0 1.13.0 # with all tests of TRL's trainer; the others with a selection
 LIBRARIES := trl transformers peft accelerate
-compat:
+SELECTED := $(addprefix tests/hosts/trl/test_,versions.py compatibility.py attach.py bitwise.py trl_features.py launched.py) \
+  tests/interventions/test_training_with_interventions.py tests/engine/test_other_losses.py \
+  tests/gradients/test_gradients.py tests/optim/test_updates.py tests/entropy/test_bias.py
+$(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
 	$(call torch_first,$(COMPAT),constraints.txt)
 	grep '^torch==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
-	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
-	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -k 'not setup_cfg' tests/hosts/trl/test_compatibility.py tests/hosts/trl/test_attach.py tests/gradients/test_gradients.py \
-	  tests/optim/test_updates.py tests/engine/test_other_losses.py tests/entropy/test_bias.py
+	touch $@
+
+compat: $(addprefix compat-,$(TRLS))
+	@echo "All of it holds with trl $(TRLS): see \"When TRL changes\" in CONTRIBUTING.md."
+
+# An older version lies in a folder of its own, which Python searches first.
+compat-%: export PYTHONPATH = $(abspath $(COMPAT))/trl-$*
+compat-%: export HF_HUB_OFFLINE = 1
+compat-%: $(COMPAT)/installed
+	test $* = newest || $(COMPAT)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(COMPAT)/trl-$* trl==$*
+	$(COMPAT)/bin/python -c "from importlib.metadata import version; print(*(n + '==' + version(n) for n in 'torch $(LIBRARIES)'.split()))"
+	$(COMPAT)/bin/python -m pytest -k 'not setup_cfg and not constraints_file' \
+	  $(if $(filter $*,$(WHOLE)),tests/hosts/trl $(filter-out tests/hosts/trl/%,$(SELECTED)),$(SELECTED))
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
-	@echo "All of it holds with the versions above: raise trl's bound in setup.cfg, and what CONTRIBUTING.md names."
 
 clean:
 	rm -rf $(VENV) $(COMPAT) $(VLLM) $(VERL) build *.egg-info

@@ -16,6 +16,7 @@ from other_samplers import OtherSampler
 from peft import LoraConfig
 from seen import Kept, Seen
 from simple_twin import Answers, Recorder, Twin
+from since import since
 from torch import Tensor
 from trainers import (
     L_MAX,
@@ -41,18 +42,24 @@ from rl_training.tasks.models import load_tiny
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
 STALE = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))  # the policy before the first step
 REUSED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.02}  # every second step is off-policy
-TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
-    (["bonus:0.1"], {"entropy_coef": 0.1}, {}),
-    (["bonus:0.1"], {"entropy_coef": 0.1}, {"mask_truncated_completions": True}),
+WITH_BONUS = since("trl 1.8.0")
+TRL_S_OWN: list[Any] = [  # names, TRL's setting of the same loss, settings of both
+    pytest.param(["bonus:0.1"], {"entropy_coef": 0.1}, {}, marks=WITH_BONUS),
+    pytest.param(["bonus:0.1"], {"entropy_coef": 0.1}, {"mask_truncated_completions": True}, marks=WITH_BONUS),
     (["std_norm"], {"scale_rewards": "group"}, {}),
     (["length_norm"], {"loss_type": "grpo"}, {}),
     (["top_entropy:0.05"], {"top_entropy_quantile": 0.05}, {}),
     (["drop_truncated"], {"mask_truncated_completions": True}, {}),
     (["clip_higher:1.0"], {"epsilon_high": 1.0}, REUSED),
-    (["kl:0.2"], {"beta": 0.2}, {"peft_config": LoraConfig(**NO_DROPOUT)}),
+    pytest.param(["kl:0.2"], {"beta": 0.2}, {"peft_config": LoraConfig(**NO_DROPOUT)}, marks=since("trl 1.11.0")),
     (["lr:0.5"], {"learning_rate": 0.15}, {}),
     (["max_grad_norm:0.05"], {"max_grad_norm": 0.05}, {}),
-    (["std_norm", "bonus:0.1", "lr:2"], {"scale_rewards": "group", "entropy_coef": 0.1, "learning_rate": 0.6}, {}),
+    pytest.param(
+        ["std_norm", "bonus:0.1", "lr:2"],
+        {"scale_rewards": "group", "entropy_coef": 0.1, "learning_rate": 0.6},
+        {},
+        marks=WITH_BONUS,
+    ),
 ]
 
 
@@ -111,6 +118,7 @@ class LikeVLLM(DrGRPOTrainer):
             self.use_vllm = True
 
 
+@since("trl 1.15.0")  # whose _generate_single_turn the other sampler calls
 @pytest.mark.parametrize(
     ("name", "mode", "bounds"),
     [

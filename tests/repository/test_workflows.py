@@ -57,3 +57,13 @@ def test_no_package_is_installed_from_an_index_other_than_pypi() -> None:
     assert len(with_index) == 1
     assert "--no-deps" in with_index[0]
     assert "'^torch=='" in with_index[0]
+
+
+def test_the_weekly_workflow_runs_every_version_that_make_compat_runs() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (versions,) = re.findall(r"^TRLS \?= (.*)$", makefile, re.MULTILINE)
+    content = workflow(ROOT / ".github/workflows/compat.yaml")
+    assert content["jobs"]["compat"]["strategy"]["matrix"]["trl"] == versions.split()
+    assert content[True]["schedule"]  # YAML 1.1 reads the key `on` as true
+    (whole,) = re.findall(r"^WHOLE := ([\d. ]+)", makefile, re.MULTILINE)
+    assert {*whole.split()} < {*versions.split()}

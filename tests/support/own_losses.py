@@ -25,7 +25,8 @@ class WithSupervision(GRPOTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.state.global_step + 1 not in self.at:
             return loss
-        ids = self._tokenizer(["3+4-2=?<think>3+4=7 7-2=5</think><answer>5</answer>"], return_tensors="pt").input_ids
+        text = "3+4-2=?<think>3+4=7 7-2=5</think><answer>5</answer>"
+        ids = self.processing_class([text], return_tensors="pt").input_ids
         return loss + self.share * model(input_ids=ids, labels=ids).loss / self.current_gradient_accumulation_steps
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import PrinterCallback
+from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
@@ -99,6 +99,8 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             "disable_tqdm": True,
         }
         extra = {"probes": probes or [], "records": records, "interventions": interventions, "buffer": buffer}
+        if peft_config is not None:  # TRL does so since 1.15; before, adapters begin with unrepeatable weights
+            set_seed(settings.get("seed", 42))
         trainer = trainer_class(
             model=(model or policy) if dtype is None else (model or policy).to(dtype),
             reward_funcs=reward or task.reward,

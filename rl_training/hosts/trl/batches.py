@@ -15,8 +15,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
-from rl_training.hosts.trl.compatibility import FORWARD_PASS
 from rl_training.hosts.trl.generated import rows_as_bytes
+from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each

@@ -15,7 +15,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 from trl import __version__ as trl_version
@@ -148,14 +147,25 @@ def enable_checkpointing(model: PreTrainedModel, arguments: dict[str, Any] | Non
 
 
 def keep_graph_of_entropies(undo: ExitStack) -> None:
-    """Until `undo` is closed, let the forward pass return entropies with graph, as it always does since 1.14.0.
+    """Until `undo` is closed, let the forward pass return entropies with graph, as it always does since 1.15.0.
 
-    Before, it computes them under no_grad unless the loss has an entropy bonus.
+    Before, it does so only if the loss has an entropy bonus: 1.14 passes this to the function that computes them, and
+    older versions call it under no_grad.
     """
-    if not is_installed("trl 1.14.0"):
-        entropies: Callable[..., Tensor] = grpo_trainer.entropy_from_logits
-        grpo_trainer.entropy_from_logits = functools.wraps(entropies)(torch.enable_grad()(entropies))
-        undo.callback(setattr, grpo_trainer, "entropy_from_logits", entropies)
+    if is_installed("trl 1.15.0"):
+        return
+    name = "selective_log_softmax_and_entropy" if is_installed("trl 1.14.0") else "entropy_from_logits"
+    original: Callable[..., Any] = getattr(grpo_trainer, name)
+
+    @functools.wraps(original)
+    def with_graph(*args: Any, **kwargs: Any) -> Any:
+        if "entropy_requires_grad" in kwargs:
+            kwargs["entropy_requires_grad"] = True
+        with torch.enable_grad():
+            return original(*args, **kwargs)
+
+    setattr(grpo_trainer, name, with_graph)
+    undo.callback(setattr, grpo_trainer, name, original)
 
 
 def cannot_train(device: torch.device) -> str:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from seen import Seen
+from since import since
 from trainers import FEW, Outcome, differing, outcome
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, Qwen2Config
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -164,6 +165,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(torch.as_tensor(got[name]), torch.as_tensor(value)), name
 
 
+@since("trl 1.11.0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_selected_from_every_image_layout_of_trl(layout: str) -> None:
     batch, expected = LAYOUTS[layout]
@@ -186,6 +188,7 @@ def test_token_types_are_padded_with_prompts_and_completions() -> None:
     assert joined.images["token_type_ids"][[0, 3]].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]
 
 
+@since("trl 1.11.0")
 def test_inputs_that_cannot_be_assigned_to_rows_are_named() -> None:
     with pytest.raises(ValueError, match=r"image_sizes has 4 entries for 3 sequences"):
         rollout_of({"pixel_values": PATCHES[:3], "num_images": [2, 1, 1], "image_sizes": GRIDS})

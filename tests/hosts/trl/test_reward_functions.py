@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from since import since
 from trl import GRPOTrainer
 
 from rl_training import attach
@@ -136,6 +137,7 @@ def test_arguments_reach_a_reward_function_unchanged() -> None:
     assert re.fullmatch(r"reward function f failed \(.*\)", *caught.value.__notes__)
 
 
+@since("trl 1.10.0")
 @pytest.mark.parametrize("function", [one, one_later])
 def test_too_few_rewards_are_refused_by_name_in_one_line(make_trainer: Any, function: Any) -> None:
     """At any step, reported as the user's mistake and not with a traceback through TRL."""

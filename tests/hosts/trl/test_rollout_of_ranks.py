@@ -36,7 +36,7 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
             gradient_accumulation_steps=steps,
         ),
         num_generations=generations, mask_truncated_completions=False, state=SimpleNamespace(global_step=0),
-        eos_token_ids=[2], _tokenizer=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
+        eos_token_ids=[2], processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
     )  # fmt: skip
     return Rollouts(trainer, NONE, whole_prompts=False)
 

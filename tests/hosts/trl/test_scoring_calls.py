@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer, attach
 from rl_training.hosts.trl import step_hooks
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
+from rl_training.hosts.trl.versions import NUM_SCORES
 from rl_training.probes import SimpleEntropyProbe
 
 FORWARD_PASS = "_get_per_token_logps_and_entropies"
@@ -126,7 +127,7 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
     rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()
     rows = {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     with torch.no_grad():
-        logps, entropies, _ = getattr(policy, FORWARD_PASS)(policy.model, *tokens_of(rows), compute_entropy=True)
+        logps, entropies, *_ = getattr(policy, FORWARD_PASS)(policy.model, *tokens_of(rows), compute_entropy=True)
     torch.testing.assert_close(step.batch.scores.logps[mask], logps[mask], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(step.batch.scores.entropies[mask], entropies[mask], rtol=1e-4, atol=1e-4)
     assert latest["entropy/token"].value == pytest.approx(float(entropies[mask].mean()), rel=1e-4)
@@ -150,7 +151,8 @@ def test_the_compute_entropy_argument_is_read_by_position(asked: bool) -> None:
     """It comes after the batch size, which has nothing to do with entropies."""
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
-    calls.record(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
+    output = (scores, scores if asked else None, None)[:NUM_SCORES]
+    calls.record(lambda *args: output, None, ids, ids, 1, 2, asked)
     call = calls.scores_behind(scores.sum())
     assert call is not None
     assert (call[0] is scores, call[1] is not None) == (True, asked)

@@ -121,6 +121,8 @@ def test_each_newer_member_exists_exactly_since_the_version_in_its_row(make_trai
     assert versions.IMAGE_POSITIONS in versions.parameters_of(forward)
     assert ("gradient_checkpointing_kwargs" in unwrap) == is_installed("trl 1.16.0")
     assert hasattr(grpo_trainer, "entropy_from_logits") == (not is_installed("trl 1.14.0"))
+    of_1_14 = is_installed("trl 1.14.0") and not is_installed("trl 1.15.0")
+    assert hasattr(grpo_trainer, "selective_log_softmax_and_entropy") == of_1_14
 
 
 def test_a_trainer_of_an_older_version_is_read_like_a_newer_one_and_nothing_is_set_on_it(make_trainer) -> None:
