@@ -1,8 +1,17 @@
-"""Check options of probes where they are given: an invalid value is refused in one line that names it."""
+"""Check options where they are given: an invalid value, or name, is refused in one line that says what is meant."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import ParamSpec, TypeVar
+
 from rl_training.errors import UserError
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
@@ -47,3 +56,38 @@ def half_by_measured_step(every: int) -> float:
     (0.5, 0.7071067811865476)
     """
     return float(0.5 ** (1.0 / every))
+
+
+def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
+    """Return a "did you mean" hint for the option closest to `name`, or "" if none is close.
+
+    Args:
+        name: What the user wrote.
+        options: Names of the options, or a mapping from each name to the text that the hint shows for it.
+    """
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    hints = options if isinstance(options, Mapping) else {}
+    return f"; did you mean {hints.get(close[0], close[0])}?" if close else ""
+
+
+def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a function refuse keyword arguments that it does not have, with the closest one that it has."""
+
+    @functools.wraps(function)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        refuse_other_arguments(function, function.__name__, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def refuse_other_arguments(function: Callable[..., object], name: str, given: Iterable[str]) -> None:
+    """Raise UserError, with the closest argument, for a keyword that a function does not take."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [argument for argument in parameters if argument != "self"]
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, known) or f": there are {', '.join(known) or 'none'}"
+            raise UserError(f"{name}({key}=...): there is no such argument{hint}")

@@ -152,6 +152,7 @@ class StepDriver:
         step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
             with self._clock.timed():
+                refuse_other_parameters(self._loop.shard)  # a leaf that was frozen since would take no hook
                 step.other_terms = step.other_terms or loss.other_terms_limit(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
                 if self._fold_recorder is not None:

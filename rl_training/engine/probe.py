@@ -20,13 +20,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from rl_training.engine.context import StepContext
 from rl_training.errors import UserError
-from rl_training.options import check_whole
+from rl_training.options import check_whole, refuse_other_arguments
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropySettings
@@ -77,6 +77,11 @@ class Probe(ABC):
     offload: bool = False
     rows_dtype: torch.dtype | None = None
     entropy: EntropySettings | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse an option that the probe does not have, with the closest one that it has."""
+        refuse_other_arguments(cls.__init__, cls.__name__, kwargs)
+        return super().__new__(cls)
 
     def __init__(self, every: int = 1) -> None:
         check_whole(f"{self.name}: every", every, 1, " (measure each `every`-th step)")

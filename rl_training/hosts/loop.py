@@ -28,6 +28,7 @@ from rl_training.hosts.loop_claim import LoopClaim
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.hosts.loop_progress import LoopProgress, Phase
 from rl_training.hosts.recorded_settings import settings_of_loop
+from rl_training.options import named_arguments
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
@@ -45,6 +46,7 @@ DR_GRPO_FIX = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone
 LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measured.skip_step() if that is intended"
 
 
+@named_arguments
 def measured_loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

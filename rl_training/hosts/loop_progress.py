@@ -53,6 +53,12 @@ class LoopProgress:
         if number < 1:
             raise UserError(f"step {number}: number the optimizer steps from 1")
         last = self.last_step_number
+        failed = self.open_step_number if self.open_step_number > (last or 0) else 0
+        if failed and number == failed + 1:
+            raise UserError(
+                f"step {failed} failed before it ended, and the weights are as before it: begin step({failed}) again, "
+                "with this batch or another, before any later one"
+            )
         if last is not None and number != last + 1:
             raise UserError(f"step {number} follows step {last}: number the optimizer steps consecutively")
         rollout = number if rollout_number is None else rollout_number

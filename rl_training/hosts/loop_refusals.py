@@ -15,7 +15,7 @@ from rl_training.engine.loop_spec import StepShape
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
-from rl_training.options import check_num_folds
+from rl_training.options import check_num_folds, did_you_mean
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
@@ -76,7 +76,7 @@ def as_probes(given: Any) -> tuple[Probe, ...]:
 def _as_probe(given: Any) -> Probe:
     if isinstance(given, str):
         if given not in BUILT_IN:
-            raise UserError(f"{given!r} names no probe: there are {', '.join(BUILT_IN)}")
+            raise UserError(f"{given!r} names no probe: there are {', '.join(BUILT_IN)}{_meant(given)}")
         return BUILT_IN[given]()
     if not isinstance(given, Probe):
         raise UserError(
@@ -85,6 +85,14 @@ def _as_probe(given: Any) -> Probe:
         )
     check_num_folds(given.name, given.num_folds)
     return given
+
+
+def _meant(name: str) -> str:
+    """Return a hint at what a name that is no probe's was meant to be."""
+    names = [part.strip() for part in name.split(",")]
+    if len(names) > 1 and set(names) <= BUILT_IN.keys():
+        return f"; several are a list, {names}"
+    return did_you_mean(name, BUILT_IN.keys())
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ FORMULAS = (ADAMW, ADAM, SGD, LION)
 NO_FORMULA = Limit(
     "no_formula",
     "the step of {optimizer} has no formula here, only those of {supported} do",
-    fix="probe=measured measures its effect",
+    fix="the probe named measured still measures its effect",
 )
 
 

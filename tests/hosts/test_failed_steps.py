@@ -194,6 +194,35 @@ def test_the_step_after_a_failed_one_does_not_use_the_predicted_update_of_that()
     assert abs(training.answers[-1]["measured/delta_h"].value) < 1e-5  # no step was made, so 0 up to rounding
 
 
+def test_a_later_step_after_a_caught_error_is_refused_in_one_line_and_the_failed_one_may_be_repeated() -> None:
+    for before in (0, 1):
+        training = Training()
+        with training.loop:
+            training.steps(1, before)
+            training.place = "backward"
+            with pytest.raises(Failed):
+                training.step(before + 1)
+            training.place = ""
+            with pytest.raises(
+                ValueError, match=rf"step {before + 1} failed before it ended.*begin step\({before + 1}\)"
+            ):
+                training.step(before + 2)
+            training.steps(before + 1, before + 2)
+
+
+def test_parameters_that_are_frozen_between_microbatches_are_named_in_one_line() -> None:
+    training = Training()
+    first = next(training.model.parameters())
+    with training.loop, contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ValueError, match=r"embed_tokens\.weight is not trained now"))
+        stack.enter_context(training.loop.step(1))
+        for part in microbatches(1)[:COUNT]:
+            logps, entropies = scores_of(training.model, part)
+            training.loop.microbatch(part, logps, entropies.detach())
+            loss_of(logps, part, COUNT).backward()
+            first.requires_grad_(False)
+
+
 def test_a_failed_bounded_step_restores_the_learning_rate_of_the_schedule() -> None:
     training = Training()
     training.loop = training.new_loop(target_kl_share=1e-6)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rl_training.errors import UserError
+from rl_training.options import named_arguments
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rl_training.records.jsonl import Records
 
 
+@named_arguments
 def attach(
     trainer: GRPOTrainer,
     folder: str | Path | Records | None = None,
@@ -93,6 +95,10 @@ def attach(
     from rl_training.hosts.trl.options import Options
     from rl_training.records.jsonl import Records
 
+    if isinstance(folder, GRPOTrainer):
+        raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
+    if not hasattr(trainer, "train"):
+        raise UserError(f"attach({trainer!r:.60}) is given no trainer: attach(trainer, FOLDER), with a trl.GRPOTrainer")
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(wrong_trainer_message(trainer))
     if not isinstance(folder, str | Path | Records | None):

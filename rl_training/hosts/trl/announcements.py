@@ -14,7 +14,13 @@ from trl import GRPOTrainer
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.versions import TESTED
 from rl_training.parallel.ranks import all_ranks
+from rl_training.records.folder import checkpoints_in, step_of
 from rl_training.version import VERSION
+
+NOTHING_TRAINED = (
+    "nothing was trained inside of this `with attach(...)`, so nothing was measured or written: call trainer.train() "
+    "inside of it"
+)
 
 
 def hide_progress_bar() -> AbstractContextManager[None]:
@@ -44,6 +50,15 @@ def _versions() -> str:
         return f"{shown} (as tested)"
     tested = ", ".join(f"{name} {TESTED[name]}" for name in others)
     return f"{shown} (tested with {tested})"
+
+
+def how_to_resume(trainer: GRPOTrainer) -> str:
+    """Return what continues a training that ended early from its newest checkpoint, after "; ". "" without one."""
+    folder, taken = Path(trainer.args.output_dir or "."), trainer.state.global_step
+    saved = [path for path in checkpoints_in(folder) if 0 < step_of(path) <= taken]
+    if not saved or 0 < trainer.state.max_steps <= taken:
+        return ""
+    return f"; to continue from step {step_of(saved[-1])}: trainer.train(resume_from_checkpoint={str(saved[-1])!r})"
 
 
 def how_it_ended(trainer: GRPOTrainer, end: BaseException | str | None) -> str:

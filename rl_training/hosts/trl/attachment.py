@@ -7,7 +7,6 @@ import dataclasses
 import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -20,8 +19,7 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl import batches, compatibility
-from rl_training.hosts.trl.announcements import hide_progress_bar, how_it_ended, opening_line
+from rl_training.hosts.trl import announcements, batches, compatibility
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
@@ -85,7 +83,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             is_recorded=lambda step: self._records is not None and self._records.wants_rollouts_of(step),
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
-        self._trained = self._has_report = False
+        self._trained = self._has_report = self._has_begun = False
         self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
@@ -164,22 +162,22 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._ends_with_training = False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None and not self._has_begun and all_ranks().number == 0:
+            logger.warning(announcements.NOTHING_TRAINED)
         self._end(error)
         if self.run is None:
             self._writer.note_interrupt(error)
 
     def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of an earlier training in the same `with` block
-        self._failed = ""
+        self._failed, self._has_begun = "", True
         self._guard.begin()
         try:
             with self._records_claim or contextlib.nullcontext():
                 output = original(*args, **kwargs)
         except BaseException as error:
-            self._failed = how_it_ended(self._trainer, error)
+            self._failed = announcements.how_it_ended(self._trainer, error)
             if self._ends_with_training:
                 self._end(error)
             raise
@@ -197,14 +195,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if self.run is None or not self.run.has_begun:
             return
         try:
-            line = self.run.end(self._outcome(self._failed or how_it_ended(self._trainer, error)))
+            line = self.run.end(self._outcome(self._failed or announcements.how_it_ended(self._trainer, error)))
         finally:
             self._termination.release()
         self._has_report = True
         if line:
+            line += announcements.how_to_resume(self._trainer) if self._failed else ""
             logger.warning(line)
             if error is not None:
-                error.add_note(line)  # shown below the traceback
+                error.add_note(line)  # shown last, below the traceback
 
     def _outcome(self, how: str) -> str:
         return f"{how}; {self._guard.reason}" if self._guard.reason else how
@@ -213,7 +212,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Write the report now, because SIGTERM arrived. Nothing is removed: training may go on."""
         assert self.run is not None
         self._log.flush()
-        how = self._outcome(how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+        how = self._outcome(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
         logger.warning(self.run.closing_line(how))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -229,7 +228,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             "interventions": [intervention.name for intervention in self._loss.interventions],
             "target_kl_share": self._bound and self._bound.share_of_entropy,
         }
-        with hide_progress_bar():
+        with announcements.hide_progress_bar():
             self._begin_run(resumed)
             settings: dict[str, Any] = {}
             with self._guard.watching(refuses=True):
@@ -259,15 +258,14 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _write_config(self, settings: Mapping[str, Any]) -> None:
         if self.run is not None and all_ranks().number == 0:
-            about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
-            self.run.write_config({**settings, **about})
+            self.run.write_config({**settings, "probes": settings_of_probes(self.probes), "provenance": provenance()})
 
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Start the driver. Only now are parameters and optimizer final: some launches shard them in `train()`."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         self._rollouts.mark_leftover_rollout()
         loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_cli=self.is_cli)
-        loop = dataclasses.replace(loop, opening=opening_line(self.probes, self._output_folder))
+        loop = dataclasses.replace(loop, opening=announcements.opening_line(self.probes, self._output_folder))
         self.driver.start(loop, None if resumed is None else resumed.states)
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._steps.on_engine_step, self._undo_engine)

@@ -20,8 +20,9 @@ from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.values import check_allowed, check_kinds, did_you_mean, quote_override
+from rl_training.job.configuration.values import check_allowed, check_kinds, quote_override
 from rl_training.offline.settings import Settings
+from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
 
 PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name")

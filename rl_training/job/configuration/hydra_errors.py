@@ -13,7 +13,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from rl_training.job.configuration.checks import choose_probes
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
-from rl_training.job.configuration.values import did_you_mean, quote_override
+from rl_training.job.configuration.values import quote_override
+from rl_training.options import did_you_mean
 
 
 def explain(error: Exception) -> str:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.values import did_you_mean
+from rl_training.options import did_you_mean
 
 # Groups whose option can be changed, with their key in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",

@@ -5,11 +5,10 @@ Each error is one line that names key, value and fix.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import ListConfig
@@ -88,14 +87,3 @@ def quote_value(value: str) -> str:
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # escape quotes and the backslashes before them
     value = re.sub(r"(\\+)$", r"\1\1", value)  # escape backslashes before the closing quote
     return f'"{value}"'
-
-
-def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
-    """Return a "did you mean" hint for the option closest to `name`, or "" if none is close.
-
-    Args:
-        options: Names of the options, or a mapping from each name to the text that the hint shows for it.
-    """
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    hints = options if isinstance(options, Mapping) else {}
-    return f"; did you mean {hints.get(close[0], close[0])}?" if close else ""

@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
-from rl_training.job.configuration.values import check_kind, did_you_mean
+from rl_training.job.configuration.values import check_kind
+from rl_training.options import did_you_mean
 
 logger = logging.get_logger(__name__)
 

@@ -37,7 +37,6 @@ from rl_training.hosts.trl.versions import generation_calls_code, has_images, to
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.values import did_you_mean
 from rl_training.job.run.evaluated_checkpoints import checkpoints_by_step
 from rl_training.job.run.evaluation import OUTPUT_HINT, Evaluation
 from rl_training.job.run.evaluation_plan import (
@@ -48,6 +47,7 @@ from rl_training.job.run.evaluation_plan import (
     refuse_names_of_built_in,
 )
 from rl_training.offline.checkpoint_files import refuse_other_weights
+from rl_training.options import did_you_mean
 from rl_training.records.checkpoints import find_weights_flaw
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.links import refuse_links_out

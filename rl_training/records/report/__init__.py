@@ -4,7 +4,7 @@
     verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
     opening.py        the first lines, from these; hindrance.py: why there are no predictions
     standing_out/     rules that each detect one fault
-    findings.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
+    findings.py, own_probes.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
     charts.py, figures.py, labels.py, writing.py                                     drawing and wording
     page.py (with environment.py's templates), summary.py                            the page, and the terminal
 
@@ -30,6 +30,7 @@ from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import Opening, opening
+from rl_training.records.report.own_probes import own_metrics
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
@@ -60,7 +61,7 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     return write_page(
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
-        sampler=sampler_and_trainer(run), findings=findings,
+        sampler=sampler_and_trainer(run), findings=findings, own_metrics=own_metrics,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
+from rl_training.records.report.own_probes import is_own
 from rl_training.records.report.series import Run, finite, last_of, to_rows
 from rl_training.records.report.writing import milli, on_one_line
 from rl_training.statistics.estimate import Estimate
@@ -152,7 +153,8 @@ def gaps(run: Run) -> list[Any]:
     """
     measured = run.table[run.table["source"] == PROBES_FILE]
     is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # otherwise the reason is only a remark
-    rows = measured[is_nan & (measured["reason"] != "")]
+    has_value_alone = is_own(measured) & measured["value"].notna()  # own_probes.py shows it
+    rows = measured[is_nan & (measured["reason"] != "") & ~has_value_alone]
     rows = rows.assign(what=rows["value"].isna().map({True: "value", False: "error bar"}))
     order = measured["name"].unique().tolist().index  # order of first appearance
     listed = rows.groupby(["reason", "what"], sort=False).agg(

@@ -31,7 +31,7 @@ NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
 # recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
 NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps"]
-COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason"]
+COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "probe"]
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,11 @@ def missing_notes(quantities: Mapping[str, pd.DataFrame], values: bool = True, b
         ends.setdefault(ending_reason(rows), []).append(label)
     lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
     finite_rows = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
-    without = finite_rows[finite_rows["stderr"].isna() & (finite_rows["reason"] != "")]
+    has_bar = finite_rows[finite_rows["stderr"].notna()]
+    first_bars = {label: rows.index.min() for label, rows in has_bar.groupby("label")}
+    # The steps before the first error bar, of which there are none without any.
+    is_warm_up = finite_rows.index < finite_rows["label"].map(first_bars).astype(float)
+    without = finite_rows[finite_rows["stderr"].isna() & (finite_rows["reason"] != "") & ~is_warm_up]
     for reason, rows in without.groupby("reason", sort=False) if bands else ():
         span = f"steps {rows.index.min()}–{rows.index.max()}"
         lines.append(f"error bars of {', '.join(rows['label'].unique())}, {span} – {reason}")

@@ -146,6 +146,24 @@ def test_a_users_error_in_the_block_is_raised_unchanged_after_the_report_is_writ
     assert METHODS.keys().isdisjoint(vars(trainer))  # no method is still wrapped
 
 
+def test_the_last_line_after_ctrl_c_says_how_to_resume(make_trainer, tmp_path: Path, caplog) -> None:
+    """It is the exception's note, which Python shows below the traceback."""
+    saving = PLAIN | {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(**saving)
+    trainer.add_callback(Raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt) as ended, attach(trainer, tmp_path / "run", "ess"):
+        trainer.train()
+    (note,) = ended.value.__notes__
+    checkpoint = str(Path(trainer.args.output_dir) / "checkpoint-1")
+    call = f"trainer.train(resume_from_checkpoint={checkpoint!r})"
+    assert note.endswith(f"report.html; to continue from step 1: {call}")
+    again = make_trainer(**saving)
+    with attach(again, tmp_path / "run", "ess") as attached:
+        eval(call, {"trainer": again})
+    assert [row["step"] for row in read_metrics(attached.folder / "logs")] == [1, 2]
+    assert "to continue" not in caplog.messages[-1]  # it has finished
+
+
 class Terminating(TrainerCallback):
     """Sends the process SIGTERM after the first step."""
 

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from trainers import FEW, trainer_maker
 from trl import GRPOTrainer
 
-from rl_training import Records, SimpleEntropyProbe, attach, print_summary, write_report
+from rl_training import Records, SimpleEntropyProbe, attach, measured_loop, print_summary, write_report
 from rl_training.probes import BUILT_IN
+from rl_training.records import metrics
 from rl_training.records.jsonl import read_estimates
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
@@ -67,6 +68,47 @@ def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_tra
     trainer.add_callback(SimpleEntropyProbe)
     with pytest.raises(ValueError, match=place):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda trainer: attach(trainer, "run", "simpel"), "did you mean simple?"),
+        (lambda trainer: attach(trainer, "run", "simple,ess"), "several are a list, ['simple', 'ess']"),
+        (lambda trainer: attach(trainer, "run", target_kl=2e-3), "attach(target_kl=...): there is no such argument; did"),
+        (lambda trainer: attach(trainer, "run", target_kl=2e-3), "did you mean target_kl_share?"),
+        (lambda trainer: attach("run", trainer), "the trainer comes first, then the folder: attach(trainer, 'run')"),
+        (lambda trainer: attach("run"), "attach('run') is given no trainer: attach(trainer, FOLDER)"),
+        (lambda trainer: SimpleEntropyProbe(evry=5), "SimpleEntropyProbe(evry=...): there is no such argument; did you"),
+        (lambda trainer: measured_loop(None, None, "ess", response_per_prompt=4), "did you mean responses_per_prompt?"),
+    ],
+)  # fmt: skip
+def test_a_mistaken_name_is_answered_with_the_one_that_was_meant(make_trainer, call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        call(make_trainer(**PLAIN))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_block_in_which_nothing_is_trained_says_so(make_trainer, tmp_path: Path, caplog) -> None:
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    with attach(trainer, tmp_path / "run", "ess"):
+        trainer.train()
+    assert "nothing was trained" not in caplog.text
+    with attach(make_trainer(**PLAIN), tmp_path / "run", "ess"):
+        pass
+    assert caplog.messages[-1].startswith("nothing was trained inside of this `with attach(...)`")
+    assert not (tmp_path / "run-2").exists()
+
+
+def test_a_folder_that_holds_several_runs_is_named_with_them(tmp_path: Path) -> None:
+    for number in range(7):
+        Records(tmp_path / f"run_{number}" / "logs").write_metrics(1, {"reward": 0.5})
+    listed = ", ".join(str(tmp_path / f"run_{number}") for number in range(5))
+    for read in (metrics, write_report):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{tmp_path} holds runs, give one of them: {listed} and 2 more")
+        ):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

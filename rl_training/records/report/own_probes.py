@@ -1,0 +1,40 @@
+"""What probes of one's own measured: the page has no chart for them, so their metrics are a table."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from rl_training.records.jsonl import PROBES_FILE
+from rl_training.records.report.series import Run, last_of
+from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
+
+# Names of probes whose metrics the page shows elsewhere, and of the parts of the engine that measure.
+SHOWN = {"simple", "interventions", "measured", "token_classes", "ground_truth", "gns", "sampler", "ess", "covariance",
+         "engine", "bound"}  # fmt: skip
+
+
+def is_own(table: pd.DataFrame) -> pd.Series[bool]:
+    """Return which rows of a run's table are estimates of probes of one's own."""
+    return (table["source"] == PROBES_FILE) & table["probe"].notna() & ~table["probe"].isin(SHOWN)
+
+
+def own_metrics(run: Run) -> list[list[str]]:
+    """Return the table of metrics of probes of one's own: metric, last value, its step, note; [] if there are none.
+
+    A value without an error bar is a value: the note says that it has none, and why if that is recorded.
+    """
+    rows = []
+    for name in run.table[is_own(run.table)]["name"].unique():
+        by_step = run.rows(name)
+        values = by_step[by_step["value"].notna()]
+        latest = last_of(values if len(values) else by_step)
+        if latest is None:
+            continue
+        note = latest.reason
+        if not math.isnan(latest.value) and not latest.half_width() > 0:
+            note = note or "without an error bar"
+        at = str(values.index.max()) if len(values) else MISSING
+        rows.append([name, format_estimate(latest), at, on_one_line(note)])
+    return [["metric", "last value", "step", "note"], *rows] if rows else []
