@@ -51,7 +51,7 @@ def writing(folder: Path) -> Iterator[None]:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         raise UserError(
             f"the checkpoint {folder} could not be written ({' '.join(str(error).split())}; {free / 1e6:,.1f} MB are "
-            "free there): make room, then go on with resume=latest"
+            "free there): make room, then resume from the checkpoint before it"
         ) from error
 
 

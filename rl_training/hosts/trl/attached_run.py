@@ -29,6 +29,8 @@ class AttachedRun(RunFolder):
         requested: The folder as the user gave it.
     """
 
+    make_room = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
+
     def __init__(self, requested: str | Path) -> None:
         self.requested = Path(requested).expanduser()
         if not self.requested.name:  # "." has no name to append a number to

@@ -33,8 +33,8 @@ def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = M
     """
     scratches: dict[Path, Path] = {}
     path = next(iter(files))
-    with ExitStack() as open_files:
-        try:
+    try:
+        with ExitStack() as open_files:
             for path, content in files.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(path.parent)
@@ -45,13 +45,13 @@ def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = M
                 os.fsync(file.fileno())
             for path, scratch in scratches.items():
                 scratch.replace(path)
-        except BaseException as error:
-            for scratch in scratches.values():
-                with suppress(OSError):
-                    scratch.unlink()
-            if isinstance(error, OSError):
-                raise cannot_write(path, error, fix) from error
-            raise  # from the iterable of parts
+    except BaseException as error:
+        for scratch in scratches.values():
+            with suppress(OSError):
+                scratch.unlink()
+        if isinstance(error, OSError):
+            raise cannot_write(path, error, fix) from error
+        raise  # from the iterable of parts
 
 
 def remove_leftovers(folder: Path) -> None:

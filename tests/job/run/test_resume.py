@@ -275,7 +275,7 @@ def test_the_config_records_the_command_of_the_latest_resume(run_dir, monkeypatc
 
 def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    fix = r"metrics\.jsonl cannot be written \(No space left on device\): make room, then go on with resume=latest$"
+    fix = r"metrics\.jsonl cannot be written \(No space left on device\): make room, then resume"
     with pytest.raises(UserError, match=fix):
         Records(tmp_path).write_metrics(1, {"loss": 0.5})
 
@@ -287,8 +287,8 @@ def test_a_disk_that_fills_up_within_a_line_corrupts_nothing(tmp_path: Path) -> 
     size = (tmp_path / PROBES_FILE).stat().st_size
     with files_of_at_most(size + 200), pytest.raises(UserError, match="make room"):
         records.write_estimates(2, 1, "probe", estimates)
-    assert (tmp_path / PROBES_FILE).stat().st_size == size + 200  # a line and a half
-    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2]
+    assert (tmp_path / PROBES_FILE).stat().st_size == size
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9
     again = Records(tmp_path)
     again.start(after_step=1)
     again.write_estimates(2, 1, "probe", estimates)
@@ -297,7 +297,7 @@ def test_a_disk_that_fills_up_within_a_line_corrupts_nothing(tmp_path: Path) -> 
 
 def test_a_full_disk_during_a_checkpoint_is_reported_and_the_previous_one_resumes(run_dir: Path) -> None:
     """It fills up in the weights, of 420 kB, or in the optimizer's state, which is twice as large."""
-    way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then go on with resume=latest"
+    way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then resume"
     for size in (50_000, 600_000):
         run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")
         with files_of_at_most(size), pytest.raises(UserError, match=way_out):
