@@ -39,6 +39,7 @@ class StepContext:
     step: StepData
     passes: Passes
     prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
+    gradient_remark: str = ""  # after the step: how the optimizer's gradient differs from the measured one
 
     @property
     def policy(self) -> Policy:

@@ -197,6 +197,7 @@ class StepDriver:
             if self._predictions is not None:
                 prediction = self._predictions.predict(data, self._passes, step.probes)
             step.context = ctx = StepContext(data, self._passes, prediction)
+            step.watch_gradient(data, self._loop.shard)
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 step.readings[probe.name] = self._states.measure(probe, ctx)
@@ -211,9 +212,11 @@ class StepDriver:
         return build_step(step, joined, limits, loop, passes, self._fold_recorder, self._checks)
 
     def about_to_step(self) -> None:
-        """Read the weights right before the optimizer's step, if the loop knows that moment."""
-        if self._predictions is not None and self.open_step is not None and self.open_step.context is not None:
-            self._predictions.about_to_step()
+        """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
+        if self.open_step is not None and self.open_step.context is not None:
+            self.open_step.read_gradient()
+            if self._predictions is not None:
+                self._predictions.about_to_step()
 
     def stepped(self, was_taken: bool = True) -> None:
         """Run the probes just after the optimizer's step. Collective if the step is measured.
@@ -228,11 +231,12 @@ class StepDriver:
         if self._predictions is not None:
             with self.measuring():
                 self._predictions.stepped(step.number)
+        context = step.context_after_step(self._loop.ranks)
         with self._isolated():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
-                    step.readings[probe.name] = self._states.after_step(probe, step.context, reading)
+                    step.readings[probe.name] = self._states.after_step(probe, context, reading)
             with self.measuring():  # if verification fails, states that came with predictions are dropped
                 limit = None
                 if self._predictions is not None:

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
+from rl_training.engine.gradient_witness import GradientWitness
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, Reading
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import LossSettings
+from rl_training.step.data import StepData
 from rl_training.step.limits import (
     HOOKED,
     LIMITS_ELSEWHERE,
@@ -79,6 +82,7 @@ class StepRecorder:
     loss_settings: LossSettings | None = None  # of the latest microbatch
     is_ready: bool = False  # all gradients are complete
     context: StepContext | None = None  # set once it is ready, if it is measured
+    witness: GradientWitness | None = None  # set with the context, if probes measure the gradient's norms
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
     # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
     verification: Mapping[str, Estimate] = field(default_factory=dict)
@@ -112,6 +116,22 @@ class StepRecorder:
             scores.logps.register_hook(functools.partial(keep, "logps"))
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
+
+    def watch_gradient(self, data: StepData, shard: Shard) -> None:
+        """Keep what tells whether the optimizer gets the measured gradient, if probes measure its norms."""
+        if data.gradients.sq_norms is not None and shard.keeps_gradients:
+            self.witness = GradientWitness(data, shard)
+
+    def read_gradient(self) -> None:
+        """Read the gradient that the optimizer gets, right before it steps."""
+        if self.witness is not None:
+            self.witness.about_to_step()
+
+    def context_after_step(self, ranks: Ranks) -> StepContext:
+        """Return the context with what is known about the gradient once the optimizer has stepped. Collective."""
+        assert self.context is not None
+        remark = "" if self.witness is None else self.witness.remark(ranks)
+        return dataclasses.replace(self.context, gradient_remark=remark)
 
     def limits(self, loop: LoopSpec, seen_prompts: set[int], mismatch: Limit | None) -> Limits:
         """Return the limits of this step. Collective: what holds on one rank holds on all.

@@ -61,6 +61,7 @@ class Shard:
     """
 
     gathers_weights = False  # whether forward passes gather weights, so that all ranks must run equally many
+    keeps_gradients = True  # whether `gradients()` can still be read right before the optimizer's step
     layer_rounding = ""  # why forward passes compute with fewer bits than the weights have; "" if they do not
     readable_optimizers: Collection[str] | None = None  # full names of classes whose states can be read; None: all
 

@@ -19,7 +19,7 @@ Source: McCandlish et al. 2018, "An empirical model of large-batch training", ap
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -116,6 +116,14 @@ class GradientNoiseScaleProbe(Probe):
             moments[-1] = noise.split_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         history = state.add(moments, step.number, self.decay)
         return Reading(measured=self._estimates(ctx, history, int(blocks), batch_size, split_limit), state=history)
+
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
+        remark = ctx.gradient_remark
+        if not remark:
+            return reading
+        raw = {name: reading.measured[name] for name in RAW}
+        remarked = {name: replace(e, reason=remark) for name, e in raw.items() if math.isfinite(e.value)}
+        return replace(reading, measured={**reading.measured, **remarked})
 
     def _estimates(
         self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_limit: Limit | None

@@ -280,3 +280,24 @@ def test_a_step_that_fails_verification_has_no_backward_estimate_and_is_in_no_me
     assert right["delta_h/backward"].code == "not_the_formula"
     name = "intervention/lr:0.5/"
     assert right[f"{name}mean_delta_h"].value == pytest.approx(right[f"{name}delta_h"].value, rel=1e-9)
+
+
+def test_a_gradient_that_is_changed_after_it_was_measured_leaves_a_remark_on_its_noise() -> None:
+    """It is scaled back by hand, or gets noise, without clipping. An honest loop that clips has no remark."""
+    changes = {
+        "multiplied by 0.001": (each_gradient(lambda g: 1e-3 * g), None),
+        "was changed by": (each_gradient(lambda g: g + 0.5 * g.std() * torch.randn_like(g)), None),
+        "": (no_action, CLIP),
+    }
+    for words, (change, clip) in changes.items():
+        model = model_of(OPTIONS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        measured = measured_loop(
+            model, optimizer, [GradientNoiseScaleProbe()], responses_per_prompt=G, microbatch_size=SIZE,
+            microbatches=COUNT, max_grad_norm=clip,
+        )  # fmt: skip
+        answer = train(model, optimizer, measured, 1, size=SIZE, count=COUNT, clip=clip, before_optimizer=change)[0]
+        for name in ("gns/trace_step", "gns/grad_sq_norm_step"):
+            assert math.isfinite(answer[name].value)
+            assert words in answer[name].reason, (words, answer[name].reason)
+            assert ("measured before" in answer[name].reason) == bool(words)

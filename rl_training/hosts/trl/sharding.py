@@ -61,6 +61,7 @@ class Zero(Shard):
         UserError: For an engine whose optimizer is of another kind.
     """
 
+    keeps_gradients = False
     KIND = "DeepSpeedZeroOptimizer"  # class of the engine's optimizer that is read here
     FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # this rank's flat weights; moments have the same layout
     readable_optimizers = (ADAMW.optimizer, ADAM.optimizer)  # others have not been tried
