@@ -94,7 +94,7 @@ def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
         held += int(interval_covers(error, predicted.stderr, predicted.num_samples, measured.stderr))
     means = [sum(pair[side].value for pair in sums) / len(sums) for side in (0, 1)]
     stderr = math.hypot(*(math.hypot(pair.prediction.stderr, pair.truth.stderr) for pair in sums)) / len(sums)
-    ratio = f"{means[0] / means[1]:.3f} ± {abs(stderr / means[1]):.3f}"
+    ratio = f"{means[0] / means[1]:.3f} ± {1.96 * abs(stderr / means[1]):.3f}"
     return f"| {condition} | {len(runs)} | {means[0]:+.4f} | {means[1]:+.4f} | {ratio} | {held} of {len(runs)} |"
 
 
@@ -123,7 +123,7 @@ def _cell(value: float) -> str:
 
 
 def _with_error(estimate: Estimate) -> str:
-    return _cell(estimate.value) + ("" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2f}")
+    return _cell(estimate.value) + ("" if math.isnan(estimate.stderr) else f" ± {1.96 * estimate.stderr:.2f}")
 
 
 def print_report(runs: dict[str, list[Run]], steps: int) -> None:

@@ -321,3 +321,29 @@ def test_training_with_probes_is_bitwise_attach_without_probes(tmp_path: Path) -
     assert weights["probes"].equal(weights["none"])
     assert not weights["alone"].equal(weights["none"])
     assert float((weights["alone"] - weights["none"]).norm() / weights["alone"].norm()) < 1e-6
+
+
+def tables_with_half_widths(page: Path) -> list[str]:
+    """Return each table that has ±, with what says how to read it: the page's opening and the table's own section."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    headings = [number for number, line in enumerate(lines) if line.startswith("#")]
+    opening = "\n".join(lines[: headings[1] if len(headings) > 1 else len(lines)])
+    found, start = [], None
+    for number, line in enumerate([*lines, ""]):
+        if line.startswith("|") and start is None:
+            start = number
+        elif not line.startswith("|") and start is not None:
+            table = "\n".join(lines[start:number])
+            section = max((heading for heading in headings if heading < start), default=0)
+            if "±" in table:
+                found.append("\n".join([opening, *lines[section:start], table]))
+            start = None
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.rglob("*.md")), DOCS.parent / "README.md", DOCS.parent / "benchmarks" / "README.md"], ids=str
+)
+def test_every_table_with_half_widths_says_that_they_are_of_95_percent_intervals(page: Path) -> None:
+    for table in tables_with_half_widths(page):
+        assert re.search(r"(±|half)[^|]{0,40}95 %|95 % (intervals?|everywhere)|± (is\n)?95 %", table), table[-300:]
