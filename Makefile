@@ -120,7 +120,7 @@ COMPAT ?= .venv-compat
 TRLS ?= 1.0.0 1.6.0 1.8.0 1.13.0 1.14.2 newest
 WHOLE := 1.0.0 1.13.0 # with all tests of TRL's trainer; the others with a selection
 LIBRARIES := trl transformers peft accelerate
-SELECTED := $(addprefix tests/hosts/trl/test_,versions.py compatibility.py attach.py bitwise.py trl_features.py launched.py) \
+SELECTED := $(addprefix tests/hosts/trl/test_,versions.py compatibility.py attach.py bitwise.py trl_features.py launcher.py) \
   tests/interventions/test_training_with_interventions.py tests/engine/test_other_losses.py \
   tests/gradients/test_gradients.py tests/optim/test_updates.py tests/entropy/test_bias.py
 $(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml

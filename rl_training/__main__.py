@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("rl_training.job.commands", "train", "train with GRPO and probes"),
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
     "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
+    "attach": ("rl_training.hosts.trl.launcher", "main", "run your own script with probes on its trl.GRPOTrainer"),
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
     "kernel": ("rl_training.offline.kernel.command", "main", "print and redraw the kernels of an analysis"),
     "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
@@ -57,7 +58,12 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         sys.argv = sys.argv[1:]  # the command reads its own arguments
-        command(name)
+        if name == "attach":  # errors and the working folder are the script's
+            from rl_training.hosts.trl import launcher
+
+            launcher.main()
+        else:
+            command(name)
     elif name in ("-h", "--help"):
         print(_help())
     elif name == "--version":

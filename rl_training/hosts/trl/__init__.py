@@ -11,6 +11,7 @@ Read in this order:
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
     attached_run.py, recorded_settings.py                    the folder of a run, and the settings written to it
+    launcher.py      runs a script whose trainers are attached: python -m rl_training.attach
     guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
     trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py, trained_loss.py and reward_functions.py
 """

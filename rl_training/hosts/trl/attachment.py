@@ -139,7 +139,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
-        return {"train": self._on_train, **self._steps.wrappers(), **self._checkpoints.wrappers()}
+        return {"train": self.on_train, **self._steps.wrappers(), **self._checkpoints.wrappers()}
 
     @property
     def loss_settings(self) -> LossSettings:
@@ -169,7 +169,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if self.run is None:
             self._writer.note_interrupt(error)
 
-    def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of an earlier training in the same `with` block
         self._failed, self._has_begun = "", True
         self._guard.begin()

@@ -1,0 +1,230 @@
+"""Run a script or module in which every GRPOTrainer that trains is attached, without a line in it.
+
+    accelerate launch -m rl_training.attach --folder runs/my_run SCRIPT.py ARGUMENTS
+    accelerate launch -m rl_training.attach -m trl.scripts.grpo ARGUMENTS
+
+The script runs as if Python had been started with it: its arguments, `__main__`, folder in Python's path, exit code,
+signals and tracebacks. Nothing is imported before the script does so, since it may set variables that libraries read
+when they are imported: transformers' `Trainer.train` is replaced once the script has imported TRL's trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import functools
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from rl_training.errors import UserError
+
+TRAINER_MODULE = "trl.trainer.grpo_trainer"
+NOTHING = (
+    "rl-training: no trl.GRPOTrainer was trained here, so nothing was measured. A loop of your own: measured_loop in "
+    "rl_training"
+)
+BOOLEANS = {"true": True, "false": False}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with these arguments, or with those in sys.argv."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    name, *rest = options.module or options.script or [""]
+    if not name:
+        parser.error("which script? Give SCRIPT.py, or -m MODULE, with its arguments")
+    trainings = Trainings(parser, options, Path(name).stem if options.script else name.rpartition(".")[2])
+    after_import(TRAINER_MODULE, trainings.watch)
+    run = _run_module if options.module else _run_script
+    run(parser, name, rest)
+    if not trainings.count and os.environ.get("RANK", "0") == "0":
+        print(NOTHING, file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_training.attach",
+        usage="%(prog)s [OPTIONS] SCRIPT.py ARGUMENTS, or %(prog)s [OPTIONS] -m MODULE ARGUMENTS",
+        description="Run a script in which every trl.GRPOTrainer that trains is attached, as by attach(trainer, "
+        "FOLDER). With several processes: accelerate launch -m rl_training.attach ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", help="where records and report go; default: runs/ and the script's name")
+    parser.add_argument("--probes", default="simple,ess", help="names of probes, with commas; default: %(default)s")
+    parser.add_argument("--metrics", choices=["core", "all"], default="core", help="numbers for the trainer's log")
+    parser.add_argument("--target-kl-share", type=float, help="set each step's rate by its KL divergence, such as 2e-3")
+    parser.add_argument("--whole-prompts", choices=BOOLEANS, help="keep responses to a prompt in consecutive rows")
+    parser.add_argument("--strict", action="store_true", default=None, help="let an error in a probe end training")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    return parser
+
+
+class Trainings:
+    """Attaches probes to each training of the script.
+
+    Args:
+        parser: Reports mistakes in the options.
+        options: Its options.
+        name: The script's name, for the default folder.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+        self._parser = parser
+        self._folder = Path(options.folder or Path("runs") / name).expanduser().absolute()  # the script may leave it
+        self._probes = [probe for probe in options.probes.split(",") if probe]
+        self._options = {
+            "metrics": options.metrics,
+            "target_kl_share": options.target_kl_share,
+            "whole_prompts": BOOLEANS.get(options.whole_prompts),
+            "strict": options.strict,
+        }
+        self.count = 0
+
+    def watch(self, module: Any) -> None:
+        """Replace `train` of transformers' trainer, now that TRL's trainer has been imported."""
+        from transformers import Trainer
+
+        self._refuse_mistakes()
+        original = Trainer.train
+
+        @functools.wraps(original)
+        def train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            return self._train(module.GRPOTrainer, trainer, functools.partial(original, trainer), *args, **kwargs)
+
+        Trainer.train = train
+
+    def _refuse_mistakes(self) -> None:
+        """End the process if the options are wrong, while the script has done no more than import TRL."""
+        from rl_training.engine.kl_bound import KLBound
+        from rl_training.hosts.loop_refusals import as_probes
+
+        try:
+            as_probes(self._probes)
+            if self._options["target_kl_share"] is not None:
+                KLBound(self._options["target_kl_share"])
+        except UserError as error:
+            self._parser.error(str(error))
+
+    def _train(self, grpo: type, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from rl_training.hosts.trl import attach
+        from rl_training.hosts.trl.attachment import Attachment
+
+        callbacks = trainer.callback_handler.callbacks
+        is_attached = any(isinstance(callback, Attachment) for callback in callbacks)
+        is_grpo = any(base.__name__ == grpo.__name__ for base in type(trainer).__mro__)  # also a copy, which is refused
+        self.count += is_grpo
+        if is_attached or not is_grpo:
+            return original(*args, **kwargs)
+        attached = attach(trainer, self._folder, self._probes, **self._options)
+        try:
+            return attached.on_train(original, *args, **kwargs)
+        finally:
+            attached.remove()
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module as the other finders do, and calls a function when it has been imported."""
+
+    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(name: str, then: Callable[[Any], None]) -> None:
+    """Call a function with a module as soon as it has been imported, or now if it has been already."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+# --- as Python itself runs a script -----------------------------------------------------------------------------------
+
+
+def _run_script(parser: argparse.ArgumentParser, path: str, arguments: Sequence[str]) -> None:
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        parser.error(f"the script {path} cannot be read: {error.strerror}")
+    _run(lambda: compile(source, path, "exec"), Path(path).resolve().parent, [path, *arguments], {"__file__": path})
+
+
+def _run_module(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> None:
+    _set_script_folder(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        parser.error(f"the module {name} cannot be found: {error}")
+    if spec is None or spec.origin is None:
+        parser.error(f"the module {name} cannot be found or run")
+    loader: Any = spec.loader
+    attributes = {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent, "__loader__": loader}
+    _run(lambda: loader.get_code(spec.name), Path.cwd(), [spec.origin, *arguments], attributes)
+
+
+def _set_script_folder(folder: Path) -> None:
+    """Put a script's folder where Python puts it, unless it was told not to (python -P)."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(folder)
+
+
+def _run(
+    make_code: Callable[[], types.CodeType], folder: Path, arguments: list[str], attributes: dict[str, Any]
+) -> None:
+    """Run code as `__main__`.
+
+    Args:
+        make_code: Returns the code. A SyntaxError is shown like one of Python itself.
+        folder: Goes into Python's path.
+        arguments: sys.argv.
+        attributes: Of the module `__main__`.
+    """
+    _set_script_folder(folder)
+    sys.argv = arguments
+    module = types.ModuleType("__main__")
+    vars(module).update({"__builtins__": builtins, **attributes})
+    sys.modules["__main__"] = module
+    try:
+        exec(make_code(), vars(module))
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    except BaseException:
+        _hide_own_frames(module)
+        raise
+
+
+def _hide_own_frames(module: types.ModuleType) -> None:
+    """Let the traceback of the error that ends this process begin in the script, whatever shows it."""
+    show = sys.excepthook
+
+    def show_from_script(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_globals is not vars(module):
+            trace = trace.tb_next
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_from_script
