@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.report.interventions import Effect, effects_of, halving, keeping
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
-from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, Verdict
+from rl_training.records.report.verdict import ERUPTS, FALLEN, GONE, HELD_OUT, LOST, PART, UNKNOWN, Verdict
 
-# If entropy is lost, the settings of these lines, in this order, come before a change of the loss.
-FIRST = ("jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference")
-NOTHING_YET = "There is nothing to do yet."
+# Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
+CAUSES = (
+    "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "decay", "bonus", "noise", "reference",
+)  # fmt: skip
+NOTHING, NOTHING_YET = "There is nothing to do.", "There is nothing to do yet."
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
@@ -24,25 +27,69 @@ FIELDS: Mapping[str, tuple[str, str]] = {
 
 
 def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
-    """Return the sentence that says what to change, or that there is nothing to do."""
+    """Return the sentence that says what to change, or that there is nothing to do.
+
+    A line that explains the verdict comes first, then the verdict's own action, then any other line.
+    """
     by_name, set_up = {line.name: line for line in lines}, SetUp.of(run)
-    if "large_step" in by_name:
+    action = ACTIONS.get(verdict.kind)
+    if "large_step" in by_name and action is None:
         return f"To change: {set_up.bounded_step()}, since steps are too large."
-    if verdict.kind == LOST:
-        return _against_the_loss(run, by_name, set_up)
-    if verdict.kind == RISES and "bonus" in by_name:
-        return f"To change: {_setting(by_name['bonus'])}"
-    nothing = f"here is nothing to do{'' if verdict.kind in (SPENT, STEADY, RISES) else ' yet'}."
+    if action is not None:
+        cause = next((by_name[name] for name in CAUSES if name in by_name), None)
+        return action(run, verdict, set_up, cause)
     if not lines:
-        return f"T{nothing}"
-    is_setting = lines[0].setting.startswith(SETTING)
-    return f"About entropy t{nothing} {'To change because of what stands out: ' * is_setting}{_setting(lines[0])}"
+        return NOTHING_YET if verdict.kind == UNKNOWN else NOTHING
+    yet = " yet" * (verdict.kind == UNKNOWN)
+    return f"About entropy there is nothing to do{yet}. {_because(lines[0])}"
 
 
-def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> str:
-    for name in FIRST:
-        if name in by_name:
-            return f"To change first: {_setting(by_name[name])}"
+def _because(line: Line) -> str:
+    is_setting = line.setting.startswith(SETTING)
+    return f"{'To change because of what stands out: ' * is_setting}{_setting(line)}"
+
+
+def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise to return to a checkpoint before the fall; with the setting of what caused it, or with a bounded step."""
+    if cause is not None and not cause.setting.startswith(SETTING):
+        return f"To do first: {cause.setting}"
+    since = min(verdict.since, cause.since if cause else verdict.since)
+    what = _setting(cause) if cause else f"{set_up.bounded_step()}."
+    return f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on with {what}"
+
+
+def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:
+    """Return the last checkpoint before a step, in the words of the user's trainer."""
+    saved = [path for path in checkpoints_of(run.folder) if step_of(path) < step]
+    if saved and set_up.kind == JOB:
+        return f"branch={saved[-1]}"
+    if saved:
+        return f"{saved[-1].name}"
+    return f"a checkpoint before step {step}" if step > run.steps[0] else "the start"
+
+
+def _stop_the_hack(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise on a reward function that falls while another is earned."""
+    risen = [part.name for part in verdict.story.parts if part.rises]
+    earned = f"earn {' and '.join(risen)}" if risen else "earn the most"
+    return (
+        f"To change: read responses after step {verdict.since} that {earned}, and correct what pays for them or its "
+        f"weight ({set_up.reward_weights()}); go back to {_checkpoint_before(run, set_up, verdict.since)}."
+    )
+
+
+def _stop_overfitting(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise on training reward that held-out prompts do not earn."""
+    return (
+        f"To change: use {_checkpoint_before(run, set_up, verdict.since)}; train on more prompts, and read training "
+        f"responses after step {verdict.since}: do they earn their reward?"
+    )
+
+
+def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise on lost entropy: what caused it, or the cheapest intervention that keeps it."""
+    if cause:
+        return f"To change first: {_setting(cause)}"
     effects = effects_of(run)
     chosen = halving(effects) or keeping(effects)
     if chosen:
@@ -50,6 +97,16 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
     return f"To measure what would keep it: {set_up.probe('interventions')}."
+
+
+def _bound(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    return f"To change: {_setting(cause) if cause else f'{set_up.bounded_step()}, or a lower learning rate.'}"
+
+
+ACTIONS: Mapping[str, Callable[[Run, Verdict, SetUp, Line | None], str]] = {
+    FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
+    ERUPTS: _bound,
+}  # fmt: skip
 
 
 def as_a_change(line: Line) -> str:

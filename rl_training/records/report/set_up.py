@@ -92,6 +92,10 @@ class SetUp:
         whose = whose if self.kind == TRL else "measured_loop"
         return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"
 
+    def reward_weights(self) -> str:
+        """Return the text of the setting that weighs several reward functions."""
+        return self.line(reward_weights="[…]") if self.kind in (JOB, TRL) else "the weights of your rewards"
+
     def probe(self, name: str) -> str:
         """Return the text of a setting that adds a probe."""
         return f"probe=[simple,{name}]" if self.kind == JOB else f'probes=["simple", "{name}"]'

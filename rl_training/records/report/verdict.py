@@ -1,205 +1,242 @@
-"""Is entropy being spent on reward, or lost? The verdict that a report opens with, and the intervals that support it.
+"""The verdict that a report opens with: what reward and entropy have done, in one sentence.
 
-Entropy *falls* if the 95 % interval of its present rate (`entropy_now`) lies below 0. That rate covers the last half of
-the run, but at least 10 and at most 50 logged steps. Longer stretches, up to the last step, are fitted with lines
-(trends.py). Falling entropy is
-
-lost    if, over some stretch in which it falls, reward stands still: the interval of reward's slope is not above 0, and
-        its upper end allows a gain, in standard deviations of the rewards, below MIN_REWARD_GAIN times the share of
-        entropy lost
-spent   otherwise, if over some stretch in which it falls the interval of reward's slope lies above 0
+STATES is the whole of it: the first state that holds for a run's story (story.py) is its verdict. Falling reward comes
+first, whatever entropy does. advice.py has the action of each state, and docs/how_to/entropy_is_falling.md this table.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import pandas as pd
-
-from rl_training.records.report import findings
 from rl_training.records.report.series import Run
-from rl_training.records.report.trends import MIN_STEPS, line_through
-from rl_training.records.report.writing import MILLI, format_estimate
-from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.welch import is_significant
+from rl_training.records.report.story import BAND, Entropy, Reward, Story
+from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.report.writing import plus_minus
 
-SPENT, LOST, STEADY, RISES, UNKNOWN = "spent", "lost", "steady", "rises", "unknown"
-MIN_RECENT_STEPS, MAX_RECENT_STEPS = 10, 50  # least and largest number of logged steps that count as now
+FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
+SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
+ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
+MIN_LOSS = 0.1  # share of entropy that must be lost while reward stands
+LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
 MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
-STEADY_WITHIN = 0.5  # of the level: largest possible change now of a steady entropy
-NEGLIGIBLE_CHANGE = 0.02  # of the level: a smaller change is steady, even if it is significant
-MAX_STARTS = 60  # number of stretches that are tried
-MAX_HALF_DIFFERENCE = 0.3  # of forward: if half of forward − backward is larger, forward is not used
-HEADLINES = {
-    SPENT: "Entropy is being spent on reward",
-    LOST: "Entropy is being lost",
-    STEADY: "Entropy is steady",
-    RISES: "Entropy rises",
-    UNKNOWN: "Whether entropy is being spent on reward or lost cannot be told yet",
-}
+ERUPTION = 2.0  # times the first entropy
+STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
+
+
+@dataclass(frozen=True)
+class State:
+    """A row of the table: when it holds, and the sentence for it: a headline, and the evidence after it."""
+
+    kind: str
+    holds: Callable[[Story], bool]
+    headline: str
+    evidence: Callable[[Story], str]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a report says of entropy and reward.
+    """What a report says of reward and entropy.
 
     Args:
-        kind: SPENT, LOST, STEADY, RISES or UNKNOWN.
-        since: First step of the stretch that it is based on.
-        last: Last logged step.
-        entropy, reward: Their changes per step over that stretch.
-        source: What `entropy` is: a line, or a mean of measurements or of predictions.
-        why: Why nothing more can be said.
+        kind: The kind of the state that holds.
+        headline, evidence: Its sentence.
+        since: Step since which it holds; the first logged step if it has no beginning.
+        story: What it is based on.
     """
 
     kind: str
+    headline: str
+    evidence: str
     since: int
-    last: int
-    entropy: Estimate
-    reward: Estimate
-    source: str
-    why: str = ""
-
-    @property
-    def headline(self) -> str:
-        return HEADLINES[self.kind]
-
-    @property
-    def evidence(self) -> str:
-        """The rest of the sentence: since which step, and the intervals."""
-        rates = [
-            f"{what} by {format_estimate(rate, signed=True, times=MILLI)} thousandths{unit}"
-            for what, rate, unit in (("entropy", self.entropy, " of a nat"), ("reward", self.reward, ""))
-            if math.isfinite(rate.value)
-        ]
-        if not rates:
-            return f": {self.why}."
-        since = "" if self.kind == UNKNOWN else f" since step {self.since}"
-        over = f"by the {self.source}, steps {self.since}–{self.last}"
-        return f"{since}: a step changes {' and '.join(rates)} ({over}){f'. {self.why}' if self.why else ''}."
-
-
-def entropy_now(run: Run) -> tuple[Estimate, int, str]:
-    """Return entropy's present change per step, the first step that it covers, and its source.
-
-    Of the line through the levels, the mean measured change and the mean predicted change it is the one with the
-    narrowest interval; the value never decides. Predictions are left out if forward and backward differ too much,
-    because steps are then too large for them.
-    """
-    levels = run.token_entropy()
-    window = min(max(len(levels) // 2, MIN_RECENT_STEPS), MAX_RECENT_STEPS)
-    recent = levels.tail(window)
-    line = line_through(recent)
-    candidates = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
-    means = {"mean of what each step was measured to change": findings.measured_by_one_step(run, "measured/delta_h")}
-    if not predictions_disagree(run):
-        means["mean of the predictions"] = run.finite_rows("delta_h/forward")
-    for what, rows in means.items():
-        mean = findings.mean_of_rows(rows.tail(window))
-        if mean and math.isfinite(mean.stderr):
-            candidates.append((mean, int(rows.tail(window).index[0]), what))
-    if not candidates:
-        return Estimate.missing(f"fewer than {MIN_STEPS} steps are logged, and no probe has measured one"), 0, ""
-    return min(candidates, key=lambda pair: pair[0].half_width())
-
-
-def predictions_disagree(run: Run) -> bool:
-    """Return whether forward and backward of the same steps differ significantly and by more than is allowed."""
-    predictions = forward_and_backward(run)
-    if predictions is None:
-        return False
-    forward, half = predictions
-    return is_significant(half) and abs(half.value) > MAX_HALF_DIFFERENCE * abs(forward.value)
-
-
-def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
-    """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
-    forward, backward = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/backward")
-    backward = backward.set_index(backward["about_step"].astype(int)) if len(backward) else backward
-    steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
-    if steps.empty:
-        return None
-    ahead, behind = (findings.mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
-    assert ahead is not None
-    assert behind is not None
-    stderr = 0.5 * math.hypot(ahead.stderr, behind.stderr)
-    half = Estimate(0.5 * (ahead.value - behind.value), stderr, min(ahead.num_samples, behind.num_samples))
-    return ahead, half
-
-
-def is_falling(run: Run) -> bool:
-    """Return whether entropy now falls significantly. If its rate is unknown, the interventions' plain step decides."""
-    now = entropy_now(run)[0]
-    fall = now if math.isfinite(now.value) else run.last("intervention/plain_mean_delta_h")
-    return fall is not None and fall.bounds()[1] < 0
+    story: Story
 
 
 def judge(run: Run) -> Verdict:
-    """Return the verdict on entropy and reward up to the last logged step."""
-    rewards, levels = run.logged("reward"), run.token_entropy()
-    now, since, source = entropy_now(run)
-    reward_now = line_through(rewards[rewards.index >= since])
-    last = run.steps[-1]
-    by_now = (since, last, now, reward_now, source)
-    if math.isnan(now.value):
-        return Verdict(UNKNOWN, *by_now, why=now.reason)
-    is_enough = len(levels) >= MIN_STEPS
-    level = abs(float(levels.tail(MIN_RECENT_STEPS).mean())) if is_enough else 0.0
-    reach = max(map(abs, now.bounds())) * max(last - since, 1)
-    if is_enough and reach <= (NEGLIGIBLE_CHANGE if is_significant(now) else STEADY_WITHIN) * level:
-        return Verdict(STEADY, *by_now)
-    if not is_significant(now):
-        return Verdict(UNKNOWN, *by_now, why="The interval of entropy is still too wide")
-    if now.value > 0:
-        return Verdict(RISES, *by_now)
-    still = _still_since(rewards, levels, _spread(run))
-    if still:
-        first, entropy, reward = still
-        return Verdict(LOST, first, last, entropy, reward, "lines through the logged steps")
-    spent = _rising_since(rewards, levels)
-    if spent:
-        first, entropy, reward = spent
-        return Verdict(SPENT, first, last, entropy, reward, "lines through the logged steps")
-    return Verdict(UNKNOWN, *by_now, why="Entropy falls; whether reward rises is not known yet")
+    """Return the verdict on reward and entropy up to the last logged step."""
+    story = Story.of(run)
+    state = next(state for state in STATES if state.holds(story))
+    part = _fallen_part(story)
+    headline = state.headline.format(part=part.name if part else "")
+    return Verdict(state.kind, headline, state.evidence(story), _since(state.kind, story), story)
 
 
-Stretch = tuple[int, Estimate, Estimate]  # first step, and slopes of entropy and reward
+def _since(kind: str, story: Story) -> int:
+    reward, entropy = story.reward, story.entropy
+    if kind == FALLEN and reward:
+        return reward.since
+    fallen = {HELD_OUT: story.held_out, PART: story.parts}.get(kind, [])
+    if fallen:
+        return max(fallen, key=_relative_fall).since
+    if kind == GONE and entropy:
+        return entropy.since_below(ALMOST_NOTHING)
+    return reward.line.step(reward.stands_from) if kind == LOST and reward else story.first
 
 
-def _stretches(rewards: pd.Series[float], levels: pd.Series[float]) -> list[Stretch]:
-    """Return stretches that end at the last step, the longest first."""
-    steps = rewards.index.intersection(levels.index)
-    most = len(steps) - MIN_STEPS + 1
-    starts = np.unique(np.linspace(0, most - 1, max(min(most, MAX_STARTS), 0)).astype(int))
-    parts = [(int(steps[start]), steps[start:]) for start in starts]
-    return [(first, line_through(levels.loc[part]), line_through(rewards.loc[part])) for first, part in parts]
+# --- when a state holds -----------------------------------------------------------------------------------------------
 
 
-def _still_since(rewards: pd.Series[float], levels: pd.Series[float], spread: float) -> Stretch | None:
-    """Return the longest stretch in which entropy falls and reward stands still, or None."""
-    for first, entropy, reward in _stretches(rewards, levels):
-        part = levels[levels.index >= first]
-        long = float(part.index[-1] - first)
-        at_start = float(part.mean()) - 0.5 * long * entropy.value
-        lost = -entropy.value * long / at_start if at_start > 0 else math.nan
-        gained = max(reward.bounds()[1] * long, 0.0)  # upper bound
-        if entropy.bounds()[1] < 0 and not reward.bounds()[0] > 0 and gained < MIN_REWARD_GAIN * lost * spread + 1e-12:
-            return first, entropy, reward
-    return None
+def _is_short(story: Story) -> bool:
+    return all(curve is None or len(curve.line.steps) < MIN_STEPS for curve in (story.reward, story.entropy))
 
 
-def _rising_since(rewards: pd.Series[float], levels: pd.Series[float]) -> Stretch | None:
-    """Return the longest stretch in which entropy falls and reward rises, or None."""
-    for first, entropy, reward in _stretches(rewards, levels):
-        if entropy.bounds()[1] < 0 and reward.bounds()[0] > 0:
-            return first, entropy, reward
-    return None
+def _relative_fall(reward: Reward) -> float:
+    return reward.fall / reward.spread if reward.spread > 0 else 0.0
 
 
-def _spread(run: Run) -> float:
-    """Return the standard deviation of the rewards, as a mean over steps; within prompts if TRL logs no other."""
-    single = [name for name in run.names("metrics.jsonl") if name.startswith("rewards/") and name.endswith("/std")]
-    spread = run.logged(single[0] if len(single) == 1 else "reward_std")
-    return float(spread.mean()) if len(spread) else 0.0
+def _fallen_part(story: Story) -> Reward | None:
+    """Return the reward function that has fallen furthest, None if none has."""
+    worst = max(story.parts, key=_relative_fall, default=None)
+    return worst if worst and worst.fall else None
+
+
+def _reward_rises(story: Story) -> bool:
+    return story.reward is not None and story.reward.rises
+
+
+def _is_gone(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.left < ALMOST_NOTHING
+
+
+def _is_lost(story: Story) -> bool:
+    """Return whether reward stands, within what the loss of entropy should have bought, while entropy falls."""
+    reward, entropy = story.reward, story.entropy
+    if reward is None or entropy is None:
+        return False
+    lost = entropy.lost_since(reward.line.step(reward.stands_from))
+    is_cheap = reward.gain_since(reward.stands_from) < max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
+    return is_cheap and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
+
+
+def _has_erupted(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.left > ERUPTION
+
+
+def _falls(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.change < 0
+
+
+def _rises(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.change > 0
+
+
+def _is_steady(story: Story) -> bool:
+    return story.entropy is not None and not _falls(story) and story.entropy.reach < STEADY_WITHIN
+
+
+# --- what its sentence says -------------------------------------------------------------------------------------------
+
+
+def _too_few(story: Story) -> str:
+    return f": fewer than {MIN_STEPS} steps are logged."
+
+
+def _why_unknown(story: Story) -> str:
+    what = "Entropy falls; whether reward rises is not certain yet" if _falls(story) else "the noise is too large yet"
+    return f": {what}. {_both(story)}"
+
+
+def _how_it_fell(reward: Reward) -> str:
+    return f"since step {reward.since}: from {_level(reward.best)} at its best to {_now(reward)}"
+
+
+def _fall(story: Story) -> str:
+    reward = story.reward
+    assert reward is not None
+    parts = [f"{part.name} {_level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
+    return f" {_how_it_fell(reward)}{f' ({chr(59).join(parts)})' if parts else ''}. {_of_entropy(story.entropy)}"
+
+
+def _held_out_fall(story: Story) -> str:
+    return f" {_how_it_fell(max(story.held_out, key=_relative_fall))}. {_both(story, 'Training reward')}"
+
+
+def _part_fall(story: Story) -> str:
+    part = _fallen_part(story)
+    assert part is not None
+    others = [f"{other.name} {'rises' if other.rises else 'stands'}, {_from_to(other)}" for other in story.parts
+              if other is not part and not other.fall]  # fmt: skip
+    return f" {_how_it_fell(part)}{', while ' * bool(others)}{'; '.join(others)}. {_both(story)}"
+
+
+def _what_is_left(story: Story) -> str:
+    reward, entropy = story.reward, story.entropy
+    assert entropy is not None
+    said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {_share(entropy.left)} of the first "
+    said += f"{_level(entropy.start)} nats is left"
+    if reward is None:
+        return f"{said}."
+    gained = reward.now - reward.start
+    little = gained < max(MIN_REWARD_GAIN * reward.spread, 2 * reward.line.now_error)
+    return f"{said}, {'and it bought next to nothing: ' if little else ''}reward {_from_to(reward)}, and it stands."
+
+
+def _loss(story: Story) -> str:
+    reward, entropy = story.reward, story.entropy
+    assert reward is not None
+    assert entropy is not None
+    since = reward.line.step(reward.stands_from)
+    lost = entropy.lost_since(since)
+    return (
+        f" since step {since}: {_share(lost)} of it in these steps, while reward stands at {_now(reward)}. "
+        f"{_of_entropy(entropy)}"
+    )
+
+
+def _both(story: Story, name: str = "Reward") -> str:
+    """Say where both axes stand and which way they go."""
+    reward = story.reward
+    if reward is None:
+        return _of_entropy(story.entropy)
+    verb = "falls" if reward.fall else "rises" if reward.rises else "stands"
+    return f"{name} {verb}: {_from_to(reward)}. {_of_entropy(story.entropy)}".strip()
+
+
+def _both_after_colon(story: Story) -> str:
+    return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
+
+
+def _of_entropy(entropy: Entropy | None) -> str:
+    if entropy is None:
+        return ""
+    if entropy.left < ALMOST_NOTHING:
+        since = entropy.since_below(ALMOST_NOTHING)
+        return f"Entropy is almost gone since step {since}: {_level(entropy.start)} → {_level(entropy.now)} nats."
+    verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "stands"
+    left = f", {_share(entropy.left)} is left" if entropy.left < 1 else ""
+    return f"Entropy {verb}: {_level(entropy.start)} → {_level(entropy.now)} nats{left}."
+
+
+def _from_to(reward: Reward) -> str:
+    return f"{_level(reward.start)} → {_now(reward)}"
+
+
+def _now(reward: Reward) -> str:
+    return plus_minus(reward.now, 2 * reward.line.now_error)
+
+
+def _level(value: float) -> str:
+    """Return a level with two digits behind the point, or two significant ones if it is small."""
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.0f}%" if share > 0.01 else f"{100 * share:.1g}%"
+
+
+STATES = (
+    State(UNKNOWN, _is_short, "What the run does cannot be told yet", _too_few),
+    State(FALLEN, lambda story: bool(story.reward and story.reward.fall), "Reward has fallen", _fall),
+    State(HELD_OUT, lambda story: any(each.fall for each in story.held_out), "Held-out reward has fallen", _held_out_fall),
+    State(PART, lambda story: _fallen_part(story) is not None, "{part} has fallen", _part_fall),
+    State(LEARNED, lambda story: bool(story.reward and story.reward.is_at_ceiling), "Learned", _both_after_colon),
+    State(SPENT, lambda story: _reward_rises(story) and _falls(story), "Entropy is being spent on reward", _both_after_colon),
+    State(RISES, lambda story: _reward_rises(story) and _rises(story), "Entropy rises, and so does reward", _both_after_colon),
+    State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _both_after_colon),
+    State(GONE, _is_gone, "Entropy is gone", _what_is_left),
+    State(LOST, _is_lost, "Entropy is being lost", _loss),
+    State(ERUPTS, _has_erupted, "Entropy has risen, and reward has not", _both_after_colon),
+    State(RISES, _rises, "Entropy rises", _both_after_colon),
+    State(STEADY, _is_steady, "Entropy is steady", _both_after_colon),
+    State(UNKNOWN, lambda story: True, "Whether entropy is being spent on reward or lost cannot be told yet", _why_unknown),
+)  # fmt: skip

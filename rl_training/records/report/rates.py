@@ -1,0 +1,69 @@
+"""Entropy's present rate: its change per step now, from the narrowest of the sources that know it."""
+
+from __future__ import annotations
+
+import math
+
+from rl_training.records.report import findings
+from rl_training.records.report.series import Run
+from rl_training.records.report.trends import MIN_STEPS, line_through
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import is_significant
+
+MIN_RECENT_STEPS = 10  # least number of logged steps that count as now; otherwise the last half of them
+MAX_HALF_DIFFERENCE = 0.3  # of forward: if half of forward − backward is larger, forward is not used
+
+
+def entropy_now(run: Run) -> tuple[Estimate, int, str]:
+    """Return entropy's present change per step, the first step that it covers, and its source.
+
+    Of the line through the levels, the mean measured change and the mean predicted change it is the one with the
+    narrowest interval; the value never decides. Predictions are left out if forward and backward differ too much,
+    because steps are then too large for them.
+    """
+    levels = run.token_entropy()
+    window = max(len(levels) // 2, MIN_RECENT_STEPS)
+    recent = levels.tail(window)
+    line = line_through(recent)
+    candidates = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
+    means = {"mean of what each step was measured to change": findings.measured_by_one_step(run, "measured/delta_h")}
+    if not predictions_disagree(run):
+        means["mean of the predictions"] = run.finite_rows("delta_h/forward")
+    for what, rows in means.items():
+        mean = findings.mean_of_rows(rows.tail(window))
+        if mean and math.isfinite(mean.stderr):
+            candidates.append((mean, int(rows.tail(window).index[0]), what))
+    if not candidates:
+        return Estimate.missing(f"fewer than {MIN_STEPS} steps are logged, and no probe has measured one"), 0, ""
+    return min(candidates, key=lambda pair: pair[0].half_width())
+
+
+def predictions_disagree(run: Run) -> bool:
+    """Return whether forward and backward of the same steps differ significantly and by more than is allowed."""
+    predictions = forward_and_backward(run)
+    if predictions is None:
+        return False
+    forward, half = predictions
+    return is_significant(half) and abs(half.value) > MAX_HALF_DIFFERENCE * abs(forward.value)
+
+
+def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
+    """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
+    forward, backward = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/backward")
+    backward = backward.set_index(backward["about_step"].astype(int)) if len(backward) else backward
+    steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
+    if steps.empty:
+        return None
+    ahead, behind = (findings.mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
+    assert ahead is not None
+    assert behind is not None
+    stderr = 0.5 * math.hypot(ahead.stderr, behind.stderr)
+    half = Estimate(0.5 * (ahead.value - behind.value), stderr, min(ahead.num_samples, behind.num_samples))
+    return ahead, half
+
+
+def is_falling(run: Run) -> bool:
+    """Return whether entropy now falls significantly. If its rate is unknown, the interventions' plain step decides."""
+    now = entropy_now(run)[0]
+    fall = now if math.isfinite(now.value) else run.last("intervention/plain_mean_delta_h")
+    return fall is not None and fall.bounds()[1] < 0

@@ -1,0 +1,223 @@
+"""What a run has done so far: where reward and entropy started, where they are, and which way they go.
+
+Each curve is read from its broken line (broken_line.py), which alone decides what is noise. Here is only what matters:
+sizes of changes, in standard deviations of the rewards and in shares of the first entropy. "Now" is the last quarter of
+the run, however long it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report import findings
+from rl_training.records.report.broken_line import BrokenLine, broken_line
+from rl_training.records.report.series import Run
+from rl_training.records.report.set_up import SetUp
+
+NOW = 0.75  # share of the run at which the present begins
+FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
+FALL_OF_TOP = 0.05  # of the highest possible reward: likewise
+FALL_OF_PART = 0.25  # a fall that matters in one of several reward functions, whose weights are a matter of choice
+RISE = 0.05  # standard deviations, over the last quarter: reward rises
+BAND = 0.1  # standard deviations: a smaller rise is none
+MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
+OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
+AS_DEEP = 2 / 3  # of the present fall: such a dip
+CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
+LEAST_CHANGE = 0.01  # of the first entropy, likewise
+FIRST_STEPS = 5  # logged steps whose mean is the first entropy
+AT_CEILING = 0.8  # of the highest possible reward: learned
+FLOOR = 1e-3  # of the first entropy: less is as good as nothing
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A curve of rewards.
+
+    Args:
+        name: "reward", the name of a reward function, or "held-out reward".
+        line: Its broken line.
+        spread: Standard deviation of single rewards.
+        top: The highest possible value; nan if unknown.
+        fall: By how much it lies below its best, if that matters; otherwise 0.
+        since: Step since which it has fallen; the last step if it has not.
+        best: Its best level.
+    """
+
+    name: str
+    line: BrokenLine
+    spread: float
+    top: float
+    fall: float
+    since: int
+    best: float
+
+    @property
+    def start(self) -> float:
+        return self.line.start
+
+    @property
+    def now(self) -> float:
+        return self.line.now
+
+    @property
+    def rises(self) -> bool:
+        """Whether it has risen in the last quarter by what matters, and has not fallen."""
+        return not self.fall and self.now - self.line.at(NOW) > RISE * self.spread
+
+    @property
+    def is_at_ceiling(self) -> bool:
+        return self.now >= AT_CEILING * self.top
+
+    @property
+    def stands_from(self) -> int:
+        """The first bin since which it has not risen by more than BAND."""
+        band = max(BAND * self.spread, 2 * self.line.now_error)
+        return self.line.since(self.line.fitted >= self.now - band) or 0
+
+    def gain_since(self, place: int) -> float:
+        """Return the upper end of its change since a bin."""
+        change, error = self.line.slope(place)
+        return max(change + 2 * error, 0.0)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The curve of token entropy, in nats, and `start`, the mean of the first logged steps."""
+
+    line: BrokenLine
+    start: float
+
+    @property
+    def now(self) -> float:
+        return self.line.now
+
+    @property
+    def left(self) -> float:
+        """Share of the first entropy that is left."""
+        return self.now / self.start
+
+    @property
+    def change(self) -> float:
+        """Change over the last quarter, as a share of the level before; 0 if it does not matter."""
+        before = self.line.at(NOW)
+        change = self.now - before
+        matters = abs(change) > max(LEAST_CHANGE * self.start, CHANGE * before)
+        is_news = not _oscillates(math.copysign(1.0, change) * self.line.smooth(), abs(change))
+        return change / before if matters and is_news else 0.0
+
+    @property
+    def reach(self) -> float:
+        """Largest change that the last half allows, as a share of the level."""
+        change, error = self.line.slope(len(self.line.values) // 2)
+        return math.expm1(min(abs(change) + 2 * error, 50.0))
+
+    def since_below(self, share: float) -> int:
+        """Return the step since which less than a share of the first entropy is left."""
+        place = self.line.since(self.line.fitted < share * self.start)
+        return self.line.step(place if place is not None else len(self.line.steps) - 1)
+
+    def lost_since(self, step: int) -> float:
+        """Return the share of entropy that was lost since a step."""
+        place = max(int(np.searchsorted(self.line.steps, step, side="right")) - 1, 0)
+        return 1 - self.now / max(float(self.line.fitted[place]), self.now)
+
+
+@dataclass(frozen=True)
+class Story:
+    """The curves of a run. `reward` and `entropy` are None for too few values."""
+
+    reward: Reward | None
+    entropy: Entropy | None
+    parts: list[Reward]  # of several reward functions
+    held_out: list[Reward]
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, run: Run) -> Story:
+        rewards, spread = run.logged("reward"), _spread(run)
+        parts = _reward_functions(run)
+        top = _top(run, rewards, parts)
+        total = read_reward("reward", rewards, spread, top)
+        several = [
+            read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART)
+            for name, part in parts.items()
+            if len(parts) > 1
+        ]
+        held_out = [read_reward("held-out reward", part, spread, top) for part in _held_out(run)]
+        known = ([part for part in curves if part] for curves in (several, held_out))
+        return cls(total, read_entropy(run), *known, run.steps[0], run.steps[-1])
+
+
+def read_reward(
+    name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL
+) -> Reward | None:
+    """Return what a curve of rewards does; None for too few values."""
+    line = broken_line(values)
+    if line is None:
+        return None
+    if not spread > 0:
+        spread = max(4 * line.noise, float(np.ptp(line.fitted)))
+    smooth = line.smooth()
+    best = float(smooth.max())
+    fall = best - line.now
+    least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
+    if not fall > least or _oscillates(-smooth, fall):
+        return Reward(name, line, spread, top, 0.0, line.last, best)
+    since = line.since(line.fitted < line.now + 0.9 * fall)
+    return Reward(name, line, spread, top, fall, line.step(since) if since is not None else line.last, best)
+
+
+def read_entropy(run: Run) -> Entropy | None:
+    """Return what entropy does, by a probe's measurements or by the trainer's log, whichever has more steps."""
+    measured, logged = run.values("entropy/token"), run.logged("entropy")
+    levels = measured if len(measured) >= len(logged) else logged
+    start = float(levels.head(min(FIRST_STEPS, max(len(levels) // 4, 1))).mean()) if len(levels) else 0.0
+    line = broken_line(levels.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
+    return Entropy(line, start) if line else None
+
+
+def _oscillates(curve: np.ndarray, size: float) -> bool:
+    """Return whether a curve has already come back several times from nearly as large a rise (with −: from a dip)."""
+    left, right = np.minimum.accumulate(curve), np.minimum.accumulate(curve[::-1])[::-1]
+    above = curve - np.maximum(left, right) > AS_DEEP * size
+    return int((np.diff(above.astype(int)) == 1).sum()) + int(above[0]) >= OSCILLATES
+
+
+def _spread(run: Run) -> float:
+    """Return the standard deviation of single rewards: the mean over the better half of the steps."""
+    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")]
+    spread = run.logged(names[0] if len(names) == 1 else "reward_std")
+    return float(spread[spread >= spread.median()].mean()) if len(spread) else 0.0
+
+
+def _own_spread(run: Run, name: str, otherwise: float) -> float:
+    spread = run.logged(f"rewards/{name}/std")
+    return float(spread[spread >= spread.median()].mean()) if len(spread) else otherwise
+
+
+def _reward_functions(run: Run) -> dict[str, pd.Series[float]]:
+    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
+
+
+def _held_out(run: Run) -> list[pd.Series[float]]:
+    rows = [rows["value"] for rows in findings.held_out_rewards(run).values()]
+    return [values for values in (run.logged("eval_reward"), *rows) if len(values)]
+
+
+def _top(run: Run, rewards: pd.Series[float], parts: dict[str, pd.Series[float]]) -> float:
+    """Return the highest possible reward: the sum of weights, if all rewards lie in [0, 1]; else nan."""
+    curves = parts.values() if len(parts) > 1 else [rewards]
+    if any(len(curve) and not (curve.min() >= 0 and curve.max() <= 1 + 1e-6) for curve in curves):
+        return math.nan
+    weights = SetUp.of(run).trainer("reward_weights") if len(parts) > 1 else None
+    if isinstance(weights, list) and len(weights) == len(parts):
+        return float(sum(max(float(weight), 0.0) for weight in weights))
+    return float(max(len(parts), 1))
