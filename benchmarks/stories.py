@@ -1,7 +1,7 @@
 """Are the first lines of a report right? Curves and trainings with a known story, and what the report says of them.
 
-    python benchmarks/stories.py --only curves --seed 0 1 2           curves with noise; takes minutes
-    OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER       trains what is missing, then judges
+    python benchmarks/stories.py --seed 0 1 2                         curves with noise
+    OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER       trainings: trains what is missing, then judges
 
 A bad story is told right if the report names it and does not say that there is nothing to do; a healthy one if the
 report says that there is nothing to do, and names no change. Shapes, sizes, lengths and noise of the curves are drawn
@@ -11,9 +11,14 @@ anew with each seed. The trainings are plain trl.GRPOTrainer runs on three tasks
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import multiprocessing
+import os
+import random
 import re
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,15 +28,21 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import numpy as np
+import torch
+from faults import SETTINGS
+from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Records
+from rl_training import Records, attach
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
+from rl_training.tasks.arithmetic import arithmetic, given_answer
+from rl_training.tasks.models import load_tiny
 
 LENGTHS = (20, 30, 40, 100, 400, 2000)
 GONE, LOSES, FALLS = r"gone|almost gone", r"lost|gone", r"reward has fallen"
 Curve = Callable[[float], float]  # of the share of the run that has passed
 Draw = np.random.Generator
+BATCH = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8}
 TRAINER = {"class": "GRPOTrainer", "num_generations": 8, "learning_rate": 1e-5, "gradient_accumulation_steps": 8}
 
 
@@ -187,13 +198,140 @@ def judge_curves(seeds: list[int], lengths: list[int], verbose: bool) -> None:
     print("wrong:", ", ".join(f"{name} {count}" for (_, name), count in wrong.most_common()) or "none")
 
 
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training: what the report must name ("" if it is healthy), and how it differs from the default one."""
+
+    named: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    operands: tuple[int, int] = (3, 7)
+    rewards: Callable[[], list[Callable[..., list[float]]]] = lambda: [exact]
+
+
+def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def brief(completions: list[str], **columns: Any) -> list[float]:  # a loophole: it pays for answers without work
+    return [float(text.startswith("</think>")) for text in completions]
+
+
+def closed(completions: list[str], **columns: Any) -> list[float]:
+    return [float("</answer>" in text) for text in completions]
+
+
+def shuffled(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return random.sample(exact(completions, answer), len(completions))
+
+
+def missing(completions: list[str], **columns: Any) -> list[float]:
+    return [math.nan] * len(completions)
+
+
+def constant(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def later(call: int) -> list[Callable[..., list[float]]]:
+    """Return a reward function whose service goes down at a call."""
+    calls = itertools.count(1)
+
+    def service(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return exact(completions, answer) if next(calls) < call else [0.0] * len(completions)
+
+    return [service]
+
+
+SHORT, LONG = (3, 4), (8, 9)
+HACK = {"reward_weights": [0.3, 1.0]}
+TRAININGS: dict[str, Training] = {
+    "rate 3e-3": Training(FALLS, {"learning_rate": 3e-3, "max_steps": 60}),
+    "rate 3e-2, long chains": Training(FALLS + "|gone", {"learning_rate": 3e-2, "max_steps": 20}, LONG),
+    "rate 1e-3, long chains": Training(LOSES, {"learning_rate": 1e-3, "max_steps": 100}, LONG),
+    "loophole": Training("exact", {**HACK, "max_steps": 60}, rewards=lambda: [exact, brief]),
+    "entropy bonus 3": Training("entropy_coef", {"entropy_coef": 3.0, "max_steps": 60}),
+    "rewards shuffled": Training("order", {"max_steps": 60, "learning_rate": 1e-3}, rewards=lambda: [shuffled]),
+    "weight decay 300": Training("weight_decay", {"weight_decay": 300.0, "max_steps": 40}),
+    "nan rewards": Training("nan", {"max_steps": 20}, rewards=lambda: [missing]),
+    "constant reward": Training("same", {"max_steps": 20}, SHORT, rewards=lambda: [constant]),
+    "rate 0": Training("learning rate is 0", {"learning_rate": 0.0, "max_steps": 20}),
+    "service down late": Training("reward (has )?(fallen|jumped)", {"max_steps": 80}, SHORT, rewards=lambda: later(60)),
+    "default": Training("", {"max_steps": 60}),
+    "20 steps": Training("", {"max_steps": 20, "learning_rate": 1e-4}),
+    "400 steps, short chains": Training("", {"max_steps": 400, "learning_rate": 1e-4}, SHORT),
+    "200 steps, rate 1e-4": Training("", {"max_steps": 200, "learning_rate": 1e-4}),
+    "rate 1e-5": Training("", {"max_steps": 60, "learning_rate": 1e-5}),
+    "long chains, rate 1e-4": Training("", {"max_steps": 100, "learning_rate": 1e-4}, LONG),
+    "cosine": Training("", {"max_steps": 40, "lr_scheduler_type": "cosine", "learning_rate": 5e-4}),
+    "beta .01": Training("", {"max_steps": 40, "beta": 0.01}),
+    "two honest rewards": Training("", {"max_steps": 60}, rewards=lambda: [exact, closed]),
+    "4 prompts": Training("", {"max_steps": 60, "gradient_accumulation_steps": 2, "learning_rate": 1e-4}, SHORT),
+}  # fmt: skip
+
+
+def train(training: Training, folder: Path) -> None:
+    """Train, and leave the records in `folder`."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model, tokenizer = load_tiny()
+    low, high = training.operands
+    task = arithmetic(num_train=4096, num_eval=8, min_operands=low, max_operands=high)
+    length = {"max_completion_length": 48} if training.operands == LONG else {}
+    args = GRPOConfig(output_dir=str(folder / "state"), seed=0, **{**SETTINGS, **BATCH, **length, **training.settings})
+    trainer = GRPOTrainer(model, training.rewards(), args, train_dataset=task.train_dataset, processing_class=tokenizer)
+    with attach(trainer, Records(folder / "logs"), ["simple", "measured", "gns"], whole_prompts=True):
+        trainer.train()
+
+
+def in_a_fork(training: Training, folder: Path) -> None:
+    """Train in a fork of this process, which has imported everything. Its output goes to `folder`/log."""
+
+    def work() -> None:
+        with open(folder / "log", "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            try:
+                train(training, folder)
+            except BaseException:
+                traceback.print_exc()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+
+
+def judge_trainings(out: Path, names: list[str]) -> None:
+    """Train what is missing, and print what the reports say."""
+    print("| training | steps | first line | right |", "|---|---|---|---|", sep="\n")
+    for name, training in TRAININGS.items():
+        folder = out / re.sub(r"\W+", "_", name)
+        if names and name not in names:
+            continue
+        if not (folder / "logs" / "metrics.jsonl").exists():
+            in_a_fork(training, folder)
+        text = first_lines(folder)
+        first = opening(read_run(folder))
+        print(f"| {name} | {training.settings['max_steps']} | {first.headline}{first.evidence} {first.advice} | "
+              f"{'yes' if is_right(text, training.named) else 'no'} |", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the curves")
+    parser.add_argument("--steps", type=int, nargs="+", default=LENGTHS, help="of the curves")
+    parser.add_argument("--out", type=Path, help="where the records of trainings go; without it only curves are judged")
+    parser.add_argument("--only", nargs="+", default=[], help="names of trainings")
+    parser.add_argument("--verbose", action="store_true", help="print what is said of curves that are told wrong")
     chosen = parser.parse_args()
-    judge_curves(chosen.seed, chosen.steps, chosen.verbose)
+    torch.set_num_threads(1)
+    if chosen.out:
+        judge_trainings(chosen.out, chosen.only)
+    else:
+        judge_curves(chosen.seed, chosen.steps, chosen.verbose)
 
 
 if __name__ == "__main__":

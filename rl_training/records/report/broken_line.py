@@ -22,7 +22,7 @@ MAX_BINS = 96
 MIN_PIECE = 4  # bins; at least one eighth of all
 PIECE, SLOPE = 10.0, 7.0  # penalties, in units of the noise's variance
 MAX_CORRELATION = 0.7  # of neighbouring values: beyond, noise cannot be told from a trend
-PRIOR_VALUES = 10  # by which the estimated correlation of a short series is drawn towards 0
+PRIOR_VALUES = 4  # by which the estimated correlation of a short series is drawn towards 0
 SPIKE = 4.0  # standard deviations from the neighbours' median at which a value is cut off
 RESOLUTION = 0.005  # of the curve's range: least noise, for curves that have none
 END = 0.05  # share of the curve that its first and last level average
@@ -136,13 +136,19 @@ def _deviation(values: np.ndarray) -> float:
 def _noise(values: np.ndarray) -> float:
     """Return the standard deviation σ√((1 + ρ)/(1 − ρ)) of noise with the correlation ρ, whatever the trend.
 
-    Differences of neighbours have the variance 2σ²(1 − ρ), those of every other value 2σ²(1 − ρ²).
+    Second differences have no trend. Those of neighbours have the variance 2σ²(1 − ρ)(3 − ρ), those of every other
+    value 2σ²(1 − ρ²)(3 − ρ²): their ratio, (1 + ρ)(3 − ρ²)/(3 − ρ), gives ρ.
     """
-    one, two = (_trimmed_variance(values[lag:] - values[:-lag]) for lag in (1, 2))
+    one, two = (
+        _trimmed_variance(values[: -2 * lag] - 2 * values[lag:-lag] + values[2 * lag :])
+        for lag in (1, 2 if len(values) >= 2 * MIN_PIECE else 1)
+    )
     if not one > 0:
         return 0.0
-    rho = min(max((two / one - 1) * len(values) / (len(values) + PRIOR_VALUES), 0.0), MAX_CORRELATION)
-    return math.sqrt(one / 2 / (1 - rho) * (1 + rho) / (1 - rho))
+    rhos = np.linspace(0.0, MAX_CORRELATION, 50)
+    rho = float(np.interp(two / one, (1 + rhos) * (3 - rhos**2) / (3 - rhos), rhos))
+    rho *= len(values) / (len(values) + PRIOR_VALUES)
+    return math.sqrt(one / (2 * (1 - rho) * (3 - rho)) * (1 + rho) / (1 - rho))
 
 
 def _trimmed_variance(changes: np.ndarray) -> float:

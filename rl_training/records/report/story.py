@@ -30,8 +30,7 @@ OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no n
 AS_DEEP = 2 / 3  # of the present fall: such a dip
 CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
 LEAST_CHANGE = 0.01  # of the first entropy, likewise
-FIRST_STEPS = 5  # logged steps whose mean is the first entropy
-AT_CEILING = 0.8  # of the highest possible reward: learned
+FIRST_STEPS = 5  # logged steps whose mean is the first entropy; in short runs one in twenty
 FLOOR = 1e-3  # of the first entropy: less is as good as nothing
 
 
@@ -70,9 +69,9 @@ class Reward:
         """Whether it has risen in the last quarter by what matters, and has not fallen."""
         return not self.fall and self.now - self.line.at(NOW) > RISE * self.spread
 
-    @property
-    def is_at_ceiling(self) -> bool:
-        return self.now >= AT_CEILING * self.top
+    def is_at_ceiling(self, share: float) -> bool:
+        """Return whether it is within this share of the highest possible reward; False if that is unknown."""
+        return self.now >= share * self.top
 
     @property
     def stands_from(self) -> int:
@@ -178,7 +177,7 @@ def read_entropy(run: Run) -> Entropy | None:
     """Return what entropy does, by a probe's measurements or by the trainer's log, whichever has more steps."""
     measured, logged = run.values("entropy/token"), run.logged("entropy")
     levels = measured if len(measured) >= len(logged) else logged
-    start = float(levels.head(min(FIRST_STEPS, max(len(levels) // 4, 1))).mean()) if len(levels) else 0.0
+    start = float(levels.head(min(FIRST_STEPS, max(len(levels) // 20, 1))).mean()) if len(levels) else 0.0
     line = broken_line(levels.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
     return Entropy(line, start) if line else None
 

@@ -20,6 +20,8 @@ ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
 MIN_LOSS = 0.1  # share of entropy that must be lost while reward stands
 LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
 MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
+CEILING = 0.8  # of the highest possible reward: learned
+CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
 ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
 
@@ -96,6 +98,11 @@ def _reward_rises(story: Story) -> bool:
 
 def _is_gone(story: Story) -> bool:
     return story.entropy is not None and story.entropy.left < ALMOST_NOTHING
+
+
+def _has_learned(story: Story) -> bool:
+    ceiling = CEILING_IF_GONE if _is_gone(story) else CEILING
+    return story.reward is not None and story.reward.is_at_ceiling(ceiling)
 
 
 def _is_lost(story: Story) -> bool:
@@ -229,7 +236,7 @@ STATES = (
     State(FALLEN, lambda story: bool(story.reward and story.reward.fall), "Reward has fallen", _fall),
     State(HELD_OUT, lambda story: any(each.fall for each in story.held_out), "Held-out reward has fallen", _held_out_fall),
     State(PART, lambda story: _fallen_part(story) is not None, "{part} has fallen", _part_fall),
-    State(LEARNED, lambda story: bool(story.reward and story.reward.is_at_ceiling), "Learned", _both_after_colon),
+    State(LEARNED, _has_learned, "Learned", _both_after_colon),
     State(SPENT, lambda story: _reward_rises(story) and _falls(story), "Entropy is being spent on reward", _both_after_colon),
     State(RISES, lambda story: _reward_rises(story) and _rises(story), "Entropy rises, and so does reward", _both_after_colon),
     State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _both_after_colon),
