@@ -20,7 +20,7 @@ import re
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ LENGTHS = (20, 30, 40, 100, 400, 2000)
 GONE, LOSES, FALLS = r"gone|almost gone", r"lost|gone", r"reward has fallen"
 Curve = Callable[[float], float]  # of the share of the run that has passed
 Draw = np.random.Generator
-BATCH = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8}
+BATCH = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
 TRAINER = {"class": "GRPOTrainer", "num_generations": 8, "learning_rate": 1e-5, "gradient_accumulation_steps": 8}
 
 
@@ -279,7 +279,7 @@ def train(training: Training, folder: Path) -> None:
     model, tokenizer = load_tiny()
     low, high = training.operands
     task = arithmetic(num_train=4096, num_eval=8, min_operands=low, max_operands=high)
-    length = {"max_completion_length": 48} if training.operands == LONG else {}
+    length = {"max_completion_length": {SHORT: 28, LONG: 48}.get(training.operands, 40)}
     args = GRPOConfig(output_dir=str(folder / "state"), seed=0, **{**SETTINGS, **BATCH, **length, **training.settings})
     trainer = GRPOTrainer(model, training.rewards(), args, train_dataset=task.train_dataset, processing_class=tokenizer)
     with attach(trainer, Records(folder / "logs"), ["simple", "measured", "gns"], whole_prompts=True):
@@ -295,6 +295,7 @@ def in_a_fork(training: Training, folder: Path) -> None:
             os.dup2(log.fileno(), 2)
             try:
                 train(training, folder)
+                (folder / "done").touch()
             except BaseException:
                 traceback.print_exc()
 
@@ -311,7 +312,7 @@ def judge_trainings(out: Path, names: list[str]) -> None:
         folder = out / re.sub(r"\W+", "_", name)
         if names and name not in names:
             continue
-        if not (folder / "logs" / "metrics.jsonl").exists():
+        if not (folder / "done").exists():
             in_a_fork(training, folder)
         text = first_lines(folder)
         first = opening(read_run(folder))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.interventions import effects_of
-from rl_training.records.report.series import Run
 from rl_training.records.report.rates import is_falling
+from rl_training.records.report.series import Run
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4

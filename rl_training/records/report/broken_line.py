@@ -10,6 +10,7 @@ averaged in MAX_BINS bins first, so that pieces, and all that is read from them,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -174,7 +175,7 @@ def _fit(values: np.ndarray, noise: float) -> tuple[np.ndarray, list[int]]:
     while pieces[0] > 0:
         pieces.insert(0, int(before[pieces[0]]))
     fitted = np.empty_like(values)
-    for start, end in zip(pieces, pieces[1:], strict=False):
+    for start, end in itertools.pairwise(pieces):
         part, x = values[start:end], np.arange(end - start) - (end - start - 1) / 2
         is_line = line[start, end] + SLOPE < level[start, end]
         fitted[start:end] = part.mean() + (x * float(x @ part) / float(x @ x) if is_line else 0.0)

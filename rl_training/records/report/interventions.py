@@ -14,8 +14,8 @@ import numpy as np
 
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.labels import label_offsets
-from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.rates import entropy_now, is_falling
+from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant

@@ -1,18 +1,17 @@
-"""The first lines of a report: is entropy spent on reward or lost, what to change, and do the predictions hold."""
+"""The first lines of a report: what reward and entropy have done, what to change, and do the predictions hold."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_training.records.report.advice import NOTHING_YET, advice, as_a_change
+from rl_training.records.report.advice import advice, as_a_change
 from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
-from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
+from rl_training.records.report.writing import format_estimate, non_empty_lines
 from rl_training.statistics.welch import difference, is_significant
 
 
@@ -21,10 +20,10 @@ class Opening:
     """The first lines of a report.
 
     Args:
-        headline: What happens to entropy and reward.
+        headline: What reward and entropy have done.
         evidence: The rest of that sentence.
         advice: The one thing to change.
-        further: Sentences on the predictions and on bounded steps.
+        further: A sentence on the predictions, and one on bounded steps.
         lines: What stands out.
     """
 
@@ -38,24 +37,12 @@ class Opening:
 def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict, lines = judge(run), standing_out(run)
-    further = non_empty_lines(_whether_predictions_hold(run), _bound(run))
-    hindrance_text, headline = on_one_line(hindrance(run)), verdict.headline
-    evidence = f" {headline}{verdict.evidence}" if hindrance_text else verdict.evidence
-    change = advice(run, verdict, lines)
-    line = _equal_from_the_start(run, lines)
-    if line is not None:
-        said = f": every response has earned the same, {run.logged('reward').iloc[-1]:g}, at every logged step."
-        headline, change = "Nothing has been learned from rewards", as_a_change(line)
-        evidence = f" {headline}{said}" if hindrance_text else said
-    if hindrance_text and change == NOTHING_YET:
-        change = "First of all, fix what the first sentence says."
-    return Opening(hindrance_text or headline, evidence, change, further, lines)
-
-
-def _equal_from_the_start(run: Run, lines: Sequence[Line]) -> Line | None:
-    """Return the line about equal rewards if all have been equal since the first logged step; otherwise None."""
-    rewards = run.logged("reward")
-    return next((line for line in lines if line.name == "equal" and line.since <= rewards.index[0]), None)
+    further = non_empty_lines(hindrance(run) or _whether_predictions_hold(run), _bound(run))
+    whole = next((line for line in lines if line.headline and line.since <= run.steps[0]), None)
+    if whole is not None:  # since the first step: nothing else is to be said of this run
+        others = [line for line in lines if line is not whole]
+        return Opening(whole.headline, f": {whole.evidence}", as_a_change(whole), further, others)
+    return Opening(verdict.headline, verdict.evidence, advice(run, verdict, lines), further, lines)
 
 
 def _whether_predictions_hold(run: Run) -> str:

@@ -45,6 +45,16 @@ class SetUp:
         value = self.trainer(name, default)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
+    def optimizer(self, name: str) -> float:
+        """Return a setting of the optimizer, as loops record it; nan if it is not recorded."""
+        fields = self.settings.get("optimizer")
+        value = fields.get(name) if isinstance(fields, dict) else None
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def rate_name(self) -> str:
+        return "trainer.learning_rate" if self.kind == JOB else "the learning rate"
+
     @property
     def sequences(self) -> float:
         """Sequences per optimizer step, over all ranks; nan if not recorded."""

@@ -154,9 +154,7 @@ class Story:
         return cls(total, read_entropy(run), *known, run.steps[0], run.steps[-1])
 
 
-def read_reward(
-    name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL
-) -> Reward | None:
+def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
     """Return what a curve of rewards does; None for too few values."""
     line = broken_line(values)
     if line is None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, keeping
-from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.rates import is_falling
+from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.verdict import SPENT, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, on_one_line
 from rl_training.statistics.estimate import Estimate

@@ -13,17 +13,29 @@ from rl_training.records.report.standing_out.line import Line, RunRecords
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
-    rewards.jump, steps.too_large, rewards.all_equal, sampling.no_end, sampling.most_cut_off, rewards.hardly_mixed,
-    sampling.other_sampler, steps.moves_nothing, objective.reference_wins, objective.bonus_wins,
-    steps.follows_noise, rewards.length_with_reward,
+    rewards.not_a_number, rewards.jump, steps.too_large, objective.decay_wins, rewards.all_equal, sampling.no_end,
+    sampling.most_cut_off, rewards.hardly_mixed, sampling.other_sampler, steps.moves_nothing, objective.reference_wins,
+    objective.bonus_wins, steps.follows_noise, rewards.length_with_reward,
 )  # fmt: skip
+# What a line explains if it came first: the consequences are then left out.
+EXPLAINS = {
+    "nan": ("equal", "unmixed", "noise", "no_step"),
+    "large_step": ("equal", "unmixed", "noise", "endless", "cut_off", "jump"),
+    "jump": ("equal", "unmixed", "noise", "large_step"),
+    "decay": ("equal", "unmixed", "noise", "large_step", "endless", "cut_off"),
+}
 
 
 def standing_out(run: Run) -> list[Line]:
-    """Return what stands out, explanations first. Of several lines on one setting only the first is kept."""
+    """Return what stands out, explanations first, without what they explain. One line is kept on a setting."""
     records, by_setting = RunRecords.of(run), dict[str, Line]()
     for rule in RULES:
         line = rule(records)
-        if line is not None:
+        if line is not None and not any(_explains(first, line) for first in by_setting.values()):
             by_setting.setdefault(line.setting, line)
     return list(by_setting.values())[:MAX_LINES]
+
+
+def _explains(cause: Line, line: Line) -> bool:
+    since_start = cause.name in ("nan", "decay")
+    return line.name in EXPLAINS.get(cause.name, ()) and (since_start or cause.since < line.since)

@@ -19,12 +19,16 @@ from rl_training.statistics.estimate import Estimate
 
 @dataclass(frozen=True)
 class Line:
-    """What a run shows: the evidence with its interval, the step since when, and the setting to change."""
+    """What a run shows: the evidence with its interval, the step since when, and the setting to change.
+
+    `headline` is set if a run of which this holds from its first step has no other verdict.
+    """
 
     name: str
     since: int
     evidence: str
     setting: str
+    headline: str = ""
 
     @property
     def text(self) -> str:
@@ -45,6 +49,11 @@ class RunRecords:
     @functools.cached_property
     def reward(self) -> pd.Series[float]:
         return self.run.logged("reward")
+
+    @functools.cached_property
+    def rates(self) -> pd.Series[float]:
+        """The learning rate, by step."""
+        return self.run.logged("learning_rate")
 
     @functools.cached_property
     def mixed(self) -> pd.Series[float]:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report.standing_out.line import Line, RunRecords, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, recent, steps_of
 from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.records.report.writing import format_estimate, milli
+from rl_training.statistics.welch import is_significant, mean_of
 
 MIN_ALLOWED_GAIN = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
 MIN_ENTROPY_RISE = 0.25  # least rise of entropy for a bonus to win, as a share of its initial level
+MIN_DECAY_OF_ENTROPY = 0.01  # of the level, by a step
+MIN_SHRINKAGE = 0.2  # share of the weights that decay takes away over the run
+
+
+def decay_wins(records: RunRecords) -> Line | None:
+    """Report weight decay that moves entropy more than the gradients do, or takes a notable part of the weights."""
+    weight, rates = records.set_up.number("weight_decay", records.set_up.optimizer("weight_decay")), records.rates
+    shrinkage = 1 - math.exp(-weight * float(rates.sum())) if weight > 0 and len(rates) else 0.0
+    parts = {name: recent(records.run.values(f"delta_h/part/{name}")) for name in ("decay", "momentum", "gradient")}
+    by_decay = mean_of([float(value) for value in parts["decay"]])
+    others = sum(abs(float(part.mean())) for name, part in parts.items() if name != "decay" and len(part))
+    level = float(records.run.token_entropy().tail(MIN_STEPS).mean())
+    wins = is_significant(by_decay) and abs(by_decay.value) > max(others, MIN_DECAY_OF_ENTROPY * level)
+    if not weight > 0 or not (wins or shrinkage > MIN_SHRINKAGE):
+        return None
+    said = f"Weight decay wins: weight_decay={weight:g} has taken {100 * shrinkage:.0f}% of the weights"
+    said += f", and moves entropy by {milli(by_decay)} thousandths of a nat a step" if wins else ""
+    smaller = records.set_up.line(weight_decay=0.0 if weight > 1 else weight / 10)
+    return Line("decay", records.run.steps[0], f"{said}.", f"Setting: {smaller}.")
 
 
 def reference_wins(records: RunRecords) -> Line | None:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
+from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.writing import format_estimate
@@ -21,6 +22,23 @@ STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
 MIN_JUMP_STDERRS = 6.0  # standard errors of a jump; high, because every step is tested
 MIN_LENGTH_GROWTH = 0.15
 MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
+NOTHING_LEARNED = "Nothing has been learned from rewards"
+
+
+def not_a_number(records: RunRecords) -> Line | None:
+    """Report a reward that is nan, or a reward function that is."""
+    names = [name for name in records.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    for name in ["reward", *names]:
+        values = records.run.rows(name, METRICS_FILE)["value"]
+        values = values.reindex([step for step in records.run.steps if step <= max(records.reward.index, default=step)])
+        since = first_of_trailing(values.isna())
+        missing = values[values.index >= since] if since is not None else values.iloc[:0]
+        if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(METRICS_FILE):
+            function = name.removeprefix("rewards/").removesuffix("/mean")
+            whose = "The reward" if name == "reward" else f"The reward function `{function}`"
+            said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
+            return Line("nan", int(missing.index[0]), said, f"Correct what {function} returns.", NOTHING_LEARNED)
+    return None
 
 
 def all_equal(records: RunRecords) -> Line | None:
@@ -49,12 +67,10 @@ def all_equal(records: RunRecords) -> Line | None:
         share = records.of_responses(cut_off)
         length = records.set_up.number("max_completion_length")
         setting = _longer(records, length)
-        return Line(
-            "equal", since, f"{said} {in_percent(share)} of the responses are cut off at the maximum length.", setting
-        )
-    return Line(
-        "equal", since, said, "Look at responses and their rewards: the reward function gives all of them the same."
-    )
+        said += f" {in_percent(share)} of the responses are cut off at the maximum length."
+        return Line("equal", since, said, setting, NOTHING_LEARNED)
+    look = "Look at responses and their rewards: the reward function gives all of them the same."
+    return Line("equal", since, said, look, NOTHING_LEARNED)
 
 
 def _longer(records: RunRecords, length: float) -> str:
@@ -85,7 +101,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
 
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
-    reward, noise = records.reward, _noise_of_a_step(records)
+    reward, noise = records.reward, noise_of_a_step(records)
     measured_changes = records.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - STEPS_AFTER + 1):
@@ -128,7 +144,7 @@ def _moves_little(records: RunRecords, step: int) -> bool:
     return kl is not None and kl * float(records.length.get(step, math.nan)) < 0.01
 
 
-def _noise_of_a_step(records: RunRecords) -> float:
+def noise_of_a_step(records: RunRecords) -> float:
     """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
     steps = records.reward.diff().dropna()
     scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 
+from rl_training.records.report.rates import forward_and_backward, predictions_disagree
 from rl_training.records.report.series import last_of, to_estimates
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
+from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
-from rl_training.records.report.rates import forward_and_backward, predictions_disagree
 from rl_training.records.report.writing import format_estimate, milli
 from rl_training.statistics.welch import mean_of
 
@@ -20,6 +21,7 @@ TOO_FAR = 0.1  # a step's KL over entropy, both per token; fifty times the recom
 LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
 NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
 MIN_FAR_SHARE = 0.2  # share of steps
+AROUND = 4  # steps averaged before and after a step
 BEST = 3  # steps that the best reward averages
 MIN_FALL_STDERRS = 4.0  # standard errors that reward has fallen below its best
 MIN_REWARD_LOSS = 0.5  # share of the best reward that is gone
@@ -67,12 +69,16 @@ def _hardly_moves(records: RunRecords) -> Line | None:
 
 
 def _no_rate(records: RunRecords) -> Line | None:
-    rates = recent(records.run.logged("learning_rate"))
-    if len(rates) < MIN_STEPS or rates.max() > 1e-6 * records.set_up.number("learning_rate", math.inf):
+    """Report a learning rate of 0, or next to 0 beside the highest that was logged or set."""
+    rates = records.run.logged("learning_rate")
+    highest = max(records.set_up.number("learning_rate", 0.0), float(rates.max()) if len(rates) else 0.0)
+    now = recent(rates)
+    if len(now) < min(MIN_STEPS, len(records.run.steps)) or now.empty or now.max() > 1e-6 * highest:
         return None
-    since = first_of_trailing(records.run.logged("learning_rate") <= rates.max()) or int(rates.index[0])
-    said = f"The learning rate is {rates.max():.2g} ({steps_of(rates)}): the steps move nothing."
-    return Line("no_step", since, said, "Setting: learning_rate, its schedule and warm-up.")
+    since = first_of_trailing(rates <= now.max()) or int(now.index[0])
+    said = f"The learning rate is {now.max():.2g} ({steps_of(now)}): the steps move nothing."
+    setting = f"Setting: {records.set_up.rate_name}, its schedule and warm-up."
+    return Line("no_step", since, said, setting, "Nothing is trained")
 
 
 def _why_so_little(records: RunRecords) -> str:
@@ -100,7 +106,13 @@ def _more(records: RunRecords) -> str:
 
 def too_large(records: RunRecords) -> Line | None:
     """Report steps that are too large: by how far they move the policy, by forward against backward, or by reward."""
-    return _one_is_beyond_all(records) or _too_far(records) or _first_order_fails(records) or _reward_is_gone(records)
+    return (
+        _one_broke_it(records)
+        or _one_is_beyond_all(records)
+        or _too_far(records)
+        or _first_order_fails(records)
+        or _reward_is_gone(records)
+    )
 
 
 def _far(records: RunRecords) -> tuple[pd.DataFrame, pd.Series[float]]:
@@ -108,6 +120,29 @@ def _far(records: RunRecords) -> tuple[pd.DataFrame, pd.Series[float]]:
     kl = records.run.finite_rows("measured/kl")
     kl = kl.set_index(kl["about_step"].astype(int)) if len(kl) else kl
     return kl, records.run.token_entropy().reindex(kl.index)
+
+
+def _one_broke_it(records: RunRecords) -> Line | None:
+    """Report one step that moved the policy far, and after which reward was lower than before."""
+    rows, entropy = _far(records)
+    ess = records.run.values("measured/ess").reindex(records.run.finite_rows("measured/kl").index)
+    of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
+    far = (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (ess.to_numpy() < LEFT)
+    for step in rows.index[far.to_numpy()]:
+        before = records.reward[records.reward.index <= step].tail(AROUND)
+        after = records.reward[records.reward.index > step].head(AROUND)
+        fall, noise = before.mean() - after.mean(), noise_of_a_step(records)
+        if len(after) < 2 or not fall > max(
+            MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), 0.2 * records.spread.max()
+        ):
+            continue
+        said = (
+            f"One step was too large: step {step} moved the policy by {rows['value'][step]:.2g} nats per token (KL, "
+            f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) to "
+            f"{after.mean():.3f} ({steps_of(after)})."
+        )
+        return Line("large_step", int(step), said, f"Setting: {records.set_up.bounded_step()}.")
+    return None
 
 
 def _one_is_beyond_all(records: RunRecords) -> Line | None:
