@@ -253,7 +253,7 @@ TRAININGS: dict[str, Training] = {
     "rate 1e-3, long chains": Training(LOSES, {"learning_rate": 1e-3, "max_steps": 100}, LONG),
     "loophole": Training("exact", {**HACK, "max_steps": 60}, rewards=lambda: [exact, brief]),
     "entropy bonus 3": Training("entropy_coef", {"entropy_coef": 3.0, "max_steps": 60}),
-    "rewards shuffled": Training("order", {"max_steps": 60, "learning_rate": 1e-3}, rewards=lambda: [shuffled]),
+    "rewards shuffled": Training("order", {"max_steps": 60}, rewards=lambda: [shuffled]),
     "weight decay 300": Training("weight_decay", {"weight_decay": 300.0, "max_steps": 40}),
     "nan rewards": Training("nan", {"max_steps": 20}, rewards=lambda: [missing]),
     "constant reward": Training("same", {"max_steps": 20}, SHORT, rewards=lambda: [constant]),

@@ -13,7 +13,7 @@ from rl_training.records.report.verdict import ERUPTS, FALLEN, GONE, HELD_OUT, L
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
 CAUSES = (
-    "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "decay", "bonus", "noise", "reference",
+    "decay", "bonus", "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference",
 )  # fmt: skip
 NOTHING, NOTHING_YET = "There is nothing to do.", "There is nothing to do yet."
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
@@ -70,7 +70,7 @@ def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:
 
 def _stop_the_hack(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
     """Advise on a reward function that falls while another is earned."""
-    risen = [part.name for part in verdict.story.parts if part.rises]
+    risen = [part.name for part in verdict.story.parts if part.has_risen]
     earned = f"earn {' and '.join(risen)}" if risen else "earn the most"
     return (
         f"To change: read responses after step {verdict.since} that {earned}, and correct what pays for them or its "

@@ -1,4 +1,4 @@
-"""What prevents predictions in a run; a report says it first."""
+"""What prevents predictions in a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from rl_training.records.report.series import Run, finite
 FORWARD = "delta_h/forward"
 
 
-def hindrance(run: Run) -> str:
-    """Return why measuring ended early, or why no prediction has a value or an error bar; "" without such a problem."""
+def early_end(run: Run) -> str:
+    """Return why measuring ended early, or "". A report says it first."""
     failure = str(escape_surrogates(read_failure(run.folder)))
-    if failure:
-        return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt."
+    return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt." if failure else ""
+
+
+def hindrance(run: Run) -> str:
+    """Return why no prediction has a value or an error bar; "" without such a problem."""
     rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""

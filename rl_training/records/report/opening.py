@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rl_training.records.report.advice import advice, as_a_change
-from rl_training.records.report.hindrance import hindrance
+from rl_training.records.report.advice import NOTHING, NOTHING_YET, advice, as_a_change
+from rl_training.records.report.hindrance import early_end, hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
-from rl_training.records.report.writing import format_estimate, non_empty_lines
+from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
 from rl_training.statistics.welch import difference, is_significant
 
 
@@ -20,7 +20,7 @@ class Opening:
     """The first lines of a report.
 
     Args:
-        headline: What reward and entropy have done.
+        headline: What reward and entropy have done; or, if measuring ended early, that.
         evidence: The rest of that sentence.
         advice: The one thing to change.
         further: A sentence on the predictions, and one on bounded steps.
@@ -40,9 +40,15 @@ def opening(run: Run) -> Opening:
     further = non_empty_lines(hindrance(run) or _whether_predictions_hold(run), _bound(run))
     whole = next((line for line in lines if line.headline and line.since <= run.steps[0]), None)
     if whole is not None:  # since the first step: nothing else is to be said of this run
-        others = [line for line in lines if line is not whole]
-        return Opening(whole.headline, f": {whole.evidence}", as_a_change(whole), further, others)
-    return Opening(verdict.headline, verdict.evidence, advice(run, verdict, lines), further, lines)
+        lines = [line for line in lines if line is not whole]
+        first = Opening(whole.headline, f": {whole.evidence}", as_a_change(whole), further, lines)
+    else:
+        change = advice(run, verdict, lines)
+        if hindrance(run) and change in (NOTHING, NOTHING_YET):
+            change += " To get predictions, do what the next sentence says."
+        first = Opening(verdict.headline, verdict.evidence, change, further, lines)
+    ended = on_one_line(early_end(run))
+    return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
 
 
 def _whether_predictions_hold(run: Run) -> str:

@@ -8,6 +8,7 @@ the run, however long it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import pandas as pd
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
-from rl_training.records.report.broken_line import BrokenLine, broken_line
+from rl_training.records.report.broken_line import MIN_PIECE, BrokenLine, broken_line
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
 
@@ -68,6 +69,11 @@ class Reward:
     def rises(self) -> bool:
         """Whether it has risen in the last quarter by what matters, and has not fallen."""
         return not self.fall and self.now - self.line.at(NOW) > RISE * self.spread
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether it lies above its start by as much as a fall that matters."""
+        return self.now - self.start > FALL * self.spread
 
     def is_at_ceiling(self, share: float) -> bool:
         """Return whether it is within this share of the highest possible reward; False if that is unknown."""
@@ -143,15 +149,22 @@ class Story:
         rewards, spread = run.logged("reward"), _spread(run)
         parts = _reward_functions(run)
         top = _top(run, rewards, parts)
-        total = read_reward("reward", rewards, spread, top)
-        several = [
-            read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART)
-            for name, part in parts.items()
-            if len(parts) > 1
-        ]
-        held_out = [read_reward("held-out reward", part, spread, top) for part in _held_out(run)]
-        known = ([part for part in curves if part] for curves in (several, held_out))
-        return cls(total, read_entropy(run), *known, run.steps[0], run.steps[-1])
+        several = parts if len(parts) > 1 else {}
+        return cls(
+            read_reward("reward", rewards, spread, top),
+            read_entropy(run),
+            _known(
+                read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART)
+                for name, part in several.items()
+            ),
+            _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run)),
+            run.steps[0],
+            run.steps[-1],
+        )
+
+
+def _known(curves: Iterable[Reward | None]) -> list[Reward]:
+    return [curve for curve in curves if curve is not None]
 
 
 def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
@@ -162,13 +175,16 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
     smooth = line.smooth()
-    best = float(smooth.max())
+    best = max(float(smooth.max()), line.start)
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
         return Reward(name, line, spread, top, 0.0, line.last, best)
-    since = line.since(line.fitted < line.now + 0.9 * fall)
-    return Reward(name, line, spread, top, fall, line.step(since) if since is not None else line.last, best)
+    since = line.since(line.fitted < line.now + 0.9 * fall) or 0
+    first = (
+        float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
+    )  # before a fall in the first steps
+    return Reward(name, line, spread, top, fall, line.step(since), max(best, first))
 
 
 def read_entropy(run: Run) -> Entropy | None:

@@ -6,6 +6,7 @@ first, whatever entropy does. advice.py has the action of each state, and docs/h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,6 +83,22 @@ def _is_short(story: Story) -> bool:
     return all(curve is None or len(curve.line.steps) < MIN_STEPS for curve in (story.reward, story.entropy))
 
 
+def _is_any(story: Story) -> bool:
+    return True
+
+
+def _reward_fell(story: Story) -> bool:
+    return story.reward is not None and bool(story.reward.fall)
+
+
+def _held_out_fell(story: Story) -> bool:
+    return any(reward.fall for reward in story.held_out)
+
+
+def _part_fell(story: Story) -> bool:
+    return _fallen_part(story) is not None
+
+
 def _relative_fall(reward: Reward) -> float:
     return reward.fall / reward.spread if reward.spread > 0 else 0.0
 
@@ -96,8 +113,29 @@ def _reward_rises(story: Story) -> bool:
     return story.reward is not None and story.reward.rises
 
 
+def _is_spent(story: Story) -> bool:
+    return _reward_rises(story) and _falls(story)
+
+
+def _both_rise(story: Story) -> bool:
+    return _reward_rises(story) and _rises(story)
+
+
 def _is_gone(story: Story) -> bool:
     return story.entropy is not None and story.entropy.left < ALMOST_NOTHING
+
+
+def _is_wasted(story: Story) -> bool:
+    """Return whether entropy is gone below the highest reward, or, where that is unknown, for next to no reward."""
+    is_unbounded = story.reward is None or math.isnan(story.reward.top)
+    return _is_gone(story) and (not is_unbounded or _gained_little(story))
+
+
+def _gained_little(story: Story) -> bool:
+    reward = story.reward
+    if reward is None:
+        return True
+    return reward.now - reward.start < max(MIN_REWARD_GAIN * reward.spread, 2 * reward.line.now_error)
 
 
 def _has_learned(story: Story) -> bool:
@@ -151,7 +189,8 @@ def _fall(story: Story) -> str:
     reward = story.reward
     assert reward is not None
     parts = [f"{part.name} {_level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
-    return f" {_how_it_fell(reward)}{f' ({chr(59).join(parts)})' if parts else ''}. {_of_entropy(story.entropy)}"
+    of_parts = f" ({'; '.join(parts)})" if parts else ""
+    return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
 
 
 def _held_out_fall(story: Story) -> str:
@@ -161,7 +200,7 @@ def _held_out_fall(story: Story) -> str:
 def _part_fall(story: Story) -> str:
     part = _fallen_part(story)
     assert part is not None
-    others = [f"{other.name} {'rises' if other.rises else 'stands'}, {_from_to(other)}" for other in story.parts
+    others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {_from_to(other)}" for other in story.parts
               if other is not part and not other.fall]  # fmt: skip
     return f" {_how_it_fell(part)}{', while ' * bool(others)}{'; '.join(others)}. {_both(story)}"
 
@@ -173,9 +212,8 @@ def _what_is_left(story: Story) -> str:
     said += f"{_level(entropy.start)} nats is left"
     if reward is None:
         return f"{said}."
-    gained = reward.now - reward.start
-    little = gained < max(MIN_REWARD_GAIN * reward.spread, 2 * reward.line.now_error)
-    return f"{said}, {'and it bought next to nothing: ' if little else ''}reward {_from_to(reward)}, and it stands."
+    little = "and it bought next to nothing: " if _gained_little(story) else ""
+    return f"{said}, {little}reward {_from_to(reward)}, and it stands."
 
 
 def _loss(story: Story) -> str:
@@ -191,27 +229,27 @@ def _loss(story: Story) -> str:
 
 
 def _both(story: Story, name: str = "Reward") -> str:
-    """Say where both axes stand and which way they go."""
+    """Say how far both axes have come over the run, and which way they go now."""
     reward = story.reward
     if reward is None:
         return _of_entropy(story.entropy)
-    verb = "falls" if reward.fall else "rises" if reward.rises else "stands"
-    return f"{name} {verb}: {_from_to(reward)}. {_of_entropy(story.entropy)}".strip()
+    verb = "has fallen" if reward.fall else "rises" if reward.rises else "stands"
+    return f"{name} {_from_to(reward)}, now it {verb}. {_of_entropy(story.entropy)}".strip()
 
 
-def _both_after_colon(story: Story) -> str:
+def _after_colon(story: Story) -> str:
     return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
 
 
 def _of_entropy(entropy: Entropy | None) -> str:
     if entropy is None:
         return ""
+    levels = f"Entropy {_level(entropy.start)} → {_level(entropy.now)} nats"
     if entropy.left < ALMOST_NOTHING:
-        since = entropy.since_below(ALMOST_NOTHING)
-        return f"Entropy is almost gone since step {since}: {_level(entropy.start)} → {_level(entropy.now)} nats."
+        return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
     verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "stands"
     left = f", {_share(entropy.left)} is left" if entropy.left < 1 else ""
-    return f"Entropy {verb}: {_level(entropy.start)} → {_level(entropy.now)} nats{left}."
+    return f"{levels}{left}, now it {verb}."
 
 
 def _from_to(reward: Reward) -> str:
@@ -233,17 +271,17 @@ def _share(share: float) -> str:
 
 STATES = (
     State(UNKNOWN, _is_short, "What the run does cannot be told yet", _too_few),
-    State(FALLEN, lambda story: bool(story.reward and story.reward.fall), "Reward has fallen", _fall),
-    State(HELD_OUT, lambda story: any(each.fall for each in story.held_out), "Held-out reward has fallen", _held_out_fall),
-    State(PART, lambda story: _fallen_part(story) is not None, "{part} has fallen", _part_fall),
-    State(LEARNED, _has_learned, "Learned", _both_after_colon),
-    State(SPENT, lambda story: _reward_rises(story) and _falls(story), "Entropy is being spent on reward", _both_after_colon),
-    State(RISES, lambda story: _reward_rises(story) and _rises(story), "Entropy rises, and so does reward", _both_after_colon),
-    State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _both_after_colon),
-    State(GONE, _is_gone, "Entropy is gone", _what_is_left),
+    State(FALLEN, _reward_fell, "Reward has fallen", _fall),
+    State(HELD_OUT, _held_out_fell, "Held-out reward has fallen", _held_out_fall),
+    State(PART, _part_fell, "{part} has fallen", _part_fall),
+    State(LEARNED, _has_learned, "Learned", _after_colon),
+    State(SPENT, _is_spent, "Entropy is being spent on reward", _after_colon),
+    State(RISES, _both_rise, "Entropy rises, and so does reward", _after_colon),
+    State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _after_colon),
+    State(GONE, _is_wasted, "Entropy is gone", _what_is_left),
     State(LOST, _is_lost, "Entropy is being lost", _loss),
-    State(ERUPTS, _has_erupted, "Entropy has risen, and reward has not", _both_after_colon),
-    State(RISES, _rises, "Entropy rises", _both_after_colon),
-    State(STEADY, _is_steady, "Entropy is steady", _both_after_colon),
-    State(UNKNOWN, lambda story: True, "Whether entropy is being spent on reward or lost cannot be told yet", _why_unknown),
-)  # fmt: skip
+    State(ERUPTS, _has_erupted, "Entropy has risen, and reward has not", _after_colon),
+    State(RISES, _rises, "Entropy rises", _after_colon),
+    State(STEADY, _is_steady, "Entropy is steady", _after_colon),
+    State(UNKNOWN, _is_any, "Whether entropy is being spent on reward or lost cannot be told yet", _why_unknown),
+)

@@ -222,13 +222,13 @@ def test_records_that_can_no_longer_be_written_do_not_stop_training(make_trainer
     assert "measuring ended at step 2 by an error (UserError: " in caplog.messages[-1]
 
 
-def test_the_report_of_a_run_with_too_few_prompts_opens_with_the_fix(make_trainer, tmp_path: Path) -> None:
+def test_the_report_of_a_run_with_too_few_prompts_names_the_fix_below_the_verdict(make_trainer, tmp_path: Path) -> None:
     """As with TRL's defaults, whose steps have one prompt."""
     few = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     trainer = make_trainer(**few)
     with attach(trainer, tmp_path / "run"):
         trainer.train()
     first = opening(read_run(tmp_path / "run"))
-    assert first.headline.startswith("No step has a prediction: a step has only one fold")
-    assert "gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)" in first.headline
-    assert first.advice == "First of all, fix what the first sentence says."
+    assert first.further[0].startswith("No step has a prediction: a step has only one fold")
+    assert "gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)" in first.further[0]
+    assert first.advice.endswith("To get predictions, do what the next sentence says.")

@@ -492,7 +492,7 @@ def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path
 def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_path, capsys) -> None:
     """Entropy falls from 5 by 1 per step, and forward is −0.9 at each. Four steps of reward are too few for a line."""
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
-    assert first.headline == "Whether entropy is being spent on reward or lost cannot be told yet"
+    assert first.headline == "What the run does cannot be told yet"
     assert first.advice == "There is nothing to do yet."
     assert first.further == [
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",

@@ -5,10 +5,13 @@ LOGGED is a healthy step of 16 prompts × 8 responses. Each case changes what it
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from logged_runs import log_run, noisy
 
@@ -45,6 +48,24 @@ NOT_ITS_OWN = {
     "sampler/residual": lambda step: Estimate(-0.05, 0.02, 800, NOT_DRAWN if step >= 9 else ""),
     "sampler/residual_run": lambda step: Estimate(-0.5 * step, reason=NOT_DRAWN if step >= 9 else "no error bar"),
 }
+# Step 19 breaks the policy: afterwards no response earns a reward, and all are equal.
+BROKEN: dict[str, Any] = {
+    "reward": lambda step: 0.83 if step < 20 else 0.0,
+    "reward_std": lambda step: 0.4 * (step < 20),
+    "frac_reward_zero_std": lambda step: 0.1 if step < 20 else 1.0,
+    "entropy": lambda step: 0.5 if step < 20 else 2.0,
+    "estimates": {
+        "measured/kl": lambda step: Estimate(
+            1.7 if step == 20 else 1e-4, 0.9 if step == 20 else 1e-5, 8, about_step=step - 1
+        ),
+        "measured/ess": lambda step: Estimate(0.11 if step == 20 else 0.99, about_step=step - 1),
+    },
+}
+HEAVY: dict[str, Any] = {"settings": {"weight_decay": 300.0}}
+DECAY = {
+    f"delta_h/part/{part}": constant(value)
+    for part, value in (("decay", -0.02), ("momentum", 1e-3), ("gradient", 1e-3))
+}
 FAR = {"measured/kl": constant(0.1, about=1), "measured/ess": constant(0.6, about=1)}
 PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "equal rewards": ("equal", EQUAL, "Every response earns the same reward, 0: all advantages are 0."),
@@ -74,6 +95,14 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no KL": ("no_step", {"estimates": SMALL_KL}, "The learning rate is 0.0001"),
     "rounding": ("no_step", {"estimates": {"update/surviving_share": constant(0.03)}}, "leaves 0.03 of a step"),
     "no rate": ("no_step", {"learning_rate": 0.0}, "The learning rate is 0 (steps 31–40)"),
+    "one far step that broke the policy": (
+        "large_step", BROKEN, "step 19 moved the policy by 1.7 nats per token (KL, with an entropy of 0.5), and reward",
+    ),
+    "decay": ("decay", {**HEAVY, "estimates": DECAY}, "has taken 70% of the weights, and moves entropy by -20 "),
+    "decay that no probe has measured": ("decay", HEAVY, "has taken 70% of the weights."),
+    "rewards that are no numbers": (
+        "nan", {**EQUAL, "rewards__right__mean": float("nan")}, "The reward function `right` is nan, not a number",
+    ),
     "far steps": ("large_step", {"estimates": FAR}, "of them moved the policy by more than 0.1 of its entropy"),
     "noise": ("noise", {"estimates": SCALE, "reward": noisy(lambda step: 0.5, 0.03)}, "0.02 to 0.1 of the gradient's"),
     "beta": ("reference", {"settings": {"beta": 5.0}}, "with beta=5 reward can gain some 0.1 in all"),
@@ -100,6 +129,8 @@ NEAR: dict[str, dict[str, Any]] = {
     "tokens that the policy drew": {"estimates": {"sampler/residual": constant(-0.05, 0.02)}},
     "small steps that learn": {"estimates": {"measured/kl": constant(1e-4, about=1)}},
     "a small batch that learns": {"estimates": SCALE, "reward": noisy(rising, 0.03)},
+    "an ordinary weight decay": {"settings": {"weight_decay": 0.1}, "estimates": {
+        name: constant(0.1 * estimate(1).value) for name, estimate in DECAY.items()}},
     "a small beta": {"settings": {"beta": 0.04}},
     "a bonus beside rising reward": {
         "settings": {"entropy_coef": 0.5}, "entropy": noisy(rising, 0.01), "reward": noisy(rising, 0.03, 1),
@@ -117,6 +148,26 @@ NEAR: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("near", NEAR)
 def test_values_near_an_anomaly_give_no_line(tmp_path: Path, near: str) -> None:
     assert not lines(tmp_path, **NEAR[near])
+
+
+@pytest.mark.parametrize(("rate", "names"), [(1e-5, []), (0.0, ["no_step"])])
+def test_the_learning_rate_that_a_loop_logs_is_no_fault_unless_it_is_0(tmp_path, rate, names) -> None:
+    """A loop, or verl, does not record the rate that was asked for."""
+    folder = log_run(tmp_path, learning_rate=rate)
+    settings = {"sequences_per_step": 128, "responses_per_prompt": 8}
+    (folder / "logs" / "settings.json").write_text(json.dumps(settings))
+    run = read_run(folder)
+    assert SetUp.of(run).kind == "loop"
+    assert [line.name for line in standing_out(run)] == names
+
+
+def test_a_rate_of_0_or_nan_rewards_from_the_start_are_the_verdict(tmp_path: Path) -> None:
+    still = opening(read_run(log_run(tmp_path / "rate", 5, learning_rate=0.0)))
+    assert (still.headline, still.lines) == ("Nothing is trained", [])
+    assert "nothing to do" not in still.advice
+    missing = opening(read_run(log_run(tmp_path / "nan", 5, **EQUAL, rewards__right__mean=float("nan"))))
+    assert missing.headline == "Nothing has been learned from rewards"
+    assert missing.advice == "Correct what right returns."
 
 
 def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
@@ -159,7 +210,7 @@ def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Pat
 
 def test_anomaly_lines_are_in_the_page_and_the_terminal(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    run = read_run(log_run(tmp_path, **EQUAL))
+    run = read_run(log_run(tmp_path, completions__clipped_ratio=1.0))
     (line,) = standing_out(run)
     page = write_report(run).read_text(encoding="utf-8")
     print_summary(run)
@@ -185,6 +236,21 @@ def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) 
     assert job.prompts == 32
 
 
+@pytest.mark.parametrize(("correlation", "named"), [(0.0, True), (0.3, False)])
+def test_rewards_that_differ_within_prompts_as_if_by_lot_are_named_before_a_larger_batch(
+    tmp_path: Path, correlation: float, named: bool
+) -> None:
+    """Of 16 prompts × 8 responses at reward ½, .7 % have equal rewards by lot, 9 % if the correlation is .3."""
+    draw = np.random.default_rng(0)
+    a = 0.5 * (1 / correlation - 1) if correlation else math.inf
+    chances = draw.beta(a, a, (41, 16)) if correlation else np.full((41, 16), 0.5)
+    right = draw.binomial(8, chances)
+    (line,) = lines(tmp_path, estimates=SCALE, reward=lambda step: right[step].mean() / 8,
+                    frac_reward_zero_std=lambda step: np.isin(right[step], (0, 8)).mean()).values()  # fmt: skip
+    assert line.name == "noise"
+    assert ("order of the completions" in line.setting) == named
+
+
 def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
     """Compared with scipy's binomial test."""
     from scipy.stats import binomtest
@@ -206,9 +272,8 @@ def test_a_report_of_always_equal_rewards_opens_with_that(
 ) -> None:
     run = read_run(log_run(tmp_path, steps, **EQUAL, completions__clipped_ratio=cut_off))
     first = opening(run)
-    assert first.headline + first.evidence == (
-        "Nothing has been learned from rewards: every response has earned the same, 0, at every logged step."
-    )
+    assert (first.headline, first.lines) == ("Nothing has been learned from rewards", [])
+    assert first.evidence.startswith(": Every response earns the same reward, 0: all advantages are 0.")
     assert first.advice == change
 
 
@@ -219,4 +284,4 @@ def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path
     logged = {"reward": 0.0, "reward_std": lambda step: 1.0 - later(step), "frac_reward_zero_std": later}
     first = opening(read_run(log_run(tmp_path, **logged)))
     assert first.lines[0].name == "equal"
-    assert first.headline.startswith(("Entropy", "Whether entropy"))
+    assert first.headline == "Entropy is steady"

@@ -13,17 +13,16 @@ from rl_training.records.report.standing_out.line import Line, RunRecords
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
-    rewards.not_a_number, rewards.jump, steps.too_large, objective.decay_wins, rewards.all_equal, sampling.no_end,
-    sampling.most_cut_off, rewards.hardly_mixed, sampling.other_sampler, steps.moves_nothing, objective.reference_wins,
-    objective.bonus_wins, steps.follows_noise, rewards.length_with_reward,
+    rewards.not_a_number, objective.decay_wins, objective.bonus_wins, rewards.jump, steps.too_large, rewards.all_equal,
+    sampling.no_end, sampling.most_cut_off, rewards.hardly_mixed, sampling.other_sampler, steps.moves_nothing,
+    objective.reference_wins, steps.follows_noise, rewards.length_with_reward,
 )  # fmt: skip
 # What a line explains if it came first: the consequences are then left out.
+EFFECTS = ("large_step", "equal", "unmixed", "endless", "cut_off", "noise")
 EXPLAINS = {
-    "nan": ("equal", "unmixed", "noise", "no_step"),
-    "large_step": ("equal", "unmixed", "noise", "endless", "cut_off", "jump"),
-    "jump": ("equal", "unmixed", "noise", "large_step"),
-    "decay": ("equal", "unmixed", "noise", "large_step", "endless", "cut_off"),
-}
+    "nan": (*EFFECTS, "no_step"), "decay": EFFECTS, "bonus": EFFECTS, "jump": EFFECTS, "large_step": (*EFFECTS, "jump"),
+}  # fmt: skip
+WHOLE_RUN = ("nan", "decay", "bonus")  # settings and rewards: they come before anything else in the run
 
 
 def standing_out(run: Run) -> list[Line]:
@@ -37,5 +36,5 @@ def standing_out(run: Run) -> list[Line]:
 
 
 def _explains(cause: Line, line: Line) -> bool:
-    since_start = cause.name in ("nan", "decay")
-    return line.name in EXPLAINS.get(cause.name, ()) and (since_start or cause.since < line.since)
+    is_later = cause.name in WHOLE_RUN or cause.since < line.since
+    return is_later and line.name in EXPLAINS.get(cause.name, ())

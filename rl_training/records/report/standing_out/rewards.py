@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pandas as pd
+from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
@@ -22,13 +23,14 @@ STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
 MIN_JUMP_STDERRS = 6.0  # standard errors of a jump; high, because every step is tested
 MIN_LENGTH_GROWTH = 0.15
 MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
+CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
 NOTHING_LEARNED = "Nothing has been learned from rewards"
 
 
 def not_a_number(records: RunRecords) -> Line | None:
     """Report a reward that is nan, or a reward function that is."""
     names = [name for name in records.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
-    for name in ["reward", *names]:
+    for name in [*names, "reward"]:
         values = records.run.rows(name, METRICS_FILE)["value"]
         values = values.reindex([step for step in records.run.steps if step <= max(records.reward.index, default=step)])
         since = first_of_trailing(values.isna())
@@ -136,6 +138,24 @@ def jump(records: RunRecords) -> Line | None:
             said = f"Reward jumped {ends}, by {format_estimate(change, signed=True)}. {between}"
             largest = score, Line("jump", step, said, f"The reward function or the data changed at step {step}.")
     return largest[1] if largest else None
+
+
+def fall_as_if_by_lot(records: RunRecords) -> bool:
+    """Return whether rewards of 0 and 1 know nothing of their prompts: those with equal rewards are as rare as by lot.
+
+    By lot, a prompt with n responses has equal rewards with the chance pⁿ + (1 − p)ⁿ. Rewards with the correlation
+    CORRELATION within a prompt (beta-binomial) must be excluded. Prompts that are all as hard look the same.
+    """
+    p, count = recent(records.reward), records.set_up.responses
+    p = p[(p > 0.03) & (p < 0.97)]
+    if len(p) < MIN_STEPS or not count > 1 or not records.set_up.prompts > 0:
+        return False
+    equal = records.set_up.prompts * float((1 - records.mixed.reindex(p.index)).sum())
+    by_lot = records.set_up.prompts * float((p**count + (1 - p) ** count).sum())
+    a, b = (share * (1 / CORRELATION - 1) for share in (p, 1 - p))
+    correlated = np.exp(betaln(a + count, b) - betaln(a, b)) + np.exp(betaln(a, b + count) - betaln(a, b))
+    expected = records.set_up.prompts * float(correlated.sum())
+    return equal <= by_lot + 2 * math.sqrt(by_lot) and equal < expected - 2 * math.sqrt(expected)
 
 
 def _moves_little(records: RunRecords, step: int) -> bool:

@@ -10,7 +10,7 @@ import pandas as pd
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
 from rl_training.records.report.series import last_of, to_estimates
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
-from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, noise_of_a_step
+from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.records.report.writing import format_estimate, milli
 from rl_training.statistics.welch import mean_of
@@ -21,6 +21,7 @@ TOO_FAR = 0.1  # a step's KL over entropy, both per token; fifty times the recom
 LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
 NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
 MIN_FAR_SHARE = 0.2  # share of steps
+MIN_BREAK = 0.2  # standard deviations of the rewards that one step must have cost
 AROUND = 4  # steps averaged before and after a step
 BEST = 3  # steps that the best reward averages
 MIN_FALL_STDERRS = 4.0  # standard errors that reward has fallen below its best
@@ -33,7 +34,7 @@ STEPS_OF_NOISE = 12  # logged steps that reward must have had to rise
 
 def moves_nothing(records: RunRecords) -> Line | None:
     """Report steps that hardly move the policy, with the recorded reasons."""
-    return _lost_to_rounding(records) or _hardly_moves(records) or _no_rate(records)
+    return _no_rate(records) or _lost_to_rounding(records) or _hardly_moves(records)
 
 
 def _lost_to_rounding(records: RunRecords) -> Line | None:
@@ -138,8 +139,8 @@ def _one_broke_it(records: RunRecords) -> Line | None:
             continue
         said = (
             f"One step was too large: step {step} moved the policy by {rows['value'][step]:.2g} nats per token (KL, "
-            f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) to "
-            f"{after.mean():.3f} ({steps_of(after)})."
+            f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) "
+            f"to {after.mean():.3f} ({steps_of(after)})."
         )
         return Line("large_step", int(step), said, f"Setting: {records.set_up.bounded_step()}.")
     return None
@@ -238,5 +239,9 @@ def follows_noise(records: RunRecords) -> Line | None:
         f"reward has not detectably risen ({milli(rate)} thousandths a step)."
     )
     times = max(2, math.ceil(0.5 / high)) if high > 0 else 8
-    setting = f"Setting: {records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate."
+    larger = f"{records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate."
+    setting = f"Setting: {larger}"
+    if fall_as_if_by_lot(records):
+        said += " Within prompts, rewards differ as if drawn by lot."
+        setting = f"Check first that the reward function returns rewards in the order of the completions; else {larger}"
     return Line("noise", int(records.reward.index[0]), said, setting)
