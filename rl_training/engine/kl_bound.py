@@ -1,16 +1,19 @@
 """Choose the learning rate of each optimizer step so that its measured KL is a set share of the policy's entropy.
 
-Before each step, the optimizer's formula gives the change of the weights, δθ. The policy is scored at θ + f δθ on a few
-responses of the step's own batch. This measures KL(policy before ‖ after) per token:
+Before each step, the optimizer's formula gives the change of the weights, δθ. The policies at θ and at θ + f δθ are
+compared on a few responses of the step's own batch: KL(policy before ‖ after) is summed over the vocabulary at each
+sampled token, and averaged over tokens (policy/token_distributions.py):
 
     target     c · H · s²                 c the set share, H the batch's entropy per token, s the schedule's factor
-    first try  f · √(target / KL of the last step), with f the factor of the last step; limited to .1 f to 2 f
+    first try  f = √(target / C) / η      η the scheduled rate; limited to .1 to 2 times the last step's f
     while KL > 2 target:  f ← f · √(target / KL), the root limited to .1 to .7, at most 8 times
+    C ← C^.6 · (KL / (f η)²)^.4           the curvature, a geometric mean over the last steps
 
 The optimizer then steps with its learning rate times f. The roots are there because KL is quadratic in the length of a
-step: one measurement determines the factor, and after the first few steps a single pass is enough. The steps of AdamW,
-Adam and SGD are linear in the learning rate, weight decay included. Scaling the rate thus scales the step and leaves
-the moments as they would be, and a prediction made with the scaled rate is the prediction of the actual step.
+step: one measurement determines the factor. KL scatters with the responses it is measured on, by more than the
+curvature changes from step to step, so the first try uses the averaged one. The steps of AdamW, Adam and SGD are linear
+in the learning rate, weight decay included. Scaling the rate thus scales the step and leaves the moments as they would
+be, and a prediction made with the scaled rate is the prediction of the actual step.
 
 Any other optimizer steps first, with the first factor on its rate. The weights are then moved back along the step.
 
@@ -47,8 +50,9 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import estimates_over_units
 
-SAME_SCORES = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
+MIN_RESPONSES = 16  # that KL is measured on, over all ranks; at least one to each prompt
 MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from .68 to .23 within six steps
 
 
@@ -59,15 +63,14 @@ class KLBound:
 
     Args:
         share_of_entropy: c, a step's KL divided by the policy's entropy, both per token.
-        responses_per_prompt: Number of responses per prompt on which KL is measured, the first ones.
 
     Raises:
-        UserError: The share is not a positive number or too large, or there are no responses to measure on.
+        UserError: The share is not a positive number, or too large.
     """
 
     name = "kl_bound"  # key of its state in a checkpoint
 
-    def __init__(self, share_of_entropy: float, responses_per_prompt: int = 2) -> None:
+    def __init__(self, share_of_entropy: float) -> None:
         if not (isinstance(share_of_entropy, int | float) and 0.0 < share_of_entropy < math.inf):
             raise UserError(
                 f"target_kl_share={share_of_entropy!r} must be a positive number, for example 2e-3, or None"
@@ -77,9 +80,7 @@ class KLBound:
                 f"target_kl_share={share_of_entropy:g} is above {MAX_SHARE:g}: steps that move the policy by such a "
                 "share of its entropy destroy it within a few steps. Begin with 2e-3"
             )
-        if responses_per_prompt < 1:
-            raise UserError(f"responses_per_prompt={responses_per_prompt} must be at least 1")
-        self.share_of_entropy, self.responses_per_prompt = float(share_of_entropy), responses_per_prompt
+        self.share_of_entropy = float(share_of_entropy)
         self.state = BoundState()
         self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made
@@ -109,28 +110,29 @@ class KLBound:
             scores: From training's forward pass, (B, T) each.
         """
         groups = self._shard.optimizer.param_groups
+        self._rates = [group["lr"] for group in groups]
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
-        rate, factor = max(group["lr"] for group in groups), self.state.next_factor
-        self._info = info_without_search(self._target, entropy, rate, self.state)
+        self._info = info_without_search(self._target, entropy, max(self._rates), self.state)
+        self._kl: Estimate | None = None
         if self._info is not None:
-            factor = self._info.factor
+            self._first_factor = self._info.factor
         else:
-            rows = (response_index(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
-            self._old_scores, self._rollout = self._score_before_step(rollout, scores, rows), take_rows(rollout, rows)
+            self._first_factor = self.state.first_factor(self._target, max(self._rates))
+            self._rollout = take_rows(rollout, self._measured_rows(rollout))
+            self._before = self._policy.token_distributions(self._rollout)
             self._weights = self._shard.copy_local_weights()
             if self._has_formula:
                 step = self._scheduled_step()
-                factor = self._search(lambda factor: self._kl_at(step, factor))
+                self._first_factor = self._search(lambda factor: self._kl_at(step, factor))
                 self._weights = {}  # no longer needed
-        self._rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = group["lr"] * factor
+            group["lr"] = group["lr"] * self._first_factor
 
     def after_step(self) -> dict[str, Estimate]:
         """Shorten a step that had no formula, restore the rates, and return metrics of how the step was bounded."""
         if self._info is None:
-            first, weights = self.state.next_factor, self._shard.copy_local_weights()
+            first, weights = self._first_factor, self._shard.copy_local_weights()
             changes = {name: weight - self._weights[name] for name, weight in weights.items()}
             factor = self._search(lambda factor: self._kl_at(changes, factor / first))
             if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
@@ -140,41 +142,49 @@ class KLBound:
                     {name: w + factor / first * changes[name] for name, w in self._weights.items()}
                 )
         assert self._info is not None
-        rate = max(self._rates) * self._info.factor
+        estimates = self._info.estimates(max(self._rates) * self._info.factor)
+        if self._kl is not None and self._info.factor > 0.0:
+            estimates["bound/kl"] = self._kl
         self.restore()
-        return self._info.estimates(rate)
+        return estimates
 
-    def _search(self, kl_of: Callable[[float], float]) -> float:
+    def _measured_rows(self, rollout: Rollout) -> Tensor:
+        """Return the indices of the responses that KL is measured on: the first ones to each prompt."""
+        index = rollout.prompt_index
+        num_prompts = torch.tensor(len(index.unique()), dtype=torch.float64, device=index.device)
+        number = math.ceil(MIN_RESPONSES / float(self._ranks.reduce(num_prompts)))
+        return (response_index(index) < number).nonzero().squeeze(1)
+
+    def _search(self, kl_of: Callable[[float], Estimate]) -> float:
         """Return the factor of the step, and record how it was found."""
-        self.state, self._info = search_factor(kl_of, self._target, self.state)
+
+        def value_of(factor: float) -> float:
+            self._kl = kl_of(factor)
+            return self._kl.value
+
+        self.state, self._info = search_factor(value_of, self._target, self.state, max(self._rates))
         if not self._is_checked and self._info.kl > 0.0:  # false if nan
-            require_quadratic_kl(kl_of, self._info)
+            require_quadratic_kl(lambda factor: kl_of(factor).value, self._info)
             self._is_checked = True
         return self._info.factor
 
-    def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> float:
-        """Return KL(policy before ‖ policy after `factor` times the step), nats per token."""
+    def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> Estimate:
+        """Return KL(policy before ‖ policy after `factor` times the step), nats per token, with its error."""
         weights = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
         with self._policy.with_weights(weights):
-            after = self._policy.score_rollout(self._rollout)
-        return self._mean_over_tokens(kl_of_tokens(self._old_scores, after), self._old_scores.mask)
+            after = self._policy.token_distributions(self._rollout, like=self._before)
+        prompts, prompt_of_row = self._rollout.prompt_index.unique(return_inverse=True)
+        prompt = prompt_of_row.repeat_interleave(self._rollout.completion_mask.sum(dim=1))
+        kl = self._before.kl_to(after)
+        sums = torch.stack([kl, torch.ones_like(kl)], dim=1)
+        by_prompt = sums.new_zeros(len(prompts), 2).index_add_(0, prompt, sums)
+        return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
 
     def restore(self) -> None:
         """Reset the learning rates to the schedule's, and free the weights kept for the step."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates, self._weights = [], {}
-
-    def _score_before_step(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
-        """Return the scores of some rows with the weights before the step, computed as a measurement.
-
-        Training's own scores are used if they equal a measurement's, which one row is scored again to find out.
-        """
-        first = self._policy.score_rollout(take_rows(rollout, rows[:1]))
-        difference = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
-        if float(self._ranks.max(difference)) <= SAME_SCORES:
-            return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
-        return self._policy.score_rollout(take_rows(rollout, rows))
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:
         """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""
@@ -193,16 +203,6 @@ class KLBound:
         sums = torch.stack([values[is_token].double().sum(), is_token.sum().double()])
         total, count = self._ranks.reduce(sums).tolist()
         return total / count if count else 0.0
-
-
-def kl_of_tokens(before: Scores, after: Scores) -> Tensor:
-    """Return r − 1 − log r per sampled token, with r its probability after divided by before, (B, T), nats.
-
-    It is never negative. Its mean over samples of the policy before is KL(before ‖ after) (Schulman 2020,
-    "Approximating KL divergence"). Masked tokens are 0.
-    """
-    log_ratio = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
-    return log_ratio.expm1() - log_ratio
 
 
 def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float:

@@ -14,6 +14,7 @@ MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it
 MIN_SHRINK, MAX_SHRINK = 0.1, 0.7  # each further try multiplies the factor by .1 to .7
 MAX_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
 MAX_TRIES = 8
+NEW_WEIGHT = 0.4  # of the new step in the geometric mean of curvatures
 MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
 NO_BAR = "no error bar: it describes this step"
 RATE_IS_ZERO = Limit("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
@@ -29,14 +30,26 @@ class BoundState:
     """What one step passes on to the next. Checkpoints store it."""
 
     factor: float = 1.0  # multiplies the scheduled learning rate
-    kl_over_target: float = math.nan  # of the last step; nan before the first
+    curvature: float = math.nan  # geometric mean of KL / (learning rate)² over the last steps; nan before the first
 
-    @property
-    def next_factor(self) -> float:
-        """The first factor to try, .1 to 2 times the last: it would have given the last step its target KL."""
-        if math.isnan(self.kl_over_target):
+    def first_factor(self, target: float, rate: float) -> float:
+        """Return the first factor to try, .1 to 2 times the last: with the averaged curvature it meets the target.
+
+        Args:
+            target: nats per token.
+            rate: The scheduled learning rate.
+        """
+        if math.isnan(self.curvature):
             return self.factor
-        return self.factor * min(MAX_GROWTH, max(MIN_SHRINK, 1.0 / math.sqrt(self.kl_over_target)))
+        meets_target = math.sqrt(target / self.curvature) / rate
+        return min(MAX_GROWTH * self.factor, max(MIN_SHRINK * self.factor, meets_target))
+
+    def after(self, factor: float, kl: float, rate: float) -> BoundState:
+        """Return the state after a step with this factor, KL and scheduled learning rate."""
+        curvature = kl / (factor * rate) ** 2
+        if not math.isnan(self.curvature):
+            curvature = self.curvature ** (1.0 - NEW_WEIGHT) * curvature**NEW_WEIGHT
+        return BoundState(factor, curvature)
 
 
 @dataclass(frozen=True)
@@ -70,13 +83,16 @@ class BoundInfo:
         return {f"bound/{name}": Estimate(value, reason=self.reason) for name, value in numbers.items()}
 
 
-def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState) -> tuple[BoundState, BoundInfo]:
+def search_factor(
+    kl_of: Callable[[float], float], target: float, state: BoundState, rate: float = 1.0
+) -> tuple[BoundState, BoundInfo]:
     """Find a factor for the step whose KL is at most twice the target.
 
     Args:
         kl_of: Maps a factor to the KL per token of the step scaled by it, in nats. nan or inf if the policy breaks.
         target: nats per token, positive and finite.
         state: From the previous step.
+        rate: The scheduled learning rate, positive.
 
     Returns:
         The state for the next step, and how the factor was found. If the KL is finite at no length, the factor is 0; it
@@ -86,7 +102,7 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
     >>> info.tries, round(info.factor, 6), round(info.kl, 6)
     (1, 0.5, 0.01)
     """
-    factor = first_factor = state.next_factor
+    factor = first_factor = state.first_factor(target, rate)
     kl = first_kl = kl_of(factor)
     tries = 0
     while not kl <= MAX_KL_OVER_TARGET * target and tries < MAX_TRIES:
@@ -96,7 +112,7 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
     if not math.isfinite(kl):
         return state, BoundInfo(target, math.nan, math.nan, tries, first_factor, 0.0, NO_KL.formatted(kl=kl))
     info = BoundInfo(target, first_kl, kl, tries, first_factor, factor)
-    return (BoundState(factor, kl / target) if kl > 0.0 else state), info
+    return (state.after(factor, kl, rate) if kl > 0.0 else state), info
 
 
 def info_without_search(target: float, entropy: float, rate: float, state: BoundState) -> BoundInfo | None:
@@ -108,13 +124,12 @@ def info_without_search(target: float, entropy: float, rate: float, state: Bound
         rate: The schedule's largest learning rate.
         state: From the previous step.
     """
-    factor = state.next_factor
     if rate == 0.0:
-        return BoundInfo(0.0, 0.0, 0.0, 0, factor, factor, RATE_IS_ZERO)
+        return BoundInfo(0.0, 0.0, 0.0, 0, state.factor, state.factor, RATE_IS_ZERO)
     if 0.0 < target < math.inf:
         return None
     reason = NO_TARGET.formatted(target=target, entropy=entropy)
-    return BoundInfo(target if target == 0.0 else math.nan, math.nan, math.nan, 0, factor, 0.0, reason)
+    return BoundInfo(target if target == 0.0 else math.nan, math.nan, math.nan, 0, state.factor, 0.0, reason)
 
 
 def require_quadratic_kl(kl_of: Callable[[float], float], info: BoundInfo) -> None:

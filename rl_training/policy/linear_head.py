@@ -118,7 +118,7 @@ class _LinearHead(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         logps, entropies, log_sums, varentropies = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(4))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, z, _, _ in _chunks(hidden, weight, bias, logit_map, dtype, rows):
+            for part, z, _, _ in logit_chunks(hidden, weight, bias, logit_map, dtype, rows):
                 top = z.amax(dim=-1, keepdim=True)
                 z -= top
                 at_target = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
@@ -147,7 +147,7 @@ class _LinearHead(torch.autograd.Function):
         ]
         d_hidden, d_weight, d_bias = gradients
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, z, x, matrix in _chunks(hidden, weight, bias, ctx.logit_map, ctx.dtype, ctx.rows):
+            for part, z, x, matrix in logit_chunks(hidden, weight, bias, ctx.logit_map, ctx.dtype, ctx.rows):
                 slope = ctx.logit_map.slope(z)
                 dz = _by_logits(z, targets[part], log_sums[part], entropies[part], *(
                     None if g is None else g[part] for g in (w, u)
@@ -177,7 +177,7 @@ def _by_logits(
     return dz if w is None else dz.scatter_add_(-1, targets.unsqueeze(-1), w.unsqueeze(-1))
 
 
-def _chunks(
+def logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
@@ -185,7 +185,7 @@ def _chunks(
     # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
     factor = dtype if _sums_in(exact, dtype, hidden.device) else exact
     matrix = weight.to(dtype).to(factor)
-    for start in range(0, len(hidden), rows):
+    for start in range(0, max(1, len(hidden)), rows):  # one empty chunk if there are no positions
         part = slice(start, start + rows)
         x = hidden[part].to(dtype).to(factor)
         y = torch.mm(x, matrix.t()) if factor == exact else torch.mm(x, matrix.t(), out_dtype=exact)

@@ -19,6 +19,7 @@ from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
+from rl_training.policy.token_distributions import TokenDistributions
 
 Result = TypeVar("Result")
 
@@ -84,6 +85,33 @@ class Policy(abc.ABC):
             entropies=pad_and_concat([part.entropies for part in parts], at_least=width),
             mask=mask[torch.cat(list(batches))],
         )
+
+    def token_distributions(self, rollout: Rollout, like: TokenDistributions | None = None) -> TokenDistributions:
+        """Return the next-token distributions at a rollout's sampled tokens, as a measurement. Passes as `score_rollout`.
+
+        Args:
+            rollout: The sequences.
+            like: Another policy's distributions at these tokens: the same tokens of the vocabulary are chosen. None
+                chooses the most probable ones.
+        """
+        counts = rollout.completion_mask.sum(dim=1)
+        first_tokens = (counts.cumsum(dim=0) - counts).tolist()
+        chosen = None if like is None else like.tokens
+
+        def run(rows: Tensor) -> list[TokenDistributions]:
+            start = first_tokens[int(rows[0])]
+
+            def convert(z: Tensor) -> TokenDistributions:
+                nonlocal start
+                start, first = start + len(z), start
+                return TokenDistributions.of_logits(z, None if chosen is None else chosen[first:start])
+
+            return self.scorer.map_logits(rollout, rows, convert)
+
+        rows = torch.arange(rollout.num_sequences, device=counts.device)
+        with preserve_rotary_tables(self.model), self.scorer.measuring():
+            passes = self.run_passes(self.batches_of(rows), run)
+        return TokenDistributions.join([part for parts in passes for part in parts])
 
     def batches_of(self, rows: Tensor) -> list[Tensor]:
         """Split rows into the batches of forward passes without graph."""

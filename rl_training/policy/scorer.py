@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.errors import UserError
-from rl_training.parallel.fsdp import reshard
+from rl_training.policy.forward import replaced_forward, run_inside_forward
 from rl_training.policy.inputs import ModelInputs, left_padded_inputs, right_padded_inputs
-from rl_training.policy.linear_head import LogitMap, scores_of_hidden, scores_of_logits
+from rl_training.policy.linear_head import LogitMap, logit_chunks, scores_of_hidden, scores_of_logits
 from rl_training.policy.precision import measuring, rounding_reason
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 
 CHUNK_LOGITS = 2**25  # 128 MB in fp32
+Converted = TypeVar("Converted")
 
 
 class Scorer:
@@ -110,37 +111,28 @@ class Scorer:
 
         All of them are held at once, in at least fp32, so pass few rows.
         """
+        return torch.cat(self.map_logits(sequences, rows, lambda z: z))
+
+    def map_logits(self, sequences: Rollout, rows: Tensor, convert: Callable[[Tensor], Converted]) -> list[Converted]:
+        """Convert the logits behind the sampled tokens of some rows chunk by chunk, without a graph.
+
+        Args:
+            convert: Is given the logits of the next tokens, (n, V), divided by the temperature and in at least fp32.
+
+        Returns:
+            What `convert` has returned for each chunk, in the order of the tokens.
+        """
         with preserve_rng(self._device), torch.no_grad():
+            self.verify()
             batch = right_padded_inputs(sequences, rows)
-            at_tokens = batch.at_tokens(batch.sampled_tokens())
-            if self.verify():
-                logits = self._full_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
-                return _at_least_fp32(logits) / self.temperature
-            hidden = self._hidden(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
-            return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
+            # Half a chunk of logits at once: what `convert` makes of them takes as much again.
+            parts = batch.at_tokens(batch.sampled_tokens()).split(max(1, self._chunk // (2 * self._vocabulary)))
+            converted: list[Converted] = self._gathered(lambda: list(map(convert, self._logit_chunks(batch, parts))))
+        return converted
 
     def _gathered(self, calculate: Callable[[], Any]) -> Any:
-        """Call `calculate`; with `run_inside_forward`, inside the model's forward, whose hooks gather weights."""
-        if not self._inside_forward:
-            return calculate()
-        patched = vars(self._model).get("forward")
-        results: list[Any] = []
-
-        def forward() -> Any:
-            results.append(calculate())
-            return results[0]
-
-        self._model.forward = forward
-        try:
-            outputs = self._model()
-        finally:
-            del self._model.forward
-            if patched is not None:
-                self._model.forward = patched
-        if torch.is_grad_enabled():
-            return outputs  # FSDP2 gathers again for the backward of these tensors
-        reshard(self._model)
-        return results[0]  # `outputs` may be rounded by FSDP2
+        """Call `calculate`, with `run_inside_forward` inside the model's forward pass."""
+        return run_inside_forward(self._model, calculate) if self._inside_forward else calculate()
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
         """Score some rows left-padded, with an attention mask and no position ids, as trainers pass them.
@@ -198,14 +190,8 @@ class Scorer:
             given.append(x)
             return ramp.expand(*x.shape[:-1], -1)
 
-        patched = vars(head).get("forward")
-        head.forward = known_logits
-        try:
+        with replaced_forward(head, known_logits):
             logits = self._full_logits(ids, {})
-        finally:
-            del head.forward
-            if patched is not None:
-                head.forward = patched
         if not given:
             return "the model's forward pass does not call its head"
         if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.rounding_reason else 1e-4):
@@ -221,8 +207,7 @@ class Scorer:
     def _by_body_and_head(self, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
-        patched = "forward" in vars(head) and not self._fp32_head  # training patches forward to get an fp32 head
-        if self._call_head or type(head) is not nn.Linear or patched:
+        if not self._reads_weight(head):
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             return self._by_called_head(head, hidden.gather(1, columns), batch, varentropy)
         sampled = batch.sampled_tokens()
@@ -233,6 +218,11 @@ class Scorer:
         mask = batch.mask.bool()
         empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
         return tuple(t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
+
+    def _reads_weight(self, head: Any) -> bool:
+        """Whether the head's weight is multiplied here, instead of calling the head."""
+        patched = "forward" in vars(head) and not self._fp32_head  # training patches forward to get an fp32 head
+        return not (self._call_head or type(head) is not nn.Linear or patched)
 
     def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
         """Call the head on chunks of columns, (B, t, H), so that hooks on it can tell sequences apart."""
@@ -257,6 +247,19 @@ class Scorer:
         logits = self._full_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets, varentropy)
+
+    def _logit_chunks(self, batch: ModelInputs, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the logits at each of some parts of all B·W columns, (n, V)."""
+        if self._full_logits_reason:
+            logits = self._full_logits(batch.ids, batch.inputs).flatten(0, 1)
+            return (_at_least_fp32(logits[part]) / self.temperature for part in parts)
+        head, hidden = self._lm.get_output_embeddings(), self._hidden(batch.ids, batch.inputs).flatten(0, 1)
+        if not self._reads_weight(head):
+            return (self._logit_map(_at_least_fp32(head(hidden[part]))) for part in parts)
+        x = torch.cat([hidden[part] for part in parts]).to(head.weight.device)
+        dtype = self._dtype_of_product(x, head)
+        chunks = logit_chunks(x, head.weight, head.bias, self._logit_map, dtype, max(1, len(parts[0])))
+        return (z for _, z, _, _ in chunks)
 
     def _hidden(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state

@@ -253,11 +253,11 @@ def test_a_model_with_its_own_head_computation_is_scored_by_its_logits(family: A
     assert_like_plain(model, scorer, sampled())
 
 
-@pytest.mark.parametrize("by_all_logits", [False, True], ids=["head", "all logits"])
+@pytest.mark.parametrize("options", [{}, {"whole_logits": True}, {"call_head": True}], ids=str)
 @pytest.mark.parametrize("family", ["tied", "softcap", "divided"])
-def test_token_logits_are_divided_by_the_temperature_like_the_scores(family: str, by_all_logits: bool) -> None:
+def test_token_logits_are_divided_by_the_temperature_like_the_scores(family: str, options: dict[str, Any]) -> None:
     model, sequences = model_of(family).double(), sampled()
-    logps = Scorer(model, TEMPERATURE, whole_logits=by_all_logits).token_logits(sequences, ROWS).log_softmax(-1)
+    logps = Scorer(model, TEMPERATURE, **options).token_logits(sequences, ROWS).log_softmax(-1)
     twin = plain(model, sequences, ROWS)
     ids = [sequences.completion_ids[row][sequences.completion_mask[row].bool()] for row in ROWS]
     at_targets = logps.gather(-1, torch.cat(ids).unsqueeze(-1)).squeeze(-1)
@@ -298,6 +298,19 @@ def test_forward_and_backward_hold_one_chunk_of_logits_at_a_time(call_head: bool
     with Largest() as largest:
         gradients(model, of_tokens(scorer.score(sampled(), rows)))
     assert largest.size <= weights < logits / 2
+
+
+@pytest.mark.parametrize("call_head", [False, True], ids=["weight", "called"])
+def test_logits_are_converted_one_chunk_at_a_time_in_the_order_of_the_tokens(call_head: bool) -> None:
+    model, rows = model_of("untied", vocab_size=3000), ROWS.repeat(6)
+    scorer = Scorer(model, call_head=call_head, chunk_logits=10 * 3000 + 1)
+    scorer.verify()
+    with Largest() as largest:
+        parts = scorer.map_logits(sampled(), rows, lambda z: (len(z), z.logsumexp(dim=1)))
+    assert {length for length, _ in parts[:-1]} == {5}
+    assert largest.size <= model.lm_head.weight.numel()
+    expected = scorer.token_logits(sampled(), rows).logsumexp(dim=1)
+    torch.testing.assert_close(torch.cat([sums for _, sums in parts]), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_graph_can_be_used_twice_and_unrelated_parameters_get_zero() -> None:
