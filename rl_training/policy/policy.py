@@ -87,7 +87,7 @@ class Policy(abc.ABC):
         )
 
     def token_distributions(self, rollout: Rollout, like: TokenDistributions | None = None) -> TokenDistributions:
-        """Return the next-token distributions at a rollout's sampled tokens, as a measurement. Passes as `score_rollout`.
+        """Return the next-token distributions at a rollout's sampled tokens, as a measurement.
 
         Args:
             rollout: The sequences.

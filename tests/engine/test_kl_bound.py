@@ -24,6 +24,7 @@ from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, meas
 from rl_training.engine.kl_bound import KLBound, schedule_factor
 from rl_training.engine.kl_search import BoundState, info_without_search, search_factor
 from rl_training.parallel.ranks import Ranks
+from rl_training.policy import token_distributions
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.policy.token_distributions import TokenDistributions
@@ -199,14 +200,22 @@ class Onlooker(DrGRPOTrainer):
         self.seen[-1].append({k: v for k, v in batch.items() if isinstance(v, Tensor)})
         return batch
 
-    def kl_of_step(self, number: int, responses: int) -> float:
-        """Return the KL per token of step `number`, counted from 0, by two plain passes over the whole vocabulary."""
+    def kl_of_step(self, number: int, responses: int, tokens: int | None = None) -> float:
+        """Return the KL per token of step `number`, counted from 0, by two plain passes over the whole vocabulary.
+
+        If `tokens` is given, all tokens but this number of most probable ones count as one.
+        """
         model, logps = self.model.eval(), []
         last = parameters_to_vector(model.parameters()).detach()
         for weights in [*self.weights, last][number : number + 2]:
             vector_to_parameters(weights, model.parameters())
             logps.append(torch.cat([full_logps(model, batch, responses) for batch in self.seen[number]]))
         vector_to_parameters(last, model.parameters())
+        if tokens is not None:
+            order = logps[0].argsort(dim=-1, descending=True)
+            ordered = [logp.gather(-1, order) for logp in logps]
+            others = [logp[:, tokens:].logsumexp(dim=-1, keepdim=True) for logp in ordered]
+            logps = [torch.cat([logp[:, :tokens], other], dim=-1) for logp, other in zip(ordered, others, strict=True)]
         return float((logps[0].exp() * (logps[0] - logps[1])).sum(dim=-1).mean())
 
 
@@ -224,16 +233,22 @@ REUSED = {"num_iterations": 2, "adam_beta1": 0.0, "learning_rate": 3e-3}
 EIGHT_PROMPTS = {"gradient_accumulation_steps": 4}
 
 
-@pytest.mark.parametrize(("settings", "responses"), [(REUSED, 4), (EIGHT_PROMPTS, 2)])
+@pytest.mark.parametrize(("settings", "responses", "tokens"), [(REUSED, 4, None), (EIGHT_PROMPTS, 2, 6)])
 def test_the_step_taken_has_the_reported_kl(
-    make_trainer: Callable[..., Any], settings: dict[str, Any], responses: int
+    make_trainer: Callable[..., Any],
+    settings: dict[str, Any],
+    responses: int,
+    tokens: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is measured on the first responses to each prompt, 16 in all."""
+    if tokens is not None:
+        monkeypatch.setattr(token_distributions, "MAX_TOKENS", tokens)
     settings = SHAPE | {"max_steps": 2, "learning_rate": 1e-2, "target_kl_share": SHARE} | settings
     trainer = make_trainer(Onlooker, **settings)
     trainer.train()
     for number, said in enumerate(numbers_of(trainer)):
-        assert trainer.kl_of_step(number, responses) == pytest.approx(said["bound/kl"], rel=1e-3)
+        assert trainer.kl_of_step(number, responses, tokens) == pytest.approx(said["bound/kl"], rel=1e-3)
         assert said["bound/kl"] <= 2 * said["bound/target_kl"]
     first = numbers_of(trainer)[0]
     assert first["bound/first_kl"] > 10 * first["bound/target_kl"]
