@@ -89,9 +89,8 @@ def measured_loop(
         microbatch_size: Sequences of one forward and backward on this rank, the same in all microbatches.
         microbatches: Microbatches of one optimizer step on this rank.
         max_grad_norm: The threshold of the loop's own `clip_grad_norm_`. None if it does not clip.
-        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing. If it
-            holds another training, that stays as it is, and this one goes to the next free number, my_run-2/logs. A
-            loop that resumes continues in its own folder.
+        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing. Where
+            another training lies, the next free number, my_run-2/logs. A loop that resumes continues in its own.
         temperature: The sampling temperature, by which the loop divides the logits.
         dr_grpo: Whether the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant.
             Probes read the loss's actual weights; where these differ from Dr-GRPO's, the reason names this setting.

@@ -99,7 +99,8 @@ def attach(
     if isinstance(folder, GRPOTrainer):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
     if not hasattr(trainer, "train"):
-        raise UserError(f"attach({trainer!r:.60}) is given no trainer: attach(trainer, FOLDER), with a trl.GRPOTrainer")
+        kind = type(trainer).__name__
+        raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(wrong_trainer_message(trainer))
     if not isinstance(folder, str | Path | Records | None):

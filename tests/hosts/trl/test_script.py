@@ -78,7 +78,7 @@ def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_tra
         (lambda trainer: attach(trainer, "run", target_kl=2e-3), "attach(target_kl=...): there is no such argument"),
         (lambda trainer: attach(trainer, "run", target_kl=2e-3), "did you mean target_kl_share?"),
         (lambda trainer: attach("run", trainer), "the trainer comes first, then the folder: attach(trainer, 'run')"),
-        (lambda trainer: attach("run"), "attach('run') is given no trainer: attach(trainer, FOLDER)"),
+        (lambda trainer: attach("run"), "and this is str: attach(trainer, FOLDER)"),
         (lambda trainer: SimpleEntropyProbe(evry=5), "SimpleEntropyProbe(evry=...): there is no such argument"),
         (lambda trainer: measured_loop(None, None, "ess", response_per_prompt=4), "did you mean responses_per_prompt?"),
     ],
