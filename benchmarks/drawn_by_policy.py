@@ -98,7 +98,7 @@ def honest_run(seed: int, steps: int) -> tuple[str, float, bool]:
             sampled = take_rows(rollout, step).sampling_logps
             logs = (scores.logps[step] - sampled).double().masked_fill(scores.mask[step] == 0, 0.0)
         part = type(scores)(*(table[step] for table in vars(scores).values()))
-        test.add(part, logs, False)
+        test.add(step, part, logs, False)
         alarm |= test.decide(torch.clone, None, is_reported) is not None
         estimates = test.finish(was_taken=True)
         extreme = max(extreme, abs(estimates[RUN].value))
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of a run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of a step of the cases")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.what == "honest":
         honest(arguments.runs, arguments.steps)
     else:

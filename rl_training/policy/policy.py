@@ -58,6 +58,7 @@ class Policy(abc.ABC):
         as_training: bool = False,
         dropout: bool = False,
         batches: Sequence[Tensor] | None = None,
+        varentropy: bool = False,
     ) -> Scores:
         """Score rows, (B, T), without graph, as a measurement: in IEEE fp32 without dropout.
 
@@ -67,6 +68,7 @@ class Policy(abc.ABC):
             as_training: Use training's precision instead.
             dropout: With `as_training`, use training's dropout too.
             batches: The rows of each forward pass, possibly none. None: all rows, in their order.
+            varentropy: Return varentropies too.
         """
         scorer = scorer or self.scorer
         context: AbstractContextManager[None] = scorer.measuring()
@@ -76,14 +78,17 @@ class Policy(abc.ABC):
         if batches is None:
             batches = self.batches_of(torch.arange(rollout.num_sequences, device=mask.device))
         with preserve_rotary_tables(self.model), context, torch.no_grad():
-            parts = self.run_passes(batches, lambda rows: scorer.score(rollout, rows, graph=False))
+            options = {"graph": False} | ({"varentropy": True} if varentropy else {})
+            parts = self.run_passes(batches, lambda rows: scorer.score(rollout, rows, **options))
         if not parts:
             nothing = torch.zeros(0, width, device=mask.device)
-            return Scores(nothing, nothing, mask[:0])
+            return Scores(nothing, nothing, mask[:0], nothing if varentropy else None)
+        varentropies = [part.varentropies for part in parts if part.varentropies is not None]
         return Scores(
             logps=pad_and_concat([part.logps for part in parts], at_least=width),
             entropies=pad_and_concat([part.entropies for part in parts], at_least=width),
             mask=mask[torch.cat(list(batches))],
+            varentropies=pad_and_concat(varentropies, at_least=width) if varentropies else None,
         )
 
     def token_distributions(self, rollout: Rollout, like: TokenDistributions | None = None) -> TokenDistributions:

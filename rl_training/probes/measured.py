@@ -110,6 +110,8 @@ class MeasuredStepProbe(Probe):
         errors = state.errors
         if state.step and not is_repeated:
             estimates, errors = self._changes(ctx, state.weights.local(shard), state)
+            if ctx.limits.sampling_mismatch:  # its own passes have shown it
+                estimates = dict.fromkeys(NAMES, Estimate.missing(ctx.limits.sampling_mismatch))
         weights = layout.by_name(layout.vector(shard.copy_local_weights().values()))
         return Reading(
             measured=estimates, state=WeightsBefore(ShardedVector.of(shard, weights), ctx.step.number, errors)
@@ -146,6 +148,7 @@ class MeasuredStepProbe(Probe):
         rows = self._rows(ctx)
         score = rounded_scores_before if rounding else scores_before
         current, earlier = score(ctx, rows, before)
+        test_tokens(ctx, rows, current, earlier)
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(current, earlier, rows, rollout.prompt_index, rewards, logs)
         has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
@@ -190,7 +193,24 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         current = Scores(logps, entropies, current.mask)
     with policy.with_weights(before):
-        return current, policy.score_rollout(rollout)
+        return current, policy.score_rollout(rollout, varentropy=ctx.passes.residual_test is not None)
+
+
+def test_tokens(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores) -> None:
+    """Test whether the policy drew the tokens of `rows` that are not tested yet (step/residual.py). Collective.
+
+    These are scores by the policy before the step. Their residuals have mean 0 if tokens are weighted by the ratio of
+    that policy to the one that drew them: the current one, or the sampler that reports log-probabilities.
+    """
+    test, rollout = ctx.passes.residual_test, ctx.step.batch.rollout
+    if test is None or earlier.varentropies is None:
+        return
+    drawn = current.logps if rollout.sampling_logps is None else rollout.sampling_logps
+    log_ratios = (earlier.logps.double() - drawn[rows].double()).masked_fill(earlier.mask == 0, 0.0)
+    new = test.are_new(rows)
+    scores = Scores(earlier.logps[new], earlier.entropies[new], earlier.mask[new], earlier.varentropies[new])
+    test.add(rows[new], scores, log_ratios[new], rollout.untested)
+    test.decide(ctx.ranks.reduce, ctx.step.limits.reused, rollout.sampling_logps is not None)
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:

@@ -101,14 +101,20 @@ class ResidualTest:
         """Begin a step. The sums of a step that was not taken are dropped."""
         # Of this rank's tokens, in the order of `decide`. A rank may have none.
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._added_rows: list[Tensor] = []
         self._step: ResidualSums | None = None
         self._missing: Limit | None = None  # why the step's tokens cannot be tested
         self.limit = self._limit(ResidualSums())  # of the run so far, until the step's tokens are known
 
-    def add(self, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
+    def are_new(self, rows: Tensor) -> Tensor:
+        """Return which of these rows of the step are not tested yet, bool."""
+        return ~torch.isin(rows, torch.cat([rows[:0], *self._added_rows]))
+
+    def add(self, rows: Tensor, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
         """Add some rows of the step on this rank.
 
         Args:
+            rows: Their numbers in the step.
             scores: The policy's scores of these rows, with varentropies.
             log_ratios: log π − log μ of these rows, (B, T) or wider. None if the policy itself draws.
             is_untested: Whether some of these rows must not be tested.
@@ -119,11 +125,14 @@ class ResidualTest:
         columns = [weight * x, scores.varentropies.double(), (weight * x).square(), weight * x.square()]
         # A policy that has diverged has no scores.
         is_token = scores.mask.bool() & torch.stack(columns).isfinite().all(dim=0)
+        self._added_rows.append(rows)
         sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
 
     def decide(self, reduce: Callable[[Tensor], Tensor], missing: Limit | None, is_sampler: bool) -> Limit | None:
         """Return the limit if the policy did not draw the step's tokens, or those of the run so far. Collective.
+
+        It takes what was added since the last call. A step may have several.
 
         Args:
             reduce: Sums over ranks.
@@ -131,11 +140,16 @@ class ResidualTest:
             is_sampler: Whether tokens are weighted by their ratios to a sampler.
         """
         residual, variance, squares, single, tokens, num_untested = reduce(self._sums).tolist()
-        self._missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)
-        if self._missing is None:
-            variance *= max(1.0, squares / single) if single else 1.0
-            self._step, self._is_sampler = ResidualSums(residual, variance, squares, tokens, 1), is_sampler
-            self.limit = self._limit(self._step)
+        self._sums = torch.zeros_like(self._sums)
+        missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)
+        if missing:
+            self._missing = missing
+            self._added_rows = []
+            return self.limit
+        variance *= max(1.0, squares / single) if single else 1.0
+        sums = ResidualSums(residual, variance, squares, tokens, steps=0 if self._step else 1)
+        self._step, self._is_sampler = (self._step or ResidualSums()) + sums, is_sampler
+        self.limit = self._limit(self._step)
         return self.limit
 
     def leave_out(self, missing: Limit) -> None:

@@ -68,7 +68,7 @@ class ScoreCheck:
         if self._test is not None:
             log_ratios = self._batch.log_ratios() if self._is_sampler else None
             of_rows = None if log_ratios is None else log_ratios[rows]
-            self._test.add(fresh, of_rows, self._batch.rollout.untested)
+            self._test.add(rows, fresh, of_rows, self._batch.rollout.untested)
 
     def score_and_compare(self, rows: Tensor) -> None:
         """Score a few of these rows just for this check, if no entropy gradient is made of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -151,7 +152,7 @@ def run_test(rollout: Rollout, scores: Scores, reduce: Any = torch.clone, missin
         logs = (scores.logps - rollout.sampling_logps).double()
     for rows in torch.arange(rollout.num_sequences).split(40):
         part = Scores(*(getattr(scores, name)[rows] for name in ("logps", "entropies", "mask", "varentropies")))
-        test.add(part, None if logs is None else logs[rows], rollout.untested)
+        test.add(rows, part, None if logs is None else logs[rows], rollout.untested)
     test.decide(reduce, missing, logs is not None)
     return test
 
@@ -200,7 +201,7 @@ def test_weighted_tokens_of_a_known_sampler_have_mean_zero_and_the_policys_own_d
         for logs in ((policy / sampler).log().unsqueeze(1), None):
             test, row = ResidualTest(ResidualSums(), 1.0), slice(token, token + 1)
             part = Scores(*(getattr(scores, name)[row] for name in ("logps", "entropies", "mask", "varentropies")))
-            test.add(part, None if logs is None else logs[row], False)
+            test.add(torch.tensor([token]), part, None if logs is None else logs[row], False)
             test.decide(torch.clone, None, logs is not None)
             assert test._step is not None
             share = float(sampler[token]) * test._step.residual
@@ -282,7 +283,7 @@ def test_what_cannot_be_tested_says_why_and_enters_no_sum(missing: Any) -> None:
 
 def once(rollout: Rollout, scores: Scores, missing: Any) -> ResidualTest:
     test = ResidualTest(ResidualSums(), 1.0)
-    test.add(scores, None, rollout.untested)
+    test.add(torch.zeros(1), scores, None, rollout.untested)
     test.decide(torch.clone, missing, False)
     return test
 
@@ -290,17 +291,20 @@ def once(rollout: Rollout, scores: Scores, missing: Any) -> ResidualTest:
 # --- in a loop --------------------------------------------------------------------------------------------------------
 
 
-def train(probes: list[Any], steps: int, *, temperature: float = 1.0, reported: bool = False, **facts: Any) -> Any:
+def train(
+    probes: list[Any], steps: int, *, rate: float = 1e-3, temperature: float = 1.0, reported: bool = False, **facts: Any
+) -> Any:
     """Train a plain loop on responses drawn at a temperature, of which the loop says nothing."""
     model = load_tiny()[0].float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     measured = measured_loop(
         model, optimizer, probes, responses_per_prompt=G, microbatch_size=16, microbatches=4, dr_grpo=True
     )
-    estimates = []
+    estimates, models = [], []
     with measured:
         for number in range(1, steps + 1):
             rollout = drawn(model, number, temperature, **facts)
+            models.append(copy.deepcopy(model))
             with measured.step(number):
                 for rows in torch.arange(PROMPTS * G).split(16):
                     part = take_rows(rollout, rows)
@@ -319,7 +323,7 @@ def train(probes: list[Any], steps: int, *, temperature: float = 1.0, reported: 
                 optimizer.step()
                 optimizer.zero_grad()
             estimates.append(dict(measured.latest))
-    return measured, estimates, model
+    return measured, estimates, models
 
 
 def all_probes() -> list[Any]:
@@ -353,6 +357,24 @@ def test_a_policy_that_draws_itself_is_measured_and_its_sums_are_the_twins() -> 
     assert float(state["tokens"]) == sum(count for count, _ in steps)
     assert float(state["residual"]) == pytest.approx(sum(count * mean for count, mean in steps))
     assert float(state["steps"]) == 2
+
+
+def test_measured_adds_the_responses_that_simple_does_not_score_by_the_policy_before_the_step() -> None:
+    """Weighted by that policy's ratio to the one that draws, each response once."""
+    probes = [SimpleEntropyProbe(), MeasuredStepProbe(responses_per_prompt=3)]
+    _, (_, second), (before, now) = train(probes, 2, rate=0.3)
+    rollout = drawn(now, 2)
+    firsts = [*range(0, PROMPTS * G, G)]
+    logps = logits_of(now, rollout).log_softmax(-1).gather(-1, rollout.completion_ids.unsqueeze(-1)).squeeze(-1)
+    others = [row for row in range(PROMPTS * G) if row % G in (1, 2)]
+    scored_before = twin(before, dataclasses.replace(rollout, sampling_logps=logps), others)
+    sums = twin(now, rollout, firsts) + scored_before
+    unweighted = twin(now, rollout, [*firsts, *others])
+    estimate = second[residual.MEAN]
+    assert estimate.num_samples == sums.tokens
+    assert estimate.value == pytest.approx(sums.residual / sums.tokens, rel=1e-3)
+    assert estimate.stderr == pytest.approx(sums.stderr / sums.tokens, rel=1e-4)
+    assert estimate.value != pytest.approx(unweighted.residual / sums.tokens, rel=1e-2)
 
 
 def test_measured_alone_notices_and_untested_responses_are_measured() -> None:
