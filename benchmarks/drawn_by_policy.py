@@ -7,8 +7,8 @@
 response to each prompt. Policies, tasks, temperatures and batch sizes differ from run to run. In every fourth run a
 known sampler draws, the same model with noise on its weights, and reports its log-probabilities.
 
-`cases` trains the tiny model in TRL with something wrong in its generation, with the probe `simple` alone, at its
-defaults. Each case ends at the step that is noticed.
+`cases` trains the tiny model in TRL with something wrong in its generation. It runs the probe `simple` at its defaults,
+and with --measured the probe `measured` too. Each case ends at the step that is noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import Rollout, attach
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.step.limits import NOT_DRAWN
 from rl_training.step.residual import MEAN, RUN, ResidualSums, ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
@@ -145,6 +145,20 @@ class Prefer(LogitsProcessor):
         return scores
 
 
+class Forbid(LogitsProcessor):
+    """Forbids to end the thought within the first eight tokens of a response."""
+
+    def __init__(self) -> None:
+        self._prompt = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._prompt = self._prompt or input_ids.shape[1]
+        scores = scores.clone()
+        if input_ids.shape[1] < self._prompt + 8:
+            scores[:, END_OF_THOUGHT] = -torch.inf
+        return scores
+
+
 def budget(ids: Tensor, number: int) -> int | None:
     return END_OF_THOUGHT if number == 6 and END_OF_THOUGHT not in ids.tolist() else None
 
@@ -232,6 +246,7 @@ CASES: dict[str, tuple[type[GRPOTrainer], dict[str, Any], dict[str, Any], Callab
     "nothing wrong": (GRPOTrainer, {}, {}, nothing),
     "a budget that closes the thought": (GRPOTrainer, {}, {}, with_processor(lambda: Force(budget))),
     "a hint of two tokens": (GRPOTrainer, {}, {}, with_processor(lambda: Force(hint))),
+    "a processor: no end of the thought before token 9": (GRPOTrainer, {}, {}, with_processor(Forbid)),
     "a processor: digits + .5": (GRPOTrainer, {}, {}, with_processor(Prefer)),
     "rollout_func under gradient checkpointing": (
         GRPOTrainer, {"gradient_checkpointing": True}, {"rollout_func": rollout_function(1.0, False)}, nothing,
@@ -254,7 +269,7 @@ class StopWhenNoticed(TrainerCallback):
         control.should_training_stop = self.latest[MEAN].code == NOT_DRAWN.code
 
 
-def run_case(name: str, steps: int, seed: int, prompts: int) -> str:
+def run_case(name: str, steps: int, seed: int, prompts: int, measured: bool) -> str:
     """Return in which step a case is noticed, and the evidence."""
     trainer_class, settings, arguments, change = CASES[name]
     task = arithmetic(num_train=256, num_eval=8)
@@ -274,7 +289,7 @@ def run_case(name: str, steps: int, seed: int, prompts: int) -> str:
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         change(trainer)
-        with attach(trainer, None, [SimpleEntropyProbe()]) as attachment:
+        with attach(trainer, None, [SimpleEntropyProbe(), *[MeasuredStepProbe()] * measured]) as attachment:
             trainer.add_callback(StopWhenNoticed(attachment.latest))
             trainer.train()
             mean, run = attachment.latest[MEAN], attachment.latest[RUN]
@@ -282,10 +297,10 @@ def run_case(name: str, steps: int, seed: int, prompts: int) -> str:
     return f"step {step}: run {run.value:+.1f} standard errors, last step {mean.value:+.3f} ± {mean.stderr:.3f}"
 
 
-def cases(names: list[str], steps: int, seeds: int, prompts: int) -> None:
+def cases(names: list[str], steps: int, seeds: int, prompts: int, measured: bool) -> None:
     for name in names or CASES:
         for seed in range(seeds):
-            print(f"{name}: {run_case(name, steps, seed, prompts)}", flush=True)
+            print(f"{name}: {run_case(name, steps, seed, prompts, measured)}", flush=True)
 
 
 def main() -> None:
@@ -297,11 +312,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of a run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of a step of the cases")
+    parser.add_argument("--measured", action="store_true", help="add the probe measured to the cases")
     arguments = parser.parse_intermixed_args()
     if arguments.what == "honest":
         honest(arguments.runs, arguments.steps)
     else:
-        cases(arguments.names, arguments.steps, arguments.seeds, arguments.prompts)
+        cases(arguments.names, arguments.steps, arguments.seeds, arguments.prompts, arguments.measured)
 
 
 if __name__ == "__main__":
