@@ -83,7 +83,7 @@ class Rank:
     def context(self) -> StepContext:
         optimizer: Any = SimpleNamespace(limit=None, rounding_reason="")
         prediction: Any = SimpleNamespace(
-            settings=SimpleNamespace(per_sequence=False), limit=NO_TRUTH, other_scores=None
+            settings=SimpleNamespace(per_sequence=False), limit=NO_TRUTH, seen_in_scores=None
         )
         step: Any = SimpleNamespace(number=1, batch=self.batch, limits=Limits(), optimizer=optimizer)
         return StepContext(step, self.passes, prediction)
@@ -123,7 +123,7 @@ def check_scores(rank: Rank) -> None:
     check = ScoreCheck(rank.batch, rank.policy)
     check.score_and_compare(torch.arange(rank.rollout.num_sequences))
     assert check._sums[2] == rank.rollout.completion_mask[:8].sum()  # a pass for the others' sake is not compared
-    assert not check.limit(rank.ranks.reduce)
+    assert not check.difference_limit(rank.ranks.reduce)
 
 
 def measure_numerics(rank: Rank) -> None:
