@@ -187,6 +187,8 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
     Skipped for models whose scores depend on the other rows of a batch: there every measured step reports the
     difference.
     """
+    if policy.lockstep_ranks is None:  # a pass with a graph and no backward would leave sharded weights gathered
+        _refuse_undeclared_autocast(rollout, logps, policy)
     if depends_on_longest_row(policy.model):
         return
     mask = rollout.completion_mask.bool()
@@ -210,6 +212,34 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
                 f"entropies are {difference:.2g} off the model's, whose mean is {mean:.2g} nats per token: pass those "
                 "over the whole vocabulary, in nats, at the same temperature, or none"
             )
+
+
+def _refuse_undeclared_autocast(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
+    """Raise UserError if the loop's forward pass computes in half precision and the scorer's does not.
+
+    The graphs show it: under autocast, some of their nodes are in a dtype that the weights do not have.
+    """
+    own = policy.score(rollout, torch.arange(1, device=logps.device)).logps
+    undeclared = _half_dtypes(logps) - _half_dtypes(own)
+    if undeclared:
+        dtype, device = min(map(str, undeclared)), logps.device.type
+        raise UserError(
+            f"the loop's forward pass computes in {dtype.removeprefix('torch.')}, and measured_loop was not told so: "
+            f'give autocast=lambda: torch.autocast("{device}", {dtype}), or run the forward pass without autocast'
+        )
+
+
+def _half_dtypes(logps: Tensor) -> set[torch.dtype]:
+    """Return the floating dtypes below fp32 in the graph of a tensor."""
+    pending, visited, dtypes = [logps.grad_fn], set(), set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        dtypes |= {metadata.dtype for metadata in node._input_metadata}
+        pending.extend(next_node for next_node, _ in node.next_functions)
+    return {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < 4}
 
 
 def refuse_missing_backward(step: StepRecorder) -> None:

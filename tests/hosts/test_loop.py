@@ -564,6 +564,17 @@ def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pas
         assert first == pytest.approx(other, rel=1e-3)
 
 
+def test_autocast_that_the_loop_does_not_declare_is_refused_with_what_to_type() -> None:
+    def halved(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return scores_of(model, part)
+
+    with pytest.raises(ValueError, match=r'give autocast=lambda: torch.autocast\("cpu", torch.bfloat16\)'):
+        train(*new_loop([SimpleEntropyProbe()]), steps=1, forward=halved)
+    declared = new_loop([SimpleEntropyProbe()], autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert math.isfinite(train(*declared, steps=1, forward=halved)[0]["entropy/token"].value)
+
+
 def test_each_process_samples_its_own_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one seed each process draws different numbers, reproducibly. They take prompts 0, 2, … and 1, 3, …."""
 
