@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.compatibility import wrong_trainer_message
+from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analysis import analyse_and_write
@@ -53,7 +53,7 @@ def analyze(
     Raises:
         UserError: Checkpoint and trainer do not fit. The message says how to fix it.
     """
-    if not isinstance(trainer, GRPOTrainer):
+    if not is_trls(trainer):
         raise UserError(wrong_trainer_message(trainer))
     start = time.perf_counter()
     analysis_settings = settings or Settings()

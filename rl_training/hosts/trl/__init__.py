@@ -87,21 +87,20 @@ def attach(
     """
     from pathlib import Path
 
-    from trl import GRPOTrainer  # imported here, like the modules below, so that importing `attach` stays fast
-
+    # Imported here, so that importing `attach` stays fast.
     from rl_training.hosts.loop_refusals import as_probes
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment
-    from rl_training.hosts.trl.compatibility import wrong_trainer_message
+    from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
     from rl_training.hosts.trl.options import Options
     from rl_training.records.jsonl import Records
 
-    if isinstance(folder, GRPOTrainer):
+    if is_trls(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
     if not hasattr(trainer, "train"):
         kind = type(trainer).__name__
         raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
-    if not isinstance(trainer, GRPOTrainer):
+    if not is_trls(trainer):
         raise UserError(wrong_trainer_message(trainer))
     if not isinstance(folder, str | Path | Records | None):
         raise UserError(

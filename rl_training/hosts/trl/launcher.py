@@ -88,7 +88,7 @@ class Trainings:
         }
         self.count = 0
 
-    def watch(self, module: Any) -> None:
+    def watch(self, _: types.ModuleType) -> None:
         """Replace `train` of transformers' trainer, now that TRL's trainer has been imported."""
         from transformers import Trainer
 
@@ -97,7 +97,7 @@ class Trainings:
 
         @functools.wraps(original)
         def train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-            return self._train(module.GRPOTrainer, trainer, functools.partial(original, trainer), *args, **kwargs)
+            return self._train(trainer, functools.partial(original, trainer), *args, **kwargs)
 
         Trainer.train = train
 
@@ -113,13 +113,13 @@ class Trainings:
         except UserError as error:
             self._parser.error(str(error))
 
-    def _train(self, grpo: type, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _train(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from rl_training.hosts.trl import attach
         from rl_training.hosts.trl.attachment import Attachment
 
         callbacks = trainer.callback_handler.callbacks
         is_attached = any(isinstance(callback, Attachment) for callback in callbacks)
-        is_grpo = any(base.__name__ == grpo.__name__ for base in type(trainer).__mro__)  # also a copy, which is refused
+        is_grpo = any(base.__name__.endswith("GRPOTrainer") for base in type(trainer).__mro__)  # attach refuses copies
         self.count += is_grpo
         if is_attached or not is_grpo:
             return original(*args, **kwargs)

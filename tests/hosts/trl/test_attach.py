@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import trl
 from seen import Seen
 from trainers import FEW, SHORT_LAST_STEP, differing, graded, outcome, outcome_without_probes, trainer_maker
 from transformers import PrinterCallback, TrainerCallback
@@ -287,6 +288,22 @@ def test_the_rloo_trainer_is_refused_with_the_grpo_settings_of_the_same_gradient
         ValueError, match=r"is RLOOTrainer\. GRPOTrainer has .*loss_type='dr_grpo', scale_rewards='none'"
     ):
         attach(object.__new__(RLOOTrainer), probes=[Witness()])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("UnslothGRPOTrainer", "its forward pass returns None for log-probabilities and entropies while it trains"),
+        ("FasterGRPOTrainer", "nothing says that its _get_per_token_logps_and_entropies returns"),
+    ],
+)
+def test_a_copy_of_trls_trainer_is_refused_even_in_its_place(monkeypatch, name: str, said: str) -> None:
+    """As unsloth replaces it: with all its methods, under its name in TRL, and no subclass of it."""
+    members = {key: value for key, value in vars(GRPOTrainer).items() if key not in ("__dict__", "__weakref__")}
+    copy = type(name, GRPOTrainer.__bases__, {**members, "__module__": f"compiled.{name}"})
+    monkeypatch.setattr(trl, "GRPOTrainer", copy)
+    with pytest.raises(ValueError, match=rf"this is {name}, a copy of it and no subclass: {said}"):
+        attach(object.__new__(copy), probes=[Witness()])
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
