@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
@@ -31,7 +30,7 @@ from rl_training.records.checkpoints import (
 )
 from rl_training.records.config import write_config
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.stored_yaml import plain_yaml
+from rl_training.records.files.stored_yaml import holds_settings
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -105,10 +104,7 @@ def _has_only_damaged_settings(run: Path) -> bool:
     config = run / CONFIG_FILE
     if not config.is_file() or (run / LOGS_FOLDER / METRICS_FILE).exists():
         return False
-    try:
-        return not isinstance(yaml.safe_load(plain_yaml(config)), dict)
-    except (UserError, yaml.YAMLError):
-        return True
+    return not holds_settings(config)
 
 
 def _join_processes(cfg: DictConfig) -> PartialState:

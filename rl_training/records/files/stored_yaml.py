@@ -36,6 +36,15 @@ def plain_yaml(path: Path) -> str:
     return text
 
 
+def holds_settings(path: Path) -> bool:
+    """Return whether a file is plain YAML with a mapping in it, unlike one that was not written completely."""
+    try:
+        events = list(yaml.parse(plain_yaml(path), Loader=yaml.SafeLoader))
+    except (UserError, yaml.YAMLError):
+        return False
+    return any(isinstance(event, yaml.MappingStartEvent) for event in events)
+
+
 def _find_unusual(event: yaml.Event) -> str:
     """Return what is not plain in a YAML event, or ""."""
     if getattr(event, "anchor", None) is not None:  # aliases have an anchor too
