@@ -17,6 +17,7 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.options import check_num_folds, did_you_mean
 from rl_training.policy.policy import Policy
+from rl_training.policy.precision import half_dtypes
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.probes import BUILT_IN
@@ -220,26 +221,13 @@ def _refuse_undeclared_autocast(rollout: Rollout, logps: Tensor, policy: Policy)
     The graphs show it: under autocast, some of their nodes are in a dtype that the weights do not have.
     """
     own = policy.score(rollout, torch.arange(1, device=logps.device)).logps
-    undeclared = _half_dtypes(logps) - _half_dtypes(own)
+    undeclared = half_dtypes(logps) - half_dtypes(own)
     if undeclared:
         dtype, device = min(map(str, undeclared)), logps.device.type
         raise UserError(
             f"the loop's forward pass computes in {dtype.removeprefix('torch.')}, and measured_loop was not told so: "
             f'give autocast=lambda: torch.autocast("{device}", {dtype}), or run the forward pass without autocast'
         )
-
-
-def _half_dtypes(logps: Tensor) -> set[torch.dtype]:
-    """Return the floating dtypes below fp32 in the graph of a tensor."""
-    pending, visited, dtypes = [logps.grad_fn], set(), set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        dtypes |= {metadata.dtype for metadata in node._input_metadata}
-        pending.extend(next_node for next_node, _ in node.next_functions)
-    return {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < 4}
 
 
 def refuse_missing_backward(step: StepRecorder) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.rng import preserve_rng
@@ -128,6 +128,20 @@ def has_dropout(model: nn.Module) -> bool:
     return _config_has_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
     )
+
+
+def half_dtypes(output: Tensor) -> set[torch.dtype]:
+    """Return the floating dtypes below fp32 that occur in the graph of a tensor: what its forward pass computed in."""
+    pending: list[Any] = [output.grad_fn]
+    visited: set[Any] = set()
+    dtypes: set[torch.dtype] = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            dtypes |= {metadata.dtype for metadata in node._input_metadata}
+            pending.extend(next_node for next_node, _ in node.next_functions)
+    return {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < 4}
 
 
 def dropout_remark(model: nn.Module) -> str:
