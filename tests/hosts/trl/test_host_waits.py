@@ -40,9 +40,10 @@ def rollouts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
             per_device_train_batch_size=4, steps_per_generation=2, num_iterations=1, gradient_accumulation_steps=2
         ),
         mask_truncated_completions=False, state=SimpleNamespace(global_step=0),
-        _tokenizer=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
+        processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
     )  # fmt: skip
-    return Rollouts(trainer, NONE, whole_prompts=False)
+    policy: Any = SimpleNamespace(model=torch.nn.Module())  # without dropout
+    return Rollouts(trainer, policy, whole_prompts=False)
 
 
 def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none(
