@@ -4,7 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/step_size.py           # do the runs, one line in OUTPUT/runs.jsonl each
     python benchmarks/step_size.py --table                     # tables and the picture of existing runs
 
-step_size_plan.txt is the registered plan. A run that has its line is not repeated, so you can stop and continue later.
+step_size_plan.txt is the registered plan. It has three parts; `--part 3` is the last one, and what runs by default. The
+first two judged an earlier version of the bound. A run that has its line is not repeated, so you can stop and continue
+later.
 Two of the rules need pip install prodigyopt==1.1.2 schedulefree==1.4.1, and are left out without them.
 """
 
@@ -25,8 +27,19 @@ import rl_training.job.silence  # noqa: F401
 import numpy as np
 import torch
 from step_size_rules import CLIPS, PACKAGES, SKIPS, Job, Rule, rule_of, set_to_evaluate, trainer_of
-from step_size_settings import FIRST, HELD_OUT, RESPONSES, SECOND, SETTINGS, SOME, Setting, model_folder, task_of
-from step_size_tables import draw, paired_runs, print_tables, read_lines
+from step_size_settings import (
+    FIRST,
+    HELD_OUT,
+    RESPONSES,
+    SECOND,
+    SETTINGS,
+    SOME,
+    THIRD,
+    Setting,
+    model_folder,
+    task_of,
+)
+from step_size_tables import BOUNDED, draw, paired_runs, print_tables, read_lines
 from transformers import TrainerCallback
 
 from rl_training import UserError
@@ -35,7 +48,7 @@ from rl_training.evaluation.responses import Response, generate_responses, make_
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.task import Task
 
-ALL, THIRD = slice(None), slice(2, 3)  # which of a setting's start rates
+ALL, MIDDLE = slice(None), slice(2, 3)  # which of a setting's start rates
 LOGGED = {"reward": "reward", "entropy": "entropy", "bound/kl": "kl", "bound/learning_rate": "rate"}
 BESIDE = ("clip", "schedule_free", "adaptive", "linear")
 
@@ -68,7 +81,7 @@ def second_part() -> list[Job]:
     return [
         *(Job(name, "untrained", 0.0, 0) for name in SECOND),
         *runs("sgd_few_prompts reuse_4 spelling muon_32", "fixed", "bounded", "bounded_1e-2"),
-        *runs("few_prompts sgd_few_prompts reuse_4", "bounded_5x", "bounded_1e-2_5x", rates=THIRD),
+        *runs("few_prompts sgd_few_prompts reuse_4", "bounded_5x", "bounded_1e-2_5x", rates=MIDDLE),
         *runs("sixty_steps long lora_16", "fixed", "bounded", "bounded_1e-2"),
         *runs("default", *(f"clip_{norm:g}" for norm in CLIPS), rates=SOME, seed=100),
         *runs("default_reuse", *(f"skip_{target:g}" for target in SKIPS), rates=SOME, seed=100),
@@ -82,6 +95,22 @@ def second_part() -> list[Job]:
         *old_setting_again("gcd", SOME),
         *runs("gcd", "linear", rates=SOME),
         *old_setting_again("million"),
+    ]
+
+
+def third_part() -> list[Job]:
+    """Return the runs of the third part, in the order in which they are done."""
+    return [
+        *(
+            job
+            for name in THIRD
+            for job in (
+                Job(name, "untrained", 0.0, 0),
+                *runs(name, "fixed"),
+                *runs(name, "bounded_1e-2", rates=SOME),
+            )
+        ),
+        *runs(" ".join(THIRD), "bounded_3e-3", rates=SOME),
     ]
 
 
@@ -179,6 +208,7 @@ def run_all(todo: list[Job], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=3, help="which part of the plan to run")
     parser.add_argument("--output", type=Path, default=Path("runs/step_size"))
     parser.add_argument("--picture", type=Path, default=Path("docs/figures/step_size.png"))
     parser.add_argument("--plan", action="store_true", help="print the plan and how much of it is left to run")
@@ -187,14 +217,18 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = read_lines(options.output)
     if options.table:
-        new, old = ([name for name in part if all(paired_runs(lines, name, "bounded"))] for part in (SECOND, FIRST))
+        new, *older = (
+            [name for name in part if any(all(paired_runs(lines, name, rule)) for rule in BOUNDED)]
+            for part in (THIRD, SECOND, FIRST)
+        )
+        old = [name for part in older for name in part]
         if not new + old:
             parser.error(f"{options.output} has no setting with runs of both fixed and bounded: do the runs first")
         print_tables(lines, new, old)
-        draw(lines, new + old, options.picture)
+        draw(lines, {name: SETTINGS[name].title or name for name in new + old}, options.picture)
         return
     done = {Job(*(line[field.name] for field in dataclasses.fields(Job))) for line in lines}
-    jobs = [*first_part(), *second_part()]
+    jobs = (first_part, second_part, third_part)[options.part - 1]()
     todo = [job for job in jobs if job not in done]
     if options.plan:
         mean = float(np.mean([line["seconds"] for line in lines])) if lines else 12.0

@@ -42,6 +42,7 @@ RULES = {
     "untrained": Rule(),
     "fixed": Rule(),
     "bounded": Rule({"target_kl_share": 2e-3}),
+    "bounded_3e-3": Rule({"target_kl_share": 3e-3}),
     "bounded_1e-2": Rule({"target_kl_share": 1e-2}),
     "bounded_5x": Rule({"target_kl_share": 2e-3}, duration=5),
     "bounded_1e-2_5x": Rule({"target_kl_share": 1e-2}, duration=5),
@@ -133,7 +134,8 @@ def trainer_of(setting: Setting, task: Task, job: Job, rule: Rule, folder: Path,
     trainer = default_trainer(
         scratch, [probe] if job.rule == "adaptive" else [], steps, job.rate, job.seed, task=task, model_folder=folder,
         peft_config=adapter, per_device_train_batch_size=setting.prompts * RESPONSES, gradient_accumulation_steps=1,
-        num_iterations=setting.iterations, max_completion_length=setting.tokens, **optimizer, **rule.settings,
+        num_iterations=setting.iterations, max_completion_length=setting.tokens,
+        **optimizer, **setting.training, **rule.settings,
     )  # fmt: skip
     if setting.optimizer == "muon":
         matrices = [weight for name, weight in trainer.model.named_parameters() if "_proj.weight" in name]

@@ -1,4 +1,4 @@
-"""The settings of both parts of step_size.py's plan, with their tasks and initial models."""
+"""The settings of the three parts of step_size.py's plan, with their tasks and initial models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
@@ -40,6 +41,8 @@ class Setting:
         iterations: Optimizer steps on each rollout.
         steps: Optimizer steps of a run.
         rates: Start rates.
+        training: Further settings of the trainer.
+        title: What a picture calls it. "" for its name.
     """
 
     task: Callable[[], Task]
@@ -51,6 +54,8 @@ class Setting:
     iterations: int = 1
     steps: int = 30
     rates: tuple[float, ...] = RATES
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    title: str = ""
 
 
 def chains(least: int, most: int) -> Callable[[], Task]:
@@ -86,11 +91,30 @@ SECOND = {
     "lora_16": Setting(chains(5, 6), 30, prompts=32, lora=16),
     "long": Setting(chains(*LONG_CHAINS), 4 * LONG_CHAINS[1] + 6, model="long", prompts=8),
 }
+KL_TERM = {"beta": 0.04}
+THIRD = {
+    "beta2_999": Setting(chains(6, 7), 34, training={"adam_beta2": 0.999}, title="AdamW, β2 .999"),
+    "beta2_95": Setting(chains(4, 8), 38, prompts=8, training={"adam_beta2": 0.95}, title="AdamW, β2 .95, 8 prompts"),
+    "dapo_kl": Setting(chains(5, 8), 38, training={"loss_type": "dapo"} | KL_TERM, title="DAPO with a KL term"),
+    "sgd_chains": Setting(chains(3, 8), 38, optimizer="sgd", rates=SGD_RATES, title="SGD"),
+    "lora_8": Setting(chains(7, 8), 38, lora=8, title="LoRA, rank 8"),
+    "muon_8": Setting(chains(3, 9), 42, prompts=8, optimizer="muon", title="Muon, 8 prompts"),
+    "grpo_kl_4": Setting(
+        chains(4, 9), 42, iterations=4, steps=32, title="GRPO with a KL term, four steps a rollout",
+        training={"loss_type": "grpo", "scale_rewards": "group"} | KL_TERM,
+    ),
+    "spelling_64": Setting(
+        gym("spell_backward", min_word_len=3, max_word_len=6), 12, model="spell_backward", prompts=64,
+        title="spelling, 64 prompts",
+    ),
+    "million_short": Setting(chains(3, 4), 20, model="million", prompts=8, title="0.94M parameters, 8 prompts"),
+    "long_middle": Setting(chains(12, 14), 64, model="long", prompts=8, title="about 55 tokens, 8 prompts"),
+}  # fmt: skip
 TUNING = {  # the default task, on which the share was chosen as well; not judged
     "default": Setting(chains(3, 7), 34),
     "default_reuse": Setting(chains(3, 7), 34, iterations=4, steps=32),
 }
-SETTINGS = FIRST | SECOND | TUNING
+SETTINGS = FIRST | SECOND | THIRD | TUNING
 
 
 @functools.cache

@@ -10,13 +10,19 @@ from typing import Any
 
 import vl_convert
 
-from rl_training.records.report.charts import BLUE, GREY, ORANGE
+from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE
 from rl_training.records.report.page import VEGA_LITE
 
 Lines = Sequence[Mapping[str, Any]]
-BOUNDED = {"bounded": "2e-3", "bounded_1e-2": "1e-2"}  # the rules that are judged, with their target_kl_share
+BOUNDED = {
+    "bounded": "2e-3",
+    "bounded_3e-3": "3e-3",
+    "bounded_1e-2": "1e-2",
+}  # the rules that are judged, with their target_kl_share
 RIVALS = ("fixed", "linear", "adaptive", "clip", "schedule_free", "prodigy", "skip", *BOUNDED)
 LONGER = ("bounded_5x", "bounded_1e-2_5x")
+POWERS = {str(n): "10" + str(n).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) for n in range(-5, 4)}
+POWER_OF_TEN = f"{json.dumps(POWERS)}['' + round(log(datum.value) / LN10)]"  # Vega's label of a tick
 COLLAPSE = 0.05  # a run has collapsed if its reward is this much below the untrained model's
 NEAR, MEAN_REGRET = 0.05, 0.02  # the bar: for the worst start rate in 5 of 6 settings, and for the mean over settings
 
@@ -155,9 +161,11 @@ def print_runs(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
-    """Print all tables. The settings in the plan's second part are `new`, those in its first part are `old`."""
+    """Print all tables. `new` are the settings of the plan's latest part, `old` those of earlier ones."""
     for rule in BOUNDED:
         settings = [name for name in (*new, *old) if all(paired_runs(lines, name, rule))]
+        if not settings:
+            continue
         parts = {"new settings": [name for name in settings if name in new], "all settings": settings}
         for measure in ("reward", "pass8"):
             print_judgement(lines, settings, rule, measure)
@@ -171,26 +179,28 @@ def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
     print_runs(lines, list(dict.fromkeys(line["setting"] for line in lines)))
 
 
-def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
-    """Plot the final reward against the start rate, fixed and bounded, one panel per setting."""
-    names = {"fixed": "fixed rate"} | {rule: f"target_kl_share={share}" for rule, share in BOUNDED.items()}
+def draw(lines: Lines, titles: Mapping[str, str], path: Path) -> None:
+    """Plot the final reward against the start rate, fixed and bounded, one panel per setting, with its title."""
+    rules = {line["rule"] for line in lines}
+    names = {"fixed": "fixed rate"}
+    names |= {rule: f"target_kl_share={share}" for rule, share in BOUNDED.items() if rule in rules}
     points, floors = [], []
-    for setting in settings:
+    for setting in titles:
         for rule, name in names.items():
             ends = by_rate(select(lines, setting=setting, rule=rule), "reward")
             points += [{"setting": setting, "rule": name, "rate": rate, "reward": end} for rate, end in ends.items()]
         floors.append({"setting": setting, "reward": untrained(lines, setting)["reward"]})
     axes = {
         "x": {"field": "rate", "type": "quantitative", "scale": {"type": "log"}, "title": "start rate",
-              "axis": {"format": "~e", "values": sorted({point["rate"] for point in points})[::2], "grid": False}},
+              "axis": {"labelExpr": POWER_OF_TEN, "values": [10.0**n for n in range(-5, 4)], "grid": False}},
         "y": {"field": "reward", "type": "quantitative", "title": "held-out reward", "scale": {"zero": True}},
     }  # fmt: skip
-    colors = {"domain": list(names.values()), "range": [GREY, BLUE, ORANGE]}
+    colors = {"domain": list(names.values()), "range": [GREY, BLUE, ORANGE, GREEN][: len(names)]}
     ink = {"color": {"field": "rule", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}}
     floor = {"data": {"values": floors}, "mark": {"type": "rule", "strokeDash": [3, 3], "color": "#666666"}}
     panels = [
         {
-            "title": setting, "width": 150, "height": 120,
+            "title": titles[setting], "width": 190, "height": 120,
             "layer": [
                 {"data": {"values": [p for p in points if p["setting"] == setting]},
                  "mark": {"type": "line", "point": True}, "encoding": axes | ink},
@@ -198,7 +208,7 @@ def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
                          "encoding": {"y": {"field": "reward", "type": "quantitative"}}},
             ],
         }
-        for setting in settings
+        for setting in titles
     ]  # fmt: skip
     spec = {"concat": panels, "columns": 5, "config": {"background": "white"}}
     path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))
