@@ -9,7 +9,7 @@ Read in this order:
     rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
-    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
+    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; alerts.py sends alerts
     attached_run.py, recorded_settings.py                    the folder of a run, and the settings written to it
     launcher.py      runs a script whose trainers are attached: python -m rl_training.attach
     guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
@@ -44,6 +44,7 @@ def attach(
     whole_prompts: bool | None = None,
     target_kl_share: float | None = None,
     strict: bool | None = None,
+    alerts: bool = False,
 ) -> Attachment:
     """Attach probes to a TRL trainer, and write records, config.yaml and a report of its training.
 
@@ -77,6 +78,9 @@ def attach(
             bitwise unchanged, later estimates are nan with the reason, and the traceback is in logs/probe_error.txt.
             None means True if the environment has RL_TRAINING_STRICT=1, else False. With several processes, or with
             `target_kl_share`, an error always ends training.
+        alerts: Whether to send what stands out, in the report's words, while training runs: as an alert of W&B and of
+            trackio if the trainer logs there, else as a log line. Each is sent once. Needs a folder and the extra
+            `report`.
 
     Returns:
         A handle with `latest`, the latest estimates, and `remove()`, which removes the probes.
@@ -89,6 +93,7 @@ def attach(
 
     # Imported here, so that importing `attach` stays fast.
     from rl_training.hosts.loop_refusals import as_probes
+    from rl_training.hosts.trl.alerts import Alerts
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment
     from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
@@ -110,5 +115,6 @@ def attach(
     if metrics not in ("core", "all"):
         raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
     destination = AttachedRun(folder) if isinstance(folder, str | Path) else folder
-    options = Options(whole_prompts, metrics, target_kl_share, strict=strict)
+    callback = Alerts(destination) if alerts else None
+    options = Options(whole_prompts, metrics, target_kl_share, strict=strict, callback=callback)
     return Attachment(trainer, as_probes(probes), destination, options)

@@ -88,11 +88,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self.is_cli = False  # whether advice names settings as on the command line, trainer.NAME=VALUE
-        self._undo = contextlib.ExitStack()
-        self._undo_engine = contextlib.ExitStack()
-        self._install(trainer)
+        self._undo, self._undo_engine = contextlib.ExitStack(), contextlib.ExitStack()
+        self._install(trainer, options.callback)
 
-    def _install(self, trainer: GRPOTrainer) -> None:
+    def _install(self, trainer: GRPOTrainer, further_callback: TrainerCallback | None) -> None:
         """Wrap the methods of the trainer that probes need to see, until `_undo` is closed."""
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
@@ -103,8 +102,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 wrap(callback, "on_log", self._log.on_print, self._undo)
             elif compatibility.is_dashboard(callback):
                 wrap(callback, "on_log", self._log.on_send, self._undo)
-        trainer.add_callback(self)
-        self._undo.callback(trainer.remove_callback, self)
+        for added in filter(None, (self, further_callback)):
+            trainer.add_callback(added)
+            self._undo.callback(trainer.remove_callback, added)
 
     @property
     def latest(self) -> Mapping[str, Estimate]:

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-kl-share", type=float, help="set each step's rate by its KL divergence, such as 2e-3")
     parser.add_argument("--whole-prompts", choices=BOOLEANS, help="keep responses to a prompt in consecutive rows")
     parser.add_argument("--strict", action="store_true", default=None, help="let an error in a probe end training")
+    parser.add_argument("--alerts", action="store_true", help="send what stands out through W&B or trackio")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     return parser
@@ -85,6 +86,7 @@ class Trainings:
             "target_kl_share": options.target_kl_share,
             "whole_prompts": BOOLEANS.get(options.whole_prompts),
             "strict": options.strict,
+            "alerts": options.alerts,
         }
         self.count = 0
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from transformers import TrainerCallback
+
 from rl_training.interventions.named import Intervention
 
 
@@ -19,3 +21,4 @@ class Options:
     interventions: Sequence[Intervention] = ()  # that the trainer trains with, applied in this order
     keep_attached: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None
+    callback: TrainerCallback | None = None  # added to the trainer and removed with the probes
