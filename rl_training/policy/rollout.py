@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -59,6 +59,8 @@ class Rollout:
     sampling_mismatch: Limit | Literal[""] | None = None
     origin: Origin = Origin()
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
+    # (B,) each: values of several reward functions by name, whether or not they are part of `rewards`; nan: no value
+    rewards_by_name: Mapping[str, Tensor] = field(default_factory=dict)
     # Do not test whether the policy drew the tokens: responses were chosen by what had been drawn (groups of mixed
     # rewards), or are given.
     untested: bool = False
@@ -131,6 +133,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         },
         **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
         token_advantages=_join_token_advantages(parts),
+        rewards_by_name=_join_rewards(parts),
         on_policy=all(part.on_policy for part in parts),
         origin=join_origins([part.origin for part in parts]),
         environment_mask=written,
@@ -145,6 +148,12 @@ def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
     if all(part.token_advantages is None for part in parts):
         return None
     return pad_and_concat([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
+
+
+def _join_rewards(parts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Concatenate the values of each reward function that all parts have."""
+    names = [name for name in parts[0].rewards_by_name if all(name in part.rewards_by_name for part in parts)]
+    return {name: torch.cat([part.rewards_by_name[name] for part in parts]) for name in names}
 
 
 def with_one_advantage_each(rollout: Rollout) -> Rollout:
@@ -180,7 +189,8 @@ def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: 
 def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
     """Return some rows of a rollout, in the order of `rows`."""
     taken: dict[str, Any] = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
+    rewards_by_name = {name: values[rows] for name, values in rollout.rewards_by_name.items()}
+    return dataclasses.replace(rollout, images=images_of(rollout, rows), rewards_by_name=rewards_by_name, **taken)
 
 
 def first_tokens(rollout: Rollout, count: int) -> Rollout:

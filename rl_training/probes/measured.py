@@ -9,6 +9,9 @@ one vector of this rank's entries.
 Steps that share a rollout are measured together, once the next rollout has been sampled. If `every` is above 1, all
 steps since the last measured one are measured together too.
 
+Each reward function is measured too (`measured/delta_reward/NAME`), also one with weight 0 that only watches. The sums
+of these changes since the start of training, `measured/cumulative_reward/NAME`, show what training does to each reward.
+
 In half precision, the rounding of two passes is as large as the effect of a small step. If training's forward pass is
 rounded, the scores before the step δθ are therefore extrapolated from weights S = SPAN steps to either side,
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,22 +34,33 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.per_decision import slopes
-from rl_training.entropy.previous_policy import differences_before
-from rl_training.entropy.weights import sums_before
+from rl_training.entropy.previous_policy import (
+    changes_of_sums,
+    differences_before,
+    have_others,
+    sums_of_responses,
+)
 from rl_training.options import check_share, check_whole, half_by_measured_step
 from rl_training.parallel.sharded_vector import ShardedVector
-from rl_training.policy.rollout import centre_by_prompt, response_index, take_rows
+from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.limit import Limit
+from rl_training.statistics.running_sum import RunningSum
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN
 from rl_training.step.score_check import ScoreCheck
 
-CHANGES = tuple(f"measured/{name}" for name in ("delta_h", "delta_h_sequence", "delta_length", "delta_reward"))
+ENTROPY, LENGTH, REWARD = (
+    ("measured/delta_h", "measured/delta_h_sequence"),
+    "measured/delta_length",
+    "measured/delta_reward",
+)
+CHANGES = (*ENTROPY, LENGTH, REWARD)
+LENGTH_SUM, REWARD_SUM = "measured/cumulative_length", "measured/cumulative_reward"
 KL, ESS, STEPS = "measured/kl", "measured/ess", "measured/steps"
-NAMES = (*CHANGES, KL, ESS, STEPS)
+NAMES = (*CHANGES, KL, ESS, STEPS, LENGTH_SUM, REWARD_SUM)
 SPAN = 3  # steps to either side, if training's forward pass is rounded
 MAX_RESCORE_DIFFERENCE = 1e-5  # nats: largest mean difference between log-probabilities of the same weights in fp32
 MIN_ESS = 0.5  # share of the responses; with a smaller effective sample size, importance weights are worthless
@@ -62,7 +76,7 @@ LOW_ESS = Limit(
     fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
 )
 NO_BAR = "no error bar: it is a number of steps"
-REWARDED = -1  # the column of the sums that counts rewarded responses
+SOME_STEPS = Limit("some_steps", "of {count} steps; the others could not be measured")
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,9 @@ class WeightsBefore:
 
     weights: ShardedVector = field(default_factory=ShardedVector)  # before the last measured step
     step: int = 0  # that step's number; 0: none has been measured
-    errors: RunningVariance = field(default_factory=RunningVariance)  # of CHANGES, at the last steps
+    errors: RunningVariance = field(default_factory=RunningVariance)  # of the changes, at the last steps
+    sums: RunningSum = field(default_factory=RunningSum)  # of the changes of length and of each reward
+    first: int = 0  # the first step of the sums
 
 
 class MeasuredStepProbe(Probe):
@@ -101,21 +117,23 @@ class MeasuredStepProbe(Probe):
         limits, fresh = ctx.limits, ctx.step.batch.rollout.on_policy
         limit = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
         limit = limit or self._scores_limit(ctx)
+        names = names_of_changes(ctx.step.batch.rollout)
         if limit:
-            return Reading(measured=dict.fromkeys(NAMES, Estimate.missing(limit)), state=state)
+            missing = dict.fromkeys(with_sums(names), Estimate.missing(limit))
+            return Reading(measured=missing, state=state)
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
         assert shard is not None
         is_repeated = state.step >= ctx.step.number
-        estimates = dict.fromkeys(NAMES, Estimate.missing(STEP_TAKEN_AGAIN if is_repeated else FIRST))
-        errors = state.errors
         if state.step and not is_repeated:
-            estimates, errors = self._changes(ctx, state.weights.local(shard), state)
+            estimates, changed = self._changes(ctx, names, state.weights.local(shard), state)
             if ctx.limits.sampling_mismatch:  # its own passes have shown it
-                estimates = dict.fromkeys(NAMES, Estimate.missing(ctx.limits.sampling_mismatch))
-        weights = layout.by_name(layout.vector(shard.copy_local_weights().values()))
-        return Reading(
-            measured=estimates, state=WeightsBefore(ShardedVector.of(shard, weights), ctx.step.number, errors)
-        )
+                estimates = dict.fromkeys(with_sums(names), Estimate.missing(ctx.limits.sampling_mismatch))
+            else:
+                state = changed
+        else:
+            estimates = dict.fromkeys(with_sums(names), Estimate.missing(STEP_TAKEN_AGAIN if is_repeated else FIRST))
+        weights = ShardedVector.of(shard, layout.by_name(layout.vector(shard.copy_local_weights().values())))
+        return Reading(measured=estimates, state=dataclasses.replace(state, weights=weights, step=ctx.step.number))
 
     def num_vectors(self, num_folds: int) -> int:
         """Return 3: the weights before and after the step, and the extrapolated ones if training is rounded."""
@@ -135,47 +153,74 @@ class MeasuredStepProbe(Probe):
         return check.limit(ctx.ranks.reduce, ctx.step.limits)
 
     def _changes(
-        self, ctx: StepContext, before: Mapping[str, Tensor], state: WeightsBefore
-    ) -> tuple[dict[str, Estimate], RunningVariance]:
-        """Return the estimates of the change since `before`, and the running variances with theirs. Collective.
+        self, ctx: StepContext, names: Sequence[str], before: Mapping[str, Tensor], state: WeightsBefore
+    ) -> tuple[dict[str, Estimate], WeightsBefore]:
+        """Return the estimates of the change since `before`, and the state with their variances and sums. Collective.
 
         Args:
+            names: The names of the changes.
             before: This rank's entries of the state's weights, by name.
         """
-        batch, rounding = ctx.step.batch, ctx.policy.scorer.training_rounding
-        rollout, logs = batch.rollout, batch.log_ratios()
+        rollout, logs = ctx.step.batch.rollout, ctx.step.batch.log_ratios()
         assert logs is not None
         rows = self._rows(ctx)
-        score = rounded_scores_before if rounding else scores_before
-        current, earlier = score(ctx, rows, before)
+        rounding = ctx.policy.scorer.training_rounding
+        current, earlier = (rounded_scores_before if rounding else scores_before)(ctx, rows, before)
         test_tokens(ctx, rows, current, earlier)
-        rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
+        rewards = rewards_of(rollout)
         terms = differences_before(current, earlier, rows, rollout.prompt_index, rewards, logs)
-        has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
         by_prompt = ctx.step.batch.sum_by_prompt(
-            sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
+            sums_of_responses(ctx.step.batch.scores, rows, terms, logs, have_others(rewards, rollout.prompt_index))
         )
         estimates = estimates_over_units(
-            (*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce, ctx.limits.copied_on_ranks
+            (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.limits.copied_on_ranks
         )
-        estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
-        if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
-            estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
+        num_rewarded = ctx.ranks.reduce(by_prompt[:, -rewards.shape[1] :].sum(dim=0)).tolist()
+        for name, count in zip(names[len(CHANGES) - 1 :], num_rewarded, strict=True):
+            if not count:
+                estimates[name] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
+        if ctx.limits.relative_rewards:
+            estimates[REWARD] = Estimate.missing(ctx.limits.relative_rewards)
         if estimates[ESS].value < MIN_ESS:
             far = Estimate.missing(LOW_ESS.formatted(ess=estimates[ESS].value, least=MIN_ESS))
-            estimates |= dict.fromkeys(CHANGES, far)
-            errors = state.errors
-        else:
-            variance = torch.tensor([estimates[name].stderr ** 2 for name in CHANGES]).double()
+            estimates |= dict.fromkeys(names, far)
+        state, sums = _add_to_sums(
+            state, {name: estimates[name] for name in names if name not in ENTROPY}, ctx.step.number - 1
+        )
+        if not estimates[ESS].value < MIN_ESS:
+            variance = torch.tensor([estimates[name].stderr ** 2 for name in names]).double()
             errors = state.errors.add(variance, ctx.step.number, self._error_decay)
+            state = dataclasses.replace(state, errors=errors)
             remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
-            estimates |= _with_averaged_errors(estimates, *errors.average(self._error_decay), remark)
-        if ctx.limits.relative_rewards:
-            estimates[CHANGES[3]] = Estimate.missing(ctx.limits.relative_rewards)
+            averages = errors.average(self._error_decay)
+            estimates |= _with_averaged_errors({name: estimates[name] for name in names}, *averages, remark)
+        estimates |= sums
+        estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
         last_step = ctx.step.number - 1
         return {
             name: dataclasses.replace(estimate, about_step=last_step) for name, estimate in estimates.items()
-        }, errors
+        }, state
+
+
+def names_of_changes(rollout: Rollout) -> tuple[str, ...]:
+    """Return the names of the measured changes: of entropy, length, the trained reward, and each reward function."""
+    return (*CHANGES, *(f"{REWARD}/{name}" for name in rollout.rewards_by_name))
+
+
+def with_sums(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all estimates, given those of the changes."""
+    return (*names, KL, ESS, STEPS, *(_name_of_sum(name) for name in names if name not in ENTROPY))
+
+
+def _name_of_sum(name: str) -> str:
+    return name.replace("/delta_", "/cumulative_", 1)
+
+
+def rewards_of(rollout: Rollout) -> Tensor:
+    """Return the reward that is trained with and those of each function, (B, 1 + R) fp64; nan where unknown."""
+    unknown = torch.full_like(rollout.advantages, torch.nan)
+    trained = unknown if rollout.rewards is None else rollout.rewards
+    return torch.stack([values.double() for values in (trained, *rollout.rewards_by_name.values())], dim=1)
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -229,50 +274,40 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
     )
 
 
-def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
-    """Return what each response adds to the sums of `statistic`, (B, 12).
+def _add_to_sums(
+    state: WeightsBefore, changes: Mapping[str, Estimate], last_step: int
+) -> tuple[WeightsBefore, dict[str, Estimate]]:
+    """Return the state with these changes added to its sums, and the sums as estimates.
 
     Args:
-        rows: Indices of the responses that were scored again, (B',).
-        terms: Their terms from `differences_before`, (B', 5).
-        logs: log π − log μ of each token, (B, T).
-        is_rewarded: Whether the response and another one to its prompt have a reward, (B,).
+        changes: The changes over the last step, by name, with the errors of this batch alone.
+        last_step: The step that they are about.
     """
-    exact = ctx.step.batch.scores.exact()
-    weights = exact.mask * sums_before(logs).exp()  # of tokens; 1 if the policy itself sampled
-    entropies = (weights * exact.entropies).sum(dim=1)
-    lengths, importance = weights.sum(dim=1), terms[:, 4].exp()
-    of_terms = terms[:, :4].unbind(dim=1)
-    columns = [
-        torch.ones_like(importance),
-        *of_terms,
-        lengths[rows],
-        importance,
-        importance.square(),
-        is_rewarded[rows].to(importance),
-    ]
-    scored = terms.new_zeros(len(lengths), len(columns))
-    scored[rows] = torch.stack(columns, dim=1)
-    return torch.cat([torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1), scored], dim=1)
-
-
-def statistic(sums: Tensor) -> Tensor:
-    """Return (…, 6): CHANGES, the KL divergence per token, and the effective sample size as a share of responses."""
-    level_sums, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
-    entropy, length = (level_sums[..., 1:] / level_sums[..., :1]).unbind(-1)
-    _, entropy_change, length_change, reward_change, kl, tokens, weight, weight_square, rewarded = scored.unbind(-1)
-    per_token = entropy / length - (entropy + entropy_change) / (length + length_change)
-    reward, effective = -reward_change / rewarded, weight.square() / weight_square
-    return torch.stack([per_token, -entropy_change, -length_change, reward, kl / tokens, effective], dim=-1)
+    values = torch.tensor([change.value for change in changes.values()]).double()
+    stderrs = torch.tensor([change.stderr for change in changes.values()]).double()
+    sums = state.sums.add(values, stderrs, last_step + 1 - state.step)
+    first = state.first or state.step
+    num_steps = last_step + 1 - first
+    estimates = {}
+    numbers = zip(
+        sums.total.tolist(), sums.stderr.tolist(), sums.batches.tolist(), sums.num_steps.tolist(), strict=True
+    )
+    for (name, change), (total, stderr, batches, count) in zip(changes.items(), numbers, strict=True):
+        if not count:
+            estimates[_name_of_sum(name)] = Estimate.missing(change.reason)
+            continue
+        remark = "" if count == num_steps else SOME_STEPS.formatted(count=int(count))
+        num_samples = 1 + int((max(change.num_samples, 2) - 1) * batches + 1e-9)
+        estimates[_name_of_sum(name)] = Estimate(total, stderr, num_samples, remark)
+    return dataclasses.replace(state, sums=sums, first=first), estimates
 
 
 def _with_averaged_errors(
     estimates: Mapping[str, Estimate], variances: Tensor, batches: Tensor, remark: str
 ) -> dict[str, Estimate]:
-    """Return CHANGES with errors averaged over a few steps, and with `remark` if they have no other reason."""
+    """Return the estimates with errors averaged over a few steps, and with `remark` if they have no other reason."""
     averaged = {}
-    for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
-        estimate = estimates[name]
+    for (name, estimate), variance, count in zip(estimates.items(), variances.tolist(), batches.tolist(), strict=True):
         averaged[name] = dataclasses.replace(
             estimate,
             stderr=math.sqrt(variance),

@@ -26,12 +26,18 @@ def plain_terms(response: Response, others: list[Response]) -> list[float]:
     return reference.terms_before(logps, h, logps_before, h_before, reward, h_of_others, rewards, logps_of_sampler)
 
 
+def in_order(plain: list[float]) -> list[float]:
+    """Return the plain terms in the order of `differences_before`, with the reward's last."""
+    entropy, length, reward, divergence, log_weight = plain
+    return [entropy, length, divergence, log_weight, reward]
+
+
 def terms(responses: list[Response], prompts: list[int], rows: list[int], sampler: Table = OLD) -> list[list[float]]:
     rewards = torch.tensor([REWARDS[response] for response in responses], dtype=torch.float64)
     before = as_scores(BEFORE, [responses[row] for row in rows])
     logs = (as_scores(OLD, responses).logps - as_scores(sampler, responses).logps).nan_to_num()
     numbers = torch.tensor(rows), torch.tensor(prompts)
-    return differences_before(as_scores(OLD, responses), before, *numbers, rewards, logs).tolist()
+    return differences_before(as_scores(OLD, responses), before, *numbers, rewards.unsqueeze(1), logs).tolist()
 
 
 def test_terms_equal_the_definition_with_padding_and_prompts_of_different_sizes() -> None:
@@ -39,7 +45,7 @@ def test_terms_equal_the_definition_with_padding_and_prompts_of_different_sizes(
     assert len({len(response) for response in responses}) == 3
     for row, got in zip([5, 0, 1], terms(responses, prompts, [5, 0, 1], SAMPLER), strict=True):
         others = [r for i, r in enumerate(responses) if i != row and prompts[i] == prompts[row]]
-        assert got == pytest.approx(plain_terms(responses[row], others), abs=1e-12)
+        assert got == pytest.approx(in_order(plain_terms(responses[row], others)), abs=1e-12)
 
 
 @pytest.mark.parametrize("sampler", [OLD, SAMPLER])
@@ -57,8 +63,8 @@ def test_the_mean_over_all_pairs_of_responses_is_exact_for_a_step_of_any_size(sa
     reward = sum((math.exp(b) - math.exp(a)) * REWARDS[r] for (a, b), r in zip(logps, reference.RESPONSES, strict=True))
     divergence = sum(math.exp(a) * (a - b) for a, b in logps)
     assert abs(before.entropy - now.entropy) > 0.05
-    assert mean[:4] == pytest.approx(
-        [before.entropy - now.entropy, before.length - now.length, reward, divergence], abs=1e-6
+    assert [*mean[:3], mean[4]] == pytest.approx(
+        [before.entropy - now.entropy, before.length - now.length, divergence, reward], abs=1e-6
     )
 
 
@@ -67,9 +73,9 @@ def test_the_documented_example_gives_the_stated_values() -> None:
     scores.entropies[:, 0] = 1.0
     before = as_scores(OLD, [(reference.EOS,)])
     before.entropies[0, 0], before.logps[0, 0] = 3.0, scores.logps[0, 0] + math.log(2)
-    arguments = torch.tensor([0]), torch.zeros(2).long(), torch.tensor([1.0, 0.0]), torch.zeros(2, 3)
+    arguments = torch.tensor([0]), torch.zeros(2).long(), torch.tensor([[1.0], [0.0]]), torch.zeros(2, 3)
     (terms_of_rows,) = differences_before(scores, before, *arguments).tolist()
-    assert terms_of_rows == pytest.approx([2.0, 0.0, 1.0, 1.0 - math.log(2), math.log(2)])
+    assert terms_of_rows == pytest.approx([2.0, 0.0, 1.0 - math.log(2), math.log(2), 1.0])
 
 
 def test_responses_without_a_reward_or_without_another_to_compare_with_have_no_reward_term() -> None:
@@ -78,9 +84,9 @@ def test_responses_without_a_reward_or_without_another_to_compare_with_have_no_r
     rewards = torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan], dtype=torch.float64)
     scores, before, every = as_scores(OLD, responses), as_scores(BEFORE, responses), torch.arange(5)
     terms_of_rows = differences_before(
-        scores, before, every, torch.tensor(prompts), rewards, torch.zeros_like(scores.logps)
+        scores, before, every, torch.tensor(prompts), rewards.unsqueeze(1), torch.zeros_like(scores.logps)
     )
     more_likely = [
         math.exp(reference.sequence_logp(BEFORE, r) - reference.sequence_logp(OLD, r)) - 1 for r in responses
     ]
-    assert terms_of_rows[:, 2].tolist() == pytest.approx([-2.0 * more_likely[0], 0.0, 2.0 * more_likely[2], 0.0, 0.0])
+    assert terms_of_rows[:, 4].tolist() == pytest.approx([-2.0 * more_likely[0], 0.0, 2.0 * more_likely[2], 0.0, 0.0])

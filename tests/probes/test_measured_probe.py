@@ -19,7 +19,17 @@ from trainers import LORA, graded, trainer_maker
 from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
-from rl_training.probes.measured import CHANGES, ESS, KL, MAX_RESCORE_DIFFERENCE, NAMES, STEPS, rounded_scores_before
+from rl_training.probes.measured import (
+    CHANGES,
+    ESS,
+    KL,
+    LENGTH,
+    MAX_RESCORE_DIFFERENCE,
+    NAMES,
+    REWARD,
+    STEPS,
+    rounded_scores_before,
+)
 from rl_training.step.data import StepData
 from rl_training.tasks.models import load_tiny
 
@@ -56,6 +66,10 @@ def muon(model: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2], lr=1e-3)
 
 
+def num_characters(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.1 * len(text) for text in completions]
+
+
 def ragged(values: Tensor, mask: Tensor) -> list[list[float]]:
     return [row[m.bool()].tolist() for row, m in zip(values.double(), mask, strict=True)]
 
@@ -67,7 +81,8 @@ def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) ->
         (logps, h), (logps_before, h_before) = (
             [ragged(values, rollout.completion_mask) for values in scores_of(model, rollout)] for model in (now, before)
         )
-    rewards, rows_of = rollout.rewards.tolist(), {}
+    rows_of: dict[int, list[int]] = {}
+    functions = [rollout.rewards.tolist(), *(values.tolist() for values in rollout.rewards_by_name.values())]
     for row, prompt in enumerate(rollout.prompt_index.tolist()):
         rows_of.setdefault(prompt, []).append(row)
     table = []
@@ -76,41 +91,55 @@ def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) ->
         terms = []
         for row in rows[:scored]:
             others = [other for other in rows if other != row]
-            terms.append(
+            of_functions = [
                 reference.terms_before(
                     logps[row], h[row], logps_before[row], h_before[row], rewards[row],
                     [h[other] for other in others], [rewards[other] for other in others],
                 )
-            )  # fmt: skip
-        means = [sum(column) / scored for column in zip(*terms, strict=True)]
-        weights = [math.exp(term[4]) for term in terms]
+                for rewards in functions
+            ]  # fmt: skip
+            entropy, length, _, kl, log_weight = of_functions[0]
+            terms.append([entropy, length, kl, log_weight, *(of_function[2] for of_function in of_functions)])
+        more, longer, kl, _, *rewarded = [sum(column) / scored for column in zip(*terms, strict=True)]
+        weights = [math.exp(term[3]) for term in terms]
         tokens = sum(len(h[row]) for row in rows[:scored]) / scored
-        table.append([1.0, sum(sum(h[r]) for r in rows) / G, sum(len(h[r]) for r in rows) / G, *means[:4], tokens,
-                      sum(weights), sum(weight**2 for weight in weights)])  # fmt: skip
+        table.append([1.0, sum(sum(h[r]) for r in rows) / G, sum(len(h[r]) for r in rows) / G, more, longer, kl, tokens,
+                      sum(weights), sum(weight**2 for weight in weights), *rewarded])  # fmt: skip
 
     def changes(sums: list[float]) -> list[float]:
-        count, entropy, length, more, longer, reward, kl, tokens, weight, square = sums
+        count, entropy, length, more, longer, kl, tokens, weight, square, *rewarded = sums
         token = entropy / length - (entropy + more) / (length + longer)
         return [
             token,
             -more / count,
             -longer / count,
-            -reward / count,
+            *(-reward / count for reward in rewarded),
             kl / tokens,
             weight**2 / square / (count * scored),
         ]
 
     values = changes([sum(column) for column in zip(*table, strict=True)])
-    errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(6)]
-    changes_with_errors = dict(zip((*CHANGES, KL, ESS), zip(values, errors, strict=True), strict=True))
+    errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(len(values))]
+    names = (*CHANGES, *(f"{REWARD}/{name}" for name in rollout.rewards_by_name), KL, ESS)
+    changes_with_errors = dict(zip(names, zip(values, errors, strict=True), strict=True))
     return changes_with_errors | {STEPS: (float(steps), math.nan)}
+
+
+def sums_of(changes: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return the sums of the changes of length and rewards over several batches, whose variances add up."""
+    names = [name for name in changes[0] if name.startswith((LENGTH, REWARD))]
+    sums = {name: [change[name] for change in changes] for name in names}
+    return {
+        name.replace("delta", "cumulative"): (sum(v for v, _ in parts), math.hypot(*(error for _, error in parts)))
+        for name, parts in sums.items()
+    }
 
 
 def assert_same(
     estimates: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3
 ) -> None:
     """Compare relative to value or error, because training is in fp32."""
-    assert estimates.keys() == expected.keys()
+    assert {name for name in estimates if "cumulative" not in name or name in expected} == expected.keys()
     for name, (value, stderr) in expected.items():
         scale = max(abs(value), 0.0 if math.isnan(stderr) else stderr)
         assert estimates[name].value == pytest.approx(value, abs=tolerance * scale), name
@@ -124,10 +153,14 @@ def test_the_measured_change_equals_its_definition_for_any_optimizer(
 ) -> None:
     probe, model = Answers(scored, error_decay=0.0), load_tiny()[0]
     settings = SHAPE | {"optimizers": (optimizer(model), None), "max_steps": 3, "max_completion_length": 24}
+    settings |= {"reward": [graded, num_characters], "reward_weights": [2.0, 0.0]}  # the second is only watched
     make_trainer(probes=[probe], model=model, **settings).train()
     assert {e.code for e in probe.all[0].values()} == {"first_step"}
+    assert [*probe.steps[1].batch.rollout.rewards_by_name] == ["graded", "num_characters"]
+    changes = []
     for number in (1, 2):
-        assert_same(probe.all[number], plain(*probe.models[number - 1 : number + 1], probe.steps[number], scored))
+        changes.append(plain(*probe.models[number - 1 : number + 1], probe.steps[number], scored))
+        assert_same(probe.all[number], changes[-1] | sums_of(changes))
         assert {e.about_step for e in probe.all[number].values()} == {number}
     assert abs(probe.all[2][CHANGES[0]].value) > 1e-4
 

@@ -27,10 +27,11 @@ from rl_training.step.limits import Fixes
 # Keys that this package adds to TRL's batch dictionaries.
 PROMPT = "rollout_prompt"  # number of the row's prompt within the rollout
 REWARD = "rollout_reward"
+REWARDS_BY_FUNCTION = "rollout_rewards_by_function"  # (B, reward functions), if there are several
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
 ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
 UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`
-EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED)
+EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED)
 # Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
@@ -258,6 +259,18 @@ def read_rollout(
         untested=UNTESTED in inputs and bool(inputs[UNTESTED].any()),
     )
     return with_one_advantage_each(rollout)
+
+
+def rewards_by_name(trainer: GRPOTrainer, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the values of each reward function, (B,); empty if there is only one, or they are unknown.
+
+    Functions of the same name are numbered.
+    """
+    if REWARDS_BY_FUNCTION not in inputs:
+        return {}
+    names = trainer.reward_func_names
+    unique = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
+    return dict(zip(unique, inputs[REWARDS_BY_FUNCTION].unbind(dim=1), strict=True))
 
 
 def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:

@@ -25,6 +25,7 @@ class Response:
     """A generated response."""
 
     reward: float | None = None  # nan if no reward function returned a number; None if unknown
+    by_function: tuple[float, ...] = ()  # of each reward function, nan if it returned none; empty if unknown
     tool_mask: list[int] | None = None  # (T,), 1 on tokens that the policy wrote; None if it wrote all of them
     learned: bool = False  # whether it was in the batch of an earlier rollout
     mismatch: Limit | None = None  # why it is not a sample of the scored policy
@@ -81,7 +82,7 @@ class GeneratedResponses:
             self._fresh.setdefault(key, response)
         self._num_drawn.update(self._order)
 
-    def reward(self, rewards: Sequence[float]) -> None:
+    def reward(self, rewards: Sequence[float], by_function: Sequence[Sequence[float]]) -> None:
         """Add the rewards of the latest generation, row by row. Ignored if their number differs from the responses'.
 
         Rows with the same tokens may have different rewards, because their reference answers differ. Looked up by
@@ -89,8 +90,8 @@ class GeneratedResponses:
         """
         if len(rewards) != len(self._latest):
             return
-        for key, response, reward in zip(self._order, self._latest, rewards, strict=True):
-            response.reward = reward
+        for key, response, reward, values in zip(self._order, self._latest, rewards, by_function, strict=True):
+            response.reward, response.by_function = reward, tuple(values)
             first = self._fresh[key]
             if first is not response and not _are_equal(first.reward, reward):
                 self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)

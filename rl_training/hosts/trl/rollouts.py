@@ -120,7 +120,8 @@ class Rollouts:
         rewards = batches.total_rewards(self._trainer, by_function)
         num_local = len(rewards) // self._trainer.accelerator.num_processes
         first = self._trainer.accelerator.process_index * num_local
-        self._generated.reward(rewards[first : first + num_local].tolist())
+        local = slice(first, first + num_local)
+        self._generated.reward(rewards[local].tolist(), by_function[local].tolist())
 
     def begin(self, output: dict, is_measured: bool) -> None:
         """Begin a fresh rollout: add to this rank's batch what TRL does not pass on. Collective if it is measured.
@@ -152,6 +153,9 @@ class Rollouts:
         is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
         if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(ids.device, non_blocking=True)
+        by_function = [() if response is None else response.by_function for response in responses]
+        if is_rewarded and len(trainer.reward_funcs) > 1 and all(by_function):
+            output[batches.REWARDS_BY_FUNCTION] = torch.tensor(by_function).to(ids.device, non_blocking=True)
         num_foreign = 0 if not self._generated else is_fresh.count(False)
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
@@ -240,6 +244,7 @@ class Rollouts:
         self._origin = Origin(limit or uneven, uneven, bool(learned))
         if unrewarded:
             output.pop(batches.REWARD, None)
+            output.pop(batches.REWARDS_BY_FUNCTION, None)
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         with ExitStack() as undo:
@@ -275,7 +280,8 @@ class Rollouts:
             end_tokens=[*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id],
             sampling_mismatch=self._mismatch,
         )
-        return dataclasses.replace(rollout, origin=self._origin)
+        rewards_by_name = batches.rewards_by_name(trainer, inputs)
+        return dataclasses.replace(rollout, origin=self._origin, rewards_by_name=rewards_by_name)
 
     def drop_own_old_logps(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
         """Return the microbatch with old log-probabilities only if they are another policy's.
