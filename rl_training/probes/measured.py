@@ -76,7 +76,6 @@ LOW_ESS = Limit(
     fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
 )
 NO_BAR = "no error bar: it is a number of steps"
-SOME_STEPS = Limit("some_steps", "of {count} steps; the others could not be measured")
 
 
 @dataclass(frozen=True)
@@ -277,29 +276,12 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
 def _add_to_sums(
     state: WeightsBefore, changes: Mapping[str, Estimate], last_step: int
 ) -> tuple[WeightsBefore, dict[str, Estimate]]:
-    """Return the state with these changes added to its sums, and the sums as estimates.
-
-    Args:
-        changes: The changes over the last step, by name, with the errors of this batch alone.
-        last_step: The step that they are about.
-    """
-    values = torch.tensor([change.value for change in changes.values()]).double()
-    stderrs = torch.tensor([change.stderr for change in changes.values()]).double()
-    sums = state.sums.add(values, stderrs, last_step + 1 - state.step)
+    """Return the state with these changes over `last_step` added to its sums, and the sums as estimates by name."""
+    sums = state.sums.add(list(changes.values()), last_step + 1 - state.step)
     first = state.first or state.step
-    num_steps = last_step + 1 - first
-    estimates = {}
-    numbers = zip(
-        sums.total.tolist(), sums.stderr.tolist(), sums.batches.tolist(), sums.num_steps.tolist(), strict=True
-    )
-    for (name, change), (total, stderr, batches, count) in zip(changes.items(), numbers, strict=True):
-        if not count:
-            estimates[_name_of_sum(name)] = Estimate.missing(change.reason)
-            continue
-        remark = "" if count == num_steps else SOME_STEPS.formatted(count=int(count))
-        num_samples = 1 + int((max(change.num_samples, 2) - 1) * batches + 1e-9)
-        estimates[_name_of_sum(name)] = Estimate(total, stderr, num_samples, remark)
-    return dataclasses.replace(state, sums=sums, first=first), estimates
+    estimates = sums.estimates(list(changes.values()), last_step + 1 - first)
+    of_names = dict(zip(map(_name_of_sum, changes), estimates, strict=True))
+    return dataclasses.replace(state, sums=sums, first=first), of_names
 
 
 def _with_averaged_errors(

@@ -67,6 +67,9 @@ DECAY = {
     for part, value in (("decay", -0.02), ("momentum", 1e-3), ("gradient", 1e-3))
 }
 FAR = {"measured/kl": constant(0.1, about=1), "measured/ess": constant(0.6, about=1)}
+# What the steps are measured to have done: to the paid reward, and to one that is only watched.
+PAID = {"measured/cumulative_reward": lambda step: Estimate(0.01 * step, 0.01, 20)}
+HACK = {**PAID, "measured/cumulative_reward/gold": lambda step: Estimate(-0.005 * step, 0.02, 20)}
 PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "equal rewards": ("equal", EQUAL, "Every response earns the same reward, 0: all advantages are 0."),
     "equal rewards, and most cut off": (
@@ -103,6 +106,9 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rewards that are no numbers": (
         "nan", {**EQUAL, "rewards__right__mean": float("nan")}, "The reward function `right` is nan, not a number",
     ),
+    "a reward that is watched falls": (
+        "loophole", {"rewards__gold__std": 0.5, "estimates": HACK}, "lower `gold`, by -0.200 ± 0.042 (measured up to",
+    ),
     "far steps": ("large_step", {"estimates": FAR}, "of them moved the policy by more than 0.1 of its entropy"),
     "noise": ("noise", {"estimates": SCALE, "reward": noisy(lambda step: 0.5, 0.03)}, "0.02 to 0.1 of the gradient's"),
     "beta": ("reference", {"settings": {"beta": 5.0}}, "with beta=5 reward can gain some 0.1 in all"),
@@ -121,6 +127,21 @@ def test_a_planted_anomaly_gives_its_line_and_no_other(tmp_path: Path, planted: 
 
 
 NEAR: dict[str, dict[str, Any]] = {
+    "a watched reward that rises": {
+        "estimates": {**PAID, "measured/cumulative_reward/gold": lambda step: Estimate(0.005 * step, 0.02, 20)}
+    },
+    "a watched reward that falls by less than matters": {
+        "rewards__gold__std": 0.5,
+        "estimates": {**PAID, "measured/cumulative_reward/gold": lambda step: Estimate(-0.029, 0.001, 20)},
+    },
+    "a watched reward that falls by less than its error": {
+        "rewards__gold__std": 0.5,
+        "estimates": {**PAID, "measured/cumulative_reward/gold": lambda step: Estimate(-0.1, 0.05, 20)},
+    },
+    "a watched reward that falls together with the paid one": {
+        "rewards__gold__std": 0.5,
+        "estimates": {**HACK, "measured/cumulative_reward": lambda step: Estimate(-0.01 * step, 0.01, 20)},
+    },
     "two steps of equal rewards": {"reward_std": lambda step: 0.0 if step > 38 else 0.5},
     "a tenth of mixed prompts": {"frac_reward_zero_std": 0.85},
     "half cut off": {"completions__clipped_ratio": noisy(lambda step: 0.5, 0.05)},

@@ -13,9 +13,10 @@ from rl_training.records.report.standing_out.line import Line, RunRecords
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
-    rewards.not_a_number, objective.decay_wins, objective.bonus_wins, rewards.jump, steps.too_large, rewards.all_equal,
-    sampling.no_end, sampling.most_cut_off, rewards.hardly_mixed, sampling.other_sampler, steps.moves_nothing,
-    objective.reference_wins, steps.follows_noise, rewards.length_with_reward,
+    rewards.not_a_number, rewards.another_reward_falls, objective.decay_wins, objective.bonus_wins, rewards.jump,
+    steps.too_large, rewards.all_equal, sampling.no_end, sampling.most_cut_off, rewards.hardly_mixed,
+    sampling.other_sampler, steps.moves_nothing, objective.reference_wins, steps.follows_noise,
+    rewards.length_with_reward,
 )  # fmt: skip
 # What a line explains if it came first: the consequences are then left out.
 EFFECTS = ("large_step", "equal", "unmixed", "endless", "cut_off", "noise")

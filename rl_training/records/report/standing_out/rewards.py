@@ -24,6 +24,9 @@ MIN_JUMP_STDERRS = 6.0  # standard errors of a jump; high, because every step is
 MIN_LENGTH_GROWTH = 0.15
 MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
 CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
+MIN_FALL = 0.06  # of a function's standard deviation, by which steps must have lowered it; .03 for rewards of 0 and 1
+MIN_FALL_STDERRS = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
+REWARD_SUM = "measured/cumulative_reward"
 NOTHING_LEARNED = "Nothing has been learned from rewards"
 
 
@@ -40,6 +43,34 @@ def not_a_number(records: RunRecords) -> Line | None:
             whose = "The reward" if name == "reward" else f"The reward function `{function}`"
             said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
             return Line("nan", int(missing.index[0]), said, f"Correct what {function} returns.", NOTHING_LEARNED)
+    return None
+
+
+def another_reward_falls(records: RunRecords) -> Line | None:
+    """Report that the steps raise the reward that is paid, and lower one of the reward functions, paid or watched."""
+    paid = records.run.estimates(REWARD_SUM)
+    for metric in (name for name in records.run.names() if name.startswith(f"{REWARD_SUM}/")):
+        function = metric.removeprefix(f"{REWARD_SUM}/")
+        spread = records.run.logged(f"rewards/{function}/std").head(MIN_STEPS).mean()
+        least = MIN_FALL * (spread if spread > 0 else 1.0)
+        sums = records.run.estimates(metric)
+        is_fallen = pd.Series(
+            {
+                step: total.value < -max(least, MIN_FALL_STDERRS * total.stderr) and paid[step].value > 0
+                for step, total in sums.items()
+                if step in paid and math.isfinite(total.stderr)
+            }
+        )
+        since = first_of_trailing(is_fallen)
+        if since is None:
+            continue
+        last = int(is_fallen.index[-1])
+        said = (
+            f"Steps raise the reward that is paid, by {format_estimate(paid[last], signed=True)} in all, and lower "
+            f"`{function}`, by {format_estimate(sums[last], signed=True)} (measured up to step {last})."
+        )
+        advice = f"Read the responses that earn most: they earn it without `{function}`. Then pay for it, or stop."
+        return Line("loophole", since, said, advice)
     return None
 
 
