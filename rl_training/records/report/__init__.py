@@ -27,7 +27,7 @@ from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
 from rl_training.records.report import findings
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of
-from rl_training.records.report.figures import draw_figures
+from rl_training.records.report.figures import ON_TOP, draw_figures
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import Opening, opening
 from rl_training.records.report.own_probes import own_metrics
@@ -35,7 +35,7 @@ from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import Run, read_run
-from rl_training.records.report.summary import step_numbers, summarize
+from rl_training.records.report.summary import FURTHER, step_numbers, summarize
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
@@ -61,7 +61,8 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     return write_page(
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
-        sampler=sampler_and_trainer(run), findings=findings, own_metrics=own_metrics,
+        sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP,
+        further=FURTHER, own_metrics=own_metrics,
     )  # fmt: skip
 
 

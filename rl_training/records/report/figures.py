@@ -27,17 +27,21 @@ from rl_training.records.report.charts import (
 )
 from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, missing_notes, to_estimates
+from rl_training.records.report.story import reward_functions
 from rl_training.records.report.writing import MILLI, format_estimate
 from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart
+ON_TOP = ("reward", "token_entropy")  # charts of the first screen
+# Okabe and Ito's further colours, for reward functions.
+FUNCTIONS = ("#E69F00", "#56B4E9", "#CC79A7", "#8C8C8C", "#B3A000")
 HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 
 def draw_figures(run: Run) -> list[Chart]:
     """Return the charts of this run. A chart without data only says why."""
-    drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
+    drawn = [_reward(run), _token_entropy(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.rows("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
     if len(run.rows("bound/kl")):
@@ -111,15 +115,27 @@ def _reward(run: Run) -> Chart:
     rows, held_out = run.finite_rows("reward", METRICS_FILE), findings.held_out_rewards(run)
     if rows.empty:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
-    window = running_window(len(rows))
+    window, functions = running_window(len(rows)), reward_functions(run)
     series = dots(rows["value"], BLUE, "circle", "one step", f"mean of {window} steps")
+    for (name, values), color in zip(functions.items(), cycle(FUNCTIONS)) if len(functions) > 1 else ():
+        smooth = values.rolling(window, center=True).mean().dropna() if len(values) >= 2 * window else values
+        series.append(Series(f"{name}", color, smooth.index, smooth))
     series += [
         Series.of_rows(f"held out: {at}", color, rewards, mark)
         for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
     ]
-    return draw(
-        "reward", series, ends=axis_limits(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out
-    )
+    shown = pd.concat([rows, *held_out.values(), *(pd.DataFrame({"value": curve.y}) for curve in series[1:])])
+    return draw("reward", series, ends=axis_limits(shown), window=window, held_out=held_out)
+
+
+def _token_entropy(run: Run) -> Chart:
+    """Return the chart of the level of entropy at each step."""
+    levels = run.token_entropy()
+    if levels.empty:
+        return draw("token_entropy", [], ["entropy – no finite value was logged"])
+    window = running_window(len(levels))
+    series = dots(levels, TEXT, "circle", "one step", f"mean of {window} steps")
+    return draw("token_entropy", series, ends=(0.0, 1.05 * float(levels.max()) or 1.0))
 
 
 def _entropy(run: Run) -> Chart:

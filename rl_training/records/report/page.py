@@ -27,10 +27,13 @@ from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.printable import all_printable, printable
 from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
+from rl_training.records.report.preview import preview
 from rl_training.version import VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
+# A call with arguments, such as GRPOConfig(beta=0.01), or an assignment, such as trainer.beta=0.01.
+SETTING = re.compile(r"(\b\w+\([^()]*\)|\b[\w.]+=(?:\[[^\]]*\]|[^\s,;]*\w))")
 VEGA_LITE = "6.1"  # one that vl-convert bundles; 6.4 breaks tooltips of points
 KINDS = ("png", "svg")  # formats of pictures
 PICTURES = """
@@ -81,6 +84,13 @@ def _as_json(value: Any) -> Markup:
     return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
+def _with_settings(text: str) -> Markup:
+    """Return a sentence in which every setting to paste is marked as code; one click selects it."""
+    parts = SETTING.split(text)  # every other part is a setting
+    return Markup("").join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
+
+
+PAGES.filters["with_settings"], PAGES.filters["preview"] = _with_settings, preview
 PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
 
 

@@ -47,6 +47,7 @@ class Reward:
         fall: By how much it lies below its best, if that matters; otherwise 0.
         since: Step since which it has fallen; the last step if it has not.
         best: Its best level.
+        start: Mean of the first logged steps.
     """
 
     name: str
@@ -56,10 +57,7 @@ class Reward:
     fall: float
     since: int
     best: float
-
-    @property
-    def start(self) -> float:
-        return self.line.start
+    start: float
 
     @property
     def now(self) -> float:
@@ -147,7 +145,7 @@ class Story:
     @classmethod
     def of(cls, run: Run) -> Story:
         rewards, spread = run.logged("reward"), _spread(run)
-        parts = _reward_functions(run)
+        parts = reward_functions(run)
         top = _top(run, rewards, parts)
         several = parts if len(parts) > 1 else {}
         return cls(
@@ -174,17 +172,17 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
         return None
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
-    smooth = line.smooth()
+    smooth, start = line.smooth(), findings.first_and_last_means(values)[0][0]
     best = max(float(smooth.max()), line.start)
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
-        return Reward(name, line, spread, top, 0.0, line.last, best)
+        return Reward(name, line, spread, top, 0.0, line.last, best, start)
     since = line.since(line.fitted < line.now + 0.9 * fall) or 0
     first = (
         float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
     )  # before a fall in the first steps
-    return Reward(name, line, spread, top, fall, line.step(since), max(best, first))
+    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), start)
 
 
 def read_entropy(run: Run) -> Entropy | None:
@@ -215,7 +213,8 @@ def _own_spread(run: Run, name: str, otherwise: float) -> float:
     return float(spread[spread >= spread.median()].mean()) if len(spread) else otherwise
 
 
-def _reward_functions(run: Run) -> dict[str, pd.Series[float]]:
+def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
+    """Return the mean reward by step of each of the trainer's reward functions, by name."""
     names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
     return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
 

@@ -20,6 +20,8 @@ STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a ste
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
+# Lines below the first screen: of the naive product, and of how prompts were drawn.
+FURTHER = ("accepted prompts", "naive product", "predicted / measured", "naive / measured")
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
@@ -158,12 +160,26 @@ def _advice(ratio: tuple[float, float] | None) -> str:
     low, high = ratio
     advice = unknown
     if high < FITTING_BATCH_RATIO[0]:
-        advice = "larger batches still save steps"
+        advice = f"twice the batch would need {_steps_needed(low, 2):.2f} to {_steps_needed(high, 2):.2f} of the steps"
     elif low > FITTING_BATCH_RATIO[1]:
-        advice = "a smaller batch would learn almost as much in each step"
+        advice = (
+            f"half the batch would need {_steps_needed(high, 0.5):.2f} to {_steps_needed(low, 0.5):.2f} times the steps"
+        )
     elif low >= FITTING_BATCH_RATIO[0] and high <= FITTING_BATCH_RATIO[1]:
         advice = "it is about right; beyond it gains shrink"
     return f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it: {advice}"
+
+
+def _steps_needed(ratio: float, times: float) -> float:
+    """Return by what factor the number of steps changes with a batch of `times` its size.
+
+    Steps are in proportion to 1 + 1/r, where r is the batch over the noise scale (docs/how_to/batch_size.md).
+
+    >>> round(_steps_needed(0.5, 2), 2), round(_steps_needed(2.0, 0.5), 2)
+    (0.67, 1.33)
+    """
+    ratio = max(ratio, 0.0)
+    return (ratio + 1 / times) / (ratio + 1)
 
 
 def _effective_sample(run: Run) -> Iterator[Row]:

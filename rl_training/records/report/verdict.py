@@ -273,7 +273,7 @@ STATES = (
     State(UNKNOWN, _is_short, "What the run does cannot be told yet", _too_few),
     State(FALLEN, _reward_fell, "Reward has fallen", _fall),
     State(HELD_OUT, _held_out_fell, "Held-out reward has fallen", _held_out_fall),
-    State(PART, _part_fell, "{part} has fallen", _part_fall),
+    State(PART, _part_fell, "The reward function {part} has fallen", _part_fall),
     State(LEARNED, _has_learned, "Learned", _after_colon),
     State(SPENT, _is_spent, "Entropy is being spent on reward", _after_colon),
     State(RISES, _both_rise, "Entropy rises, and so does reward", _after_colon),

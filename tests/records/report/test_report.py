@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from logged_runs import log_run, noisy
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
@@ -29,6 +30,7 @@ from rl_training.records.report.figures import _noise_scale, _predictors, _rewar
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
+from rl_training.records.report.preview import preview
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli
@@ -141,13 +143,28 @@ def test_a_measured_change_within_its_error_of_zero_gives_no_ratio(tmp_path: Pat
 @pytest.mark.parametrize(
     ("low", "high", "value", "words"),
     [
-        (100.0, 400.0, "200 (100 … 400) prompts", "0.08 to 0.32 of it: larger batches still save steps"),
-        (4.0, 10.0, "200 (4 … 10) prompts", "3.20 to 8.00 of it: a smaller batch"),
+        (
+            100.0,
+            400.0,
+            "200 (100 … 400) prompts",
+            "0.08 to 0.32 of it: twice the batch would need 0.54 to 0.62 of the steps",
+        ),
+        (
+            4.0,
+            10.0,
+            "200 (4 … 10) prompts",
+            "3.20 to 8.00 of it: half the batch would need 1.11 to 1.24 times the steps",
+        ),
         (20.0, 60.0, "200 (20 … 60) prompts", "it is about right"),
         (20.0, 100.0, "200 (20 … 100) prompts", "not known yet"),
-        (120.0, math.inf, "above 120 prompts", "0.00 to 0.27 of it: larger batches still save steps"),
+        (
+            120.0,
+            math.inf,
+            "above 120 prompts",
+            "0.00 to 0.27 of it: twice the batch would need 0.50 to 0.61 of the steps",
+        ),
         (30.0, math.inf, "above 30 prompts", "not known yet"),
-        (math.inf, math.inf, "unbounded", "larger batches still save steps"),
+        (math.inf, math.inf, "unbounded", "twice the batch would need 0.50 to 0.50 of the steps"),
     ],
 )
 def test_the_advice_on_the_batch_size_follows_the_noise_scale_interval(
@@ -257,7 +274,8 @@ def test_the_page_allows_only_its_own_scripts_by_their_hashes(page: Path) -> Non
 
 
 def test_drawing_leaves_no_threads_that_would_block_a_fork(page: Path) -> None:
-    assert {path.name for path in page.parent.glob("*.png")} == {"reward.png", "entropy.png", "delta_h.png"}
+    drawn = {path.stem for path in page.parent.glob("*.png")}
+    assert drawn == {"reward", "token_entropy", "entropy", "delta_h"}
     assert "vl_convert" not in sys.modules
 
 
@@ -421,7 +439,7 @@ def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path
     records.write_estimates(3, 1, "interventions", effect)
     main([str(tmp_path), "--pictures", "svg"])
     drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").glob("*.svg")}
-    assert {*drawn} == {"reward.svg", "entropy.svg", "delta_h.svg", "interventions.svg"}
+    assert {*drawn} == {f"{name}.svg" for name in ("reward", "token_entropy", "entropy", "delta_h", "interventions")}
     assert all(svg.startswith("<svg") for svg in drawn.values())
     with pytest.raises(ValueError, match="pictures='pdf': give 'png' or 'svg'"):
         write_report(tmp_path, pictures="pdf")
@@ -502,6 +520,28 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     for shown in (text, " ".join(capsys.readouterr().out.split())):
         assert first.headline + first.evidence in shown
         assert first.advice in shown
+
+
+def test_the_first_screen_has_the_setting_to_paste_both_charts_and_at_most_ten_rows(tmp_path: Path) -> None:
+    """Without scripts too: both charts are drawn as plain curves, every reward function among them."""
+    folder = log_run(tmp_path, reward=noisy(lambda step: 0.7 if step < 25 else 0.2, 0.03),
+                     rewards__right__mean=0.3, rewards__form__mean=0.4)  # fmt: skip
+    page = write_report(folder).read_text(encoding="utf-8")
+    top, _, rest = page.partition('<table class="summary">')
+    assert "<code>attach(…, target_kl_share=0.002)</code>" in top
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", top)[-2:] == ["Reward", "Token entropy"]
+    assert [svg.count("<path") for svg in re.findall(r"<svg.*?</svg>", top)] == [4, 2]  # dots and means, and functions
+    assert rest.partition("</table>")[0].count("<tr>") <= 10
+
+
+def test_a_preview_has_a_curve_where_the_chart_will_draw_it(tmp_path: Path) -> None:
+    """Of 640 × 220 pixels: entropy .5 lies at 1/1.05 of its axis from 0, from the left end to the right."""
+    (chart,) = (chart for chart in draw_figures(read_run(log_run(tmp_path, 3))) if chart.name == "token_entropy")
+    assert re.findall(r"M([\d.]+) ([\d.]+)h0", preview(chart)) == [
+        ("0.0", "10.5"),
+        ("320.0", "10.5"),
+        ("640.0", "10.5"),
+    ]
 
 
 def test_the_entropy_level_and_its_change_are_over_the_same_steps(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_fall_of_held_out_reward_or_of_one_reward_function_counts_under_a_risi
     judged = verdict(tmp_path, falling, rising, **curves)
     assert judged.kind == kind
     if kind == PART:
-        assert judged.headline == "right has fallen"
+        assert judged.headline == "The reward function right has fallen"
         assert "form rose" in judged.evidence
 
 
@@ -263,7 +263,7 @@ def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
     """In the order of the table of states, with nothing to do where the report has no action."""
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|.*\| (.*) \|$", page, re.MULTILINE)
-    assert [words for words, _ in rows] == [state.headline.format(part="`NAME`") for state in STATES]
+    assert [words for words, _ in rows] == [state.headline.format(part="NAME") for state in STATES]
     for state, (_, do) in zip(STATES, rows, strict=True):
         assert do.startswith("nothing") == (state.kind not in ACTIONS)
 
