@@ -74,7 +74,7 @@ class Measurement:
             self._steps = states[self.name]
         records = Records(settings["folder"], settings["rollouts_every"])
         if loop.ranks.number == 0:
-            records.start(after_step=self._steps, settings=settings_of_loop(loop))
+            records.start(after_step=self._steps, settings={**settings_of_loop(loop), "loop": "verl"})
         self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
         self.driver.start(loop, states)
         self._writer.begin()

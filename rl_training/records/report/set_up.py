@@ -9,7 +9,14 @@ from typing import Any
 from rl_training.records.jsonl import read_settings
 from rl_training.records.report.series import Run
 
-JOB, TRL, LOOP = "job", "trl", "loop"
+JOB, TRL, VERL, LOOP = "job", "trl", "verl", "loop"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VERL_NAMES = {  # by field of GRPOConfig
+    "learning_rate": f"{ACTOR}.optim.lr", "weight_decay": f"{ACTOR}.optim.weight_decay",
+    "max_grad_norm": f"{ACTOR}.grad_clip", "entropy_coef": f"{ACTOR}.entropy_coeff", "beta": f"{ACTOR}.kl_loss_coef",
+    "max_completion_length": "data.max_response_length", "num_generations": f"{ROLLOUT}.n",
+    "temperature": f"{ROLLOUT}.temperature", "top_p": f"{ROLLOUT}.top_p", "top_k": f"{ROLLOUT}.top_k",
+}  # fmt: skip
 KEPT_STEP = "target_kl_share"
 SHARE = 2e-3  # recommended in docs/how_to/bound_the_step.md
 
@@ -19,7 +26,7 @@ class SetUp:
     """The settings of a run, whichever trainer made it.
 
     Args:
-        kind: JOB for `rl-training train`, TRL for a TRL trainer with attached probes, LOOP for any other loop.
+        kind: JOB for `rl-training train`, TRL for a TRL trainer with attached probes, VERL, LOOP for any other loop.
         settings: All recorded settings.
     """
 
@@ -31,7 +38,7 @@ class SetUp:
         settings = run.settings or read_settings(run.folder)
         fields = settings.get("trainer")
         if not isinstance(fields, dict):
-            return cls(LOOP, settings)
+            return cls(VERL if settings.get("loop") == "verl" else LOOP, settings)
         return cls(TRL if "class" in fields else JOB, settings)  # a job's trainer has a _target_ instead
 
     def trainer(self, name: str, default: Any = None) -> Any:
@@ -53,7 +60,8 @@ class SetUp:
 
     @property
     def rate_name(self) -> str:
-        return "trainer.learning_rate" if self.kind == JOB else "the learning rate"
+        names = {JOB: "trainer.learning_rate", VERL: VERL_NAMES["learning_rate"]}
+        return names.get(self.kind, "the learning rate")
 
     @property
     def sequences(self) -> float:
@@ -79,10 +87,12 @@ class SetUp:
         return self.sequences / self.responses if self.responses > 0 else math.nan
 
     def line(self, **fields: Any) -> str:
-        """Return the text that sets these fields: `trainer.X=V`, `GRPOConfig(X=V)`, or X=V in a loop."""
+        """Return the text that sets these fields: `trainer.X=V`, `GRPOConfig(X=V)`, verl's name, or X=V in a loop."""
         texts = [f"{name}={_written(value)}" for name, value in fields.items()]
         if self.kind == JOB:
             return " ".join(f"trainer.{text}" for text in texts)
+        if self.kind == VERL:
+            return " ".join(f"{VERL_NAMES.get(name, name)}={_written(value)}" for name, value in fields.items())
         return f"GRPOConfig({', '.join(texts)})" if self.kind == TRL else ", ".join(texts)
 
     def larger_batch(self, times: int) -> str:
@@ -98,6 +108,9 @@ class SetUp:
         """Return the text of a setting that bounds how far a step moves the policy."""
         if self.kind == JOB:
             return f"trainer.{KEPT_STEP}={SHARE:g}"
+        if self.kind == VERL:  # which has no bounded step
+            rate = self.optimizer("lr")
+            return self.line(learning_rate=0.3 * rate if math.isfinite(rate) else "…")
         whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
         whose = whose if self.kind == TRL else "measured_loop"
         return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"

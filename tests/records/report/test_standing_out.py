@@ -251,6 +251,9 @@ def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) 
     in_a_folder = SetUp.of(read_run(tmp_path))
     assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
     (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
+    verl = SetUp("verl", {"loop": "verl", "optimizer": {"lr": 1e-5}})
+    assert verl.line(beta=0.1) == "actor_rollout_ref.actor.kl_loss_coef=0.1"
+    assert verl.bounded_step() == "actor_rollout_ref.actor.optim.lr=3e-06"
     job = SetUp.of(read_run(tmp_path))
     assert (job.line(beta=0.1), job.larger_batch(4)) == ("trainer.beta=0.1", "batch.sequences_per_step=1024")
     assert job.bounded_step() == "trainer.target_kl_share=0.002"
