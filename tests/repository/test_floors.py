@@ -70,7 +70,7 @@ LIBRARIES = {
         "PIL", "pandas", "numpy", "scipy",
     },
 }  # fmt: skip
-TOP = {"__init__", "__main__", "attach", "errors", "extras", "options", "shadowing", "version"}
+TOP = {"__init__", "__main__", "attach", "errors", "extras", "options", "shadowing", "verl_plugin", "version"}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 import sys
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -20,17 +17,9 @@ from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
 from rl_training.hosts.verl.trainer import Runner, with_probes
-from rl_training.job.configuration.shipped import CONF
+from rl_training.job.configuration.probe_group import add_probe_group
 
-
-class ProbeGroup(SearchPathPlugin):
-    """Lets Hydra find conf/probe, with lower priority than verl's groups and the user's."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="rl_training", path=f"file://{CONF}")
-
-
-Plugins.instance().register(ProbeGroup)
+add_probe_group()
 
 
 def with_probe_choice(arguments: list[str]) -> list[str]:

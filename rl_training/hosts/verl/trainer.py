@@ -53,6 +53,9 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0),
 class ProbedTrainer(PPOTrainerSync):
     """verl's synchronous trainer, with whole prompts on each rank and with settings of probes in its batches."""
 
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(with_probes(config))  # verl's own command has not done so
+
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
         lengths = [tag["seq_len"] for tag in batch.tags]
@@ -173,7 +176,8 @@ def with_probes(config: DictConfig) -> DictConfig:
     refuse_what_cannot_be_measured(config)
     with open_dict(config):
         libraries = model.external_lib if model.external_lib is not None else []
-        model.external_lib = [*([libraries] if isinstance(libraries, str) else libraries), LIBRARY]
+        libraries = [libraries] if isinstance(libraries, str) else libraries
+        model.external_lib = [*(library for library in libraries if library != LIBRARY), LIBRARY]
         config.trainer.v1.trainer_mode = TRAINER
     return config
 

@@ -13,7 +13,7 @@ import pytest
 
 import rl_training
 import rl_training.hosts.trl
-from rl_training.hosts.trl.launcher import after_import
+from rl_training.hosts.after_import import after_import
 from rl_training.records.jsonl import read_estimates
 
 LAUNCHER = "rl_training/attach.py"
