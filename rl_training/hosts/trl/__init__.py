@@ -102,7 +102,7 @@ def attach(
 
     if is_trls(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
-    if not hasattr(trainer, "train"):
+    if not is_trls(trainer) and not hasattr(trainer, "train"):
         kind = type(trainer).__name__
         raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
     if not is_trls(trainer):
