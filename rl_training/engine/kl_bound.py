@@ -49,6 +49,7 @@ from rl_training.parallel.vectors import dots
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
+from rl_training.policy.token_distributions import TokenDistributions
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 
@@ -84,7 +85,10 @@ class KLBound:
         self.state = BoundState()
         self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made
+        self._next_state = self.state  # once the step has been made
+        self._before: TokenDistributions | None = None  # of the policy before the step
         self._info: BoundInfo | None = None  # how the step's factor was found; None: it will be once it was made
+        self._kl: Estimate | None = None  # of the step, as last measured
 
     def start(self, shard: Shard, policy: Policy, ranks: Ranks, state: BoundState) -> None:
         """Read where weights and optimizer are kept. Call it when training begins.
@@ -114,7 +118,7 @@ class KLBound:
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
         self._info = info_without_search(self._target, entropy, max(self._rates), self.state)
-        self._kl: Estimate | None = None
+        self._next_state, self._kl = self.state, None
         if self._info is not None:
             self._first_factor = self._info.factor
         else:
@@ -145,6 +149,7 @@ class KLBound:
         estimates = self._info.estimates(max(self._rates) * self._info.factor)
         if self._kl is not None and self._info.factor > 0.0:
             estimates["bound/kl"] = self._kl
+        self.state = self._next_state
         self.restore()
         return estimates
 
@@ -162,7 +167,7 @@ class KLBound:
             self._kl = kl_of(factor)
             return self._kl.value
 
-        self.state, self._info = search_factor(value_of, self._target, self.state, max(self._rates))
+        self._next_state, self._info = search_factor(value_of, self._target, self.state, max(self._rates))
         if not self._is_checked and self._info.kl > 0.0:  # false if nan
             require_quadratic_kl(lambda factor: kl_of(factor).value, self._info)
             self._is_checked = True
@@ -171,6 +176,7 @@ class KLBound:
     def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> Estimate:
         """Return KL(policy before ‖ policy after `factor` times the step), nats per token, with its error."""
         weights = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
+        assert self._before is not None
         with self._policy.with_weights(weights):
             after = self._policy.token_distributions(self._rollout, like=self._before)
         prompts, prompt_of_row = self._rollout.prompt_index.unique(return_inverse=True)
@@ -181,10 +187,10 @@ class KLBound:
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
 
     def restore(self) -> None:
-        """Reset the learning rates to the schedule's, and free the weights kept for the step."""
+        """Reset the learning rates to the schedule's, and free what was kept for the step."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
-        self._rates, self._weights = [], {}
+        self._rates, self._weights, self._before = [], {}, None
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:
         """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""

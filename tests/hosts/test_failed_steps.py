@@ -223,13 +223,16 @@ def test_parameters_that_are_frozen_between_microbatches_are_named_in_one_line()
             first.requires_grad_(False)
 
 
-def test_a_failed_bounded_step_restores_the_learning_rate_of_the_schedule() -> None:
+def test_a_failed_bounded_step_leaves_the_learning_rate_and_the_bounds_state_as_they_were() -> None:
     training = Training()
     training.loop = training.new_loop(target_kl_share=1e-6)
     with training.loop:
+        training.step(1)
+        before = training.loop.state_dict()["kl_bound"]
         training.place = "optimizer"
         with pytest.raises(Failed):
-            training.step(1)
+            training.step(2)
+        assert training.loop.state_dict()["kl_bound"] == before
     assert training.optimizer.param_groups[0]["lr"] == LEARNING_RATE
 
 
