@@ -15,7 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import key_of, parse_overrides, select_run_overrides, with_all_loggers
+from rl_training.job.configuration.overrides import (
+    key_of,
+    parse_overrides,
+    select_run_overrides,
+    sweep_folder,
+    with_all_loggers,
+)
 from rl_training.job.configuration.run_settings import resolve_branch
 from rl_training.job.configuration.shipped import CONF
 from rl_training.records.files.masking import mask_words
@@ -29,6 +35,7 @@ def train() -> None:
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = with_all_loggers(resolve_branch(cfg, overrides), overrides)
+    cfg.run_dir = sweep_folder(str(cfg.run_dir), overrides, _swept(overrides))
     check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
     with fast_imports():
         from rl_training.job.run.training import build_run
@@ -37,6 +44,15 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
     run.train()
     run.report()
     run.end()
+
+
+def _swept(overrides: list[str]) -> list[str]:
+    """Return this job's values of the settings that the command sweeps over (-m), secrets masked; [] without -m."""
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        return []
+    typed = [word for word in sys.argv[1:] if key_of(word)]
+    keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()}
+    return mask_words([word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in keys])
 
 
 def analyze() -> None:
@@ -48,11 +64,8 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
     run_overrides = select_run_overrides(overrides)
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
     cfg.run = [*cfg.run, *run_overrides]
-    if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, overrides):
-        typed = [word for word in sys.argv[1:] if key_of(word)]
-        swept_keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()} - {"checkpoint"}
-        swept_overrides = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept_keys]
-        cfg.name = ",".join([cfg.name, *mask_words(swept_overrides)])  # otherwise all jobs would write into one folder
+    if "name" not in map(key_of, overrides):  # in a sweep, all jobs would write into one folder otherwise
+        cfg.name = ",".join([cfg.name, *(word for word in _swept(overrides) if key_of(word) != "checkpoint")])
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
     with fast_imports():
         from rl_training.job.run.analysis import analyse_checkpoints

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
+from rl_training.job.configuration.overrides import INVALID_IN_FOLDER_NAME
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import check_allowed, check_kinds, quote_override
 from rl_training.offline.settings import Settings
@@ -31,7 +31,6 @@ DERIVED_FIELDS = {
     "seed": "seed",
     "output_dir": "run_dir",
 }
-INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 
 
 def check_run(cfg: DictConfig) -> int:

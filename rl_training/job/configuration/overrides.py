@@ -20,6 +20,8 @@ from rl_training.options import did_you_mean
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
 SINGLE_OPTION_GROUPS = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
+INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
+OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
 OPEN_GROUPS = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
 
 
@@ -42,6 +44,30 @@ def select_run_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of an analysis that are meant for its run: those that conf/offline.yaml does not define."""
     offline_keys = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
     return [word for word in overrides if key_of(word) not in offline_keys]
+
+
+def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -> str:
+    """Return the run folder of a sweep's job: with the values that the command sweeps over in its name.
+
+    The folder as it is, if it depends on them already: the command sweeps over run_dir, or run_dir=… refers to
+    settings. A folder that is typed without that holds the jobs' folders.
+
+    Args:
+        run_dir: The run folder of a job whose sweep does not count.
+        overrides: The job's overrides.
+        swept: Those that the command sweeps over; [] outside of a sweep.
+
+    >>> sweep_folder("runs/lr", ["run_dir=runs/lr", "trainer.learning_rate=0.1"], ["trainer.learning_rate=0.1"])
+    'runs/lr/learning_rate=0.1'
+    >>> sweep_folder("runs/run_12-00_seed_0", ["data=gsm8k"], ["data=gsm8k"])
+    'runs/run_12-00_seed_0,data=gsm8k'
+    """
+    typed = [word for word in overrides if key_of(word) == "run_dir"]
+    if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
+        return run_dir
+    values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
+    name = INVALID_IN_FOLDER_NAME.sub("", ",".join(values))
+    return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
 
 
 def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:

@@ -35,7 +35,8 @@ from itertools import combinations, pairwise
 
 import pandas as pd
 
-from rl_training.records.compare.groups import Group, Member, common_steps
+from rl_training.records.compare.equal_reward import EqualReward, at_equal_reward
+from rl_training.records.compare.groups import Group, Member, common_steps, other_task
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.report.findings import MAX_WINDOW, sum_starts
 from rl_training.records.report.series import Run, finite, last_of
@@ -59,6 +60,8 @@ class Difference:
     step: int
     figures: dict[str, Estimate]
     single_seed: bool  # one group has a single seed at `step`: the error excludes the spread between seeds
+    other_task: list[str]  # settings that make their rewards different quantities
+    equal_reward: EqualReward
 
 
 def last_common_step(group: Group) -> int:
@@ -126,7 +129,8 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
         common = {label: difference(after[label], before[label]) for label in before if label in after}
         common |= since_branching(members_at(first, step), members_at(second, step), step)
         single_seed = any(len(members_at(group, step)) < 2 for group in (first, second))
-        differences.append(Difference(first, second, step, common, single_seed))
+        task = other_task(first, second)
+        differences.append(Difference(first, second, step, common, single_seed, task, at_equal_reward(first, second)))
     return differences
 
 

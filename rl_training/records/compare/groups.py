@@ -24,6 +24,15 @@ from rl_training.records.report.series import Run, read_run, settings_in
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
+# What the attachment chooses by its probes, and nobody sets: the order in which a step's rows are summed.
+NOT_CHOSEN = ("attached.whole_prompts",)
+TASK = ("data.", "trainer.reward_weights")  # prefixes of settings that make reward another quantity
+# Fields that follow from the number of sequences in a step, or together make it: a label does not repeat them.
+BATCH = "batch.sequences_per_step"
+PARTS_OF_BATCH = (
+    "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps", "trainer.generation_batch_size",
+    "trainer.steps_per_generation", "batch.microbatch_size", "batch.processes",
+)  # fmt: skip
 ABSENT = "–"
 LABEL_LENGTH = 42  # characters; longer labels do not fit above a chart
 
@@ -142,6 +151,8 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
     """Return whether this setting affects training."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
+    if name in NOT_CHOSEN:
+        return False
     return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
 
 
@@ -199,19 +210,30 @@ def _describe_setting(name: str, value: str) -> str:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Return a short label that distinguishes each group: its settings, and before them the name of a single run.
+    """Return a short label that distinguishes each group: its settings.
 
     If a label is empty, too long or not unique, every group gets the name of its first run instead.
     """
-    differing, names = differences(groups), [group.members[0].name for group in groups]
-    labels, descriptions = [], set()
-    for group, name in zip(groups, names, strict=True):
+    differing, labels = _without_repeats(differences(groups)), list[str]()
+    for group in groups:
         settings = group.members[0].settings or {}
-        description = ", ".join(
-            _describe_setting(setting, settings[setting]) for setting in differing if setting in settings
-        )
-        descriptions.add(description)
-        is_single = len(group.members) + len(group.repeats) == 1
-        labels.append(f"{name} ({description})" if is_single and description else description)
-    fits = len(descriptions) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
-    return labels if fits else names
+        shown = (_describe_setting(setting, settings[setting]) for setting in differing if setting in settings)
+        labels.append(", ".join(shown))
+    fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
+    return labels if fits else [group.members[0].name for group in groups]
+
+
+def _without_repeats(differing: Mapping[str, list[str]]) -> list[str]:
+    """Return the names of these settings, one of those that have the same values in all groups, as records repeat them.
+
+    >>> _without_repeats({"optimizer.lr": ["0.1", "0.2"], "trainer.learning_rate": ["0.1", "0.2"]})
+    ['trainer.learning_rate']
+    """
+    names = [name for name in differing if BATCH not in differing or name not in PARTS_OF_BATCH]
+    by_values = {tuple(differing[name]): name for name in names}  # the last: the trainer's field, not the optimizer's
+    return [name for name in names if by_values[tuple(differing[name])] == name]
+
+
+def other_task(first: Group, second: Group) -> list[str]:
+    """Return the settings by which two groups are trained on different tasks, so that their rewards differ in kind."""
+    return [name for name in differences([first, second]) if name.startswith(TASK)]

@@ -13,6 +13,7 @@ from rl_training.errors import UserError
 from rl_training.records.compare import final
 from rl_training.records.compare.findings import describe, one_group
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups, trunks_of
+from rl_training.records.compare.path_chart import draw_paths
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
@@ -63,7 +64,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     pairs = final.compare_groups(groups)
     findings = describe(pairs) or [one_group([member.seed for member in groups[0].members])]
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    charts = [replace(chart, name=f"{page.stem}_{chart.name}") for chart in draw_overlays(groups)]
+    charts = [replace(chart, name=f"{page.stem}_{chart.name}") for chart in draw_overlays(groups, pairs)]
     write_page(
         page,
         "comparison.html",
@@ -104,10 +105,12 @@ def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
-def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
-    """Return a chart for each quantity that any group has."""
+def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = ()) -> list[Chart]:
+    """Return the chart of entropy against reward, and one for each quantity that any group has."""
     trunks = trunks_of(groups)
+    looks = {group.letter: _look(index) for index, group in enumerate(groups)}
     charts = [
+        draw_paths(groups, looks, pairs),
         _overlay(groups, trunks, "reward", _reward, is_share=True),
         _overlay(groups, trunks, "entropy", _entropy),
         _overlay(groups, trunks, "change", _sum_of(SUMS[0]), dotted=_sum_of(SUMS[1])),

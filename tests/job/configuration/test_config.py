@@ -23,7 +23,7 @@ from rl_training.errors import UserError
 from rl_training.job.configuration import composition
 from rl_training.job.configuration.checks import accumulation_steps, check_settings
 from rl_training.job.configuration.hydra_errors import explain
-from rl_training.job.configuration.overrides import with_all_loggers
+from rl_training.job.configuration.overrides import sweep_folder, with_all_loggers
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.objects.make import make
@@ -261,3 +261,20 @@ def test_two_options_of_a_single_choice_group_are_refused() -> None:
         pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: only one is possible, give adapter=")),
     ):
         with_all_loggers(compose("train", ["adapter=[lora,none]"]), ["adapter=[lora,none]"])
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "words", "folder"),
+    [
+        ("runs/run_seed_0", ["data=gsm8k"], "runs/run_seed_0,data=gsm8k"),
+        ("runs/lr", ["run_dir=runs/lr", "trainer.learning_rate=0.1"], "runs/lr/learning_rate=0.1"),
+        ("runs/12-00", ["run_dir=runs/${now:%H-%M}", "seed=1"], "runs/12-00/seed=1"),
+        ("runs/1", ["run_dir=runs/${seed}", "seed=1"], "runs/1"),
+        ("runs/b", ["run_dir=runs/b"], "runs/b"),
+        ("runs/a", ["intervention=[lr:0.5,psr]"], "runs/a,intervention=lr0.5,psr"),
+    ],
+)
+def test_each_job_of_a_sweep_has_a_folder_that_names_its_values(run_dir: str, words: list[str], folder: str) -> None:
+    swept = words[-1:]
+    assert sweep_folder(run_dir, words, swept) == folder
+    assert sweep_folder(run_dir, words, []) == run_dir

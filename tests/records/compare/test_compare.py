@@ -82,14 +82,34 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_only_differences_are_lis
     assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
 
 
-def test_a_single_run_is_labelled_by_its_name_and_its_differing_settings(tmp_path: Path) -> None:
+def test_a_label_says_once_what_differs(tmp_path: Path) -> None:
     runs = [record(tmp_path / "plain", intervention=None), record(tmp_path / "kept", intervention="psr")]
-    assert [group.name for group in read_groups(runs)] == ["A: plain (no intervention)", "B: kept (intervention=psr)"]
+    assert [group.name for group in read_groups(runs)] == ["A: no intervention", "B: intervention=psr"]
     page = write_comparison(runs, tmp_path / "page.html")[0].read_text()
     assert "<td><code>intervention</code></td><td>none</td><td>psr</td>" in page
     assert "vertical line" not in page  # there is no branch
     long = [record(tmp_path / "one", adapter={"name": "a" * 40}), record(tmp_path / "two")]
     assert [group.label for group in read_groups(long)] == ["one", "two"]
+
+
+def attach_settings(run: Path, size: int, whole: bool) -> Path:
+    """Give a run the settings that an attached trainer records for its rate and its batch size."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    rate = config["trainer"]["learning_rate"]
+    config["trainer"] |= {"per_device_train_batch_size": size, "generation_batch_size": 2 * size}
+    more = {"batch": {"sequences_per_step": 2 * size}, "optimizer": {"lr": rate}, "attached": {"whole_prompts": whole}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config | more))
+    return run
+
+
+def test_a_label_repeats_no_setting_that_is_recorded_twice_or_that_nobody_set(tmp_path: Path) -> None:
+    slow = attach_settings(record(tmp_path / "slow"), 2, whole=True)
+    fast = attach_settings(record(tmp_path / "fast", rate=0.2), 4, whole=False)
+    groups = read_groups([slow, fast])
+    assert "attached.whole_prompts" not in differences(groups)
+    assert [group.label for group in groups] == [
+        "sequences_per_step=4, learning_rate=0.1", "sequences_per_step=8, learning_rate=0.2"
+    ]  # fmt: skip
 
 
 def branches_of(run: Path, step: int, *rates: float) -> list[Path]:
@@ -393,7 +413,7 @@ def test_finished_running_and_killed_runs_are_compared_at_their_last_common_step
     assert (pair.step, pair.single_seed) == (7, True)
     assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both are taken at step 7
     text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
-    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "This is a single seed"):
+    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "At step 7", "This is a single seed"):
         assert claim in text
 
 
@@ -416,8 +436,8 @@ def test_the_page_loads_nothing_and_escapes_hostile_text(tmp_path: Path) -> None
     html = page.read_text(encoding="utf-8")
     page_text = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # without the scripts that draw the charts
     assert not any(word in page_text for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
-    assert html.count('<figure class="chart"') == 5  # reward, entropy, change, two evaluated metrics
-    assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 5
+    assert html.count('<figure class="chart"') == 6  # the paths, reward, entropy, change, two evaluated metrics
+    assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 6
     assert all(b"<i>a" not in path.read_bytes() for path in drawn)
     assert "The best checkpoint" in html
 

@@ -1,0 +1,169 @@
+"""Entropy at equal reward: how much entropy each run has left when it first earns a reward that all of them earn.
+
+Path. Reward and token entropy of the same steps, as running means over a tenth of the run. A run reaches a reward if
+the running mean is above it by its own noise: the largest value of mean − 1.96 se, with se from the differences of
+neighbouring steps.
+
+Level. The highest reward that all compared runs reach. Where a run begins above it, the runs have no reward in common.
+
+Entropy at the level ρ. In a window of m steps around the first step at which the path is at ρ, both curves are lines:
+r_t = r̄ + b_r (t − t̄) and h_t = h̄ + b_h (t − t̄). Time is the instrument that relates entropy to reward free of their
+noise (Wald 1940, doi 10.1214/aoms/1177731868), so that
+
+    H(ρ) = h̄ + s (ρ − r̄)        s = b_h / b_r
+    var  = σ² [1/m + (ρ − r̄)² / (b_r² Σ (t − t̄)²)] (1 + φ)/(1 − φ)
+
+σ², with m − 2 degrees of freedom, and φ, never below 0, are variance and correlation of the steps' scatter around the
+path, e_t = (h_t − h̄) − s (r_t − r̄). The variance is the delta method's. The window grows until reward rises in it by
+RISES standard errors. A path that is straight in the window is met exactly, however reward depends on time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_training.records.compare.groups import Group, Member
+from rl_training.records.report.series import Run
+from rl_training.records.report.writing import Z_95
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
+from rl_training.statistics.welch import difference, mean_of
+
+MIN_STEPS = 8  # logged steps of a path
+SMOOTHED = 10  # the running mean covers this part of a run: a tenth
+MIN_WINDOW = 5  # steps that it covers at least
+RISES = 4.0  # standard errors of its slope by which reward must rise in the window
+MAX_CORRELATION = 0.8  # of neighbouring steps' scatter: beyond, the error would be a guess
+NO_PATH = Limit("no_path", "fewer than {least} of its steps have logged both reward and entropy")
+NO_RISE = Limit("no_rise", "its reward does not rise by more than noise")
+BEGINS_ABOVE = Limit("begins_above", "its reward begins at {first:.3g}, above {level:.3g}, all that the other earns")
+NOT_REACHED = Limit("not_reached", "its reward does not reach {level:.3g}")
+
+
+@dataclass(frozen=True)
+class RewardPath:
+    """Reward and token entropy of a run's steps, and their running means.
+
+    Args:
+        steps, rewards, entropies: Of each step that has both, (n,).
+        smooth_rewards, smooth_entropies: Running means over `window` of them, (n − window + 1,).
+        window: Number of steps that a running mean covers.
+    """
+
+    steps: np.ndarray
+    rewards: np.ndarray
+    entropies: np.ndarray
+    smooth_rewards: np.ndarray
+    smooth_entropies: np.ndarray
+    window: int
+
+    @property
+    def noise(self) -> float:
+        """Standard error of a running mean of reward, from the differences of neighbouring steps."""
+        return float(np.diff(self.rewards).std() / math.sqrt(2 * self.window))
+
+    @property
+    def reached(self) -> float:
+        """The highest reward that the run reaches beyond noise."""
+        independent = len(self.rewards) / self.window
+        return float(self.smooth_rewards.max()) - (math.sqrt(2 * math.log(independent)) + Z_95) * self.noise
+
+
+@dataclass(frozen=True)
+class EqualReward:
+    """Two groups' entropies at the same reward.
+
+    Args:
+        level: The reward.
+        entropies: Token entropy of the first and of the second group, nats.
+        gap: The second minus the first; missing, with the reason, if there is no common reward.
+    """
+
+    level: float
+    entropies: tuple[Estimate, Estimate]
+    gap: Estimate
+
+
+def path_of(run: Run) -> RewardPath | None:
+    """Return a run's path; None if fewer than MIN_STEPS steps have both numbers."""
+    rewards, entropies = run.logged("reward").align(run.token_entropy(), join="inner")
+    if len(rewards) < MIN_STEPS:
+        return None
+    window = max(MIN_WINDOW, len(rewards) // SMOOTHED // 2 * 2 + 1)
+    smooth_rewards, smooth_entropies = (
+        series.rolling(window, center=True).mean().dropna() for series in (rewards, entropies)
+    )
+    return RewardPath(
+        rewards.index.to_numpy(dtype=float),
+        rewards.to_numpy(dtype=float),
+        entropies.to_numpy(dtype=float),
+        smooth_rewards.to_numpy(dtype=float),
+        smooth_entropies.to_numpy(dtype=float),
+        window,
+    )
+
+
+def entropy_at(path: RewardPath, level: float) -> Estimate:
+    """Return token entropy where the path first reaches a reward. See the module's docstring."""
+    first = float(path.smooth_rewards[0])
+    if path.reached <= first:
+        return Estimate.missing(NO_RISE)
+    if level < first:
+        return Estimate.missing(BEGINS_ABOVE.formatted(first=first, level=level))
+    if level > path.smooth_rewards.max():
+        return Estimate.missing(NOT_REACHED.formatted(level=level))
+    end = int(np.argmax(path.smooth_rewards >= level)) + path.window
+    length = 2 * path.window
+    while True:
+        chosen = slice(max(end - length, 0), end)
+        steps, rewards, entropies = (curve[chosen] for curve in (path.steps, path.rewards, path.entropies))
+        steps, mean_reward, mean_entropy = steps - steps.mean(), rewards.mean(), entropies.mean()
+        squares = float(steps @ steps)
+        rise, fall = float(steps @ rewards) / squares, float(steps @ entropies) / squares
+        rest = rewards - mean_reward - rise * steps
+        if rise > RISES * math.sqrt(float(rest @ rest) / (len(steps) - 2) / squares):
+            break
+        if len(steps) == end:
+            return Estimate.missing(NO_RISE)
+        length *= 2
+    slope = fall / rise
+    scatter = (entropies - mean_entropy) - slope * (rewards - mean_reward)
+    around = float(scatter @ scatter)
+    correlation = float(scatter[:-1] @ scatter[1:]) / around if around > 0 else 0.0
+    correlation = min(max(correlation + (1 + 3 * correlation) / len(steps), 0.0), MAX_CORRELATION)
+    away = level - float(mean_reward)
+    variance = around / (len(steps) - 2) * (1 / len(steps) + away**2 / (rise**2 * squares))
+    variance *= (1 + correlation) / (1 - correlation)
+    return Estimate(float(mean_entropy) + slope * away, math.sqrt(variance), len(steps) - 1)
+
+
+def at_equal_reward(first: Group, second: Group) -> EqualReward:
+    """Return the entropies of two groups at the highest reward that all of their runs reach.
+
+    Several seeds give their mean, with the error between them; a single one has the error within its run.
+    """
+    paths = [[(member, path_of(member.run)) for member in group.members] for group in (first, second)]
+    missing = [member for group in paths for member, path in group if path is None]
+    if missing:
+        reason = _about(missing[0], NO_PATH.formatted(least=MIN_STEPS))
+        return EqualReward(math.nan, (reason, reason), reason)
+    level = min(path.reached for group in paths for _, path in group if path)
+    entropies = [[(member, entropy_at(path, level)) for member, path in group if path] for group in paths]
+    for member, entropy in (pair for group in entropies for pair in group):
+        if math.isnan(entropy.value):
+            reason = _about(member, entropy.reason)
+            return EqualReward(level, (reason, reason), reason)
+    before, after = (_pooled([entropy for _, entropy in group]) for group in entropies)
+    return EqualReward(level, (before, after), difference(after, before))
+
+
+def _pooled(entropies: Sequence[Estimate]) -> Estimate:
+    return entropies[0] if len(entropies) == 1 else mean_of([entropy.value for entropy in entropies])
+
+
+def _about(member: Member, reason: str) -> Estimate:
+    return Estimate.missing(f"{member.name}: {reason}")

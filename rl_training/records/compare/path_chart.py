@@ -1,0 +1,51 @@
+"""The chart of entropy against reward: one path per run, and the entropies at equal reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rl_training.records.compare.equal_reward import MIN_STEPS, RewardPath, path_of
+from rl_training.records.compare.final import Difference
+from rl_training.records.compare.groups import Group
+from rl_training.records.report.charts import Chart, Series, draw
+from rl_training.records.report.series import to_rows
+
+END, EQUAL = "circle", "square"
+
+
+def draw_paths(groups: Sequence[Group], looks: Mapping[str, tuple[str, tuple[int, ...]]],
+               pairs: Sequence[Difference]) -> Chart | None:  # fmt: skip
+    """Return the chart of all paths; None if no run has one, or if the groups are trained on different tasks.
+
+    Args:
+        looks: Colour and stroke of each group, by its letter.
+        pairs: Of these, the first with entropies at equal reward is marked.
+    """
+    if any(pair.other_task for pair in pairs):
+        return None
+    series: list[Series] = []
+    missing = []
+    for group in groups:
+        color, stroke = looks[group.letter]
+        paths = [path for member in group.members if (path := path_of(member.run))]
+        for path in paths:
+            series += _path(group.name, color, stroke, path)
+        if not paths:
+            missing.append(f"{group.name} – fewer than {MIN_STEPS} steps have both reward and entropy")
+    if not series:
+        return None
+    marked = next((pair for pair in pairs if not math.isnan(pair.equal_reward.gap.value)), None)
+    if marked:
+        for group, entropy in zip((marked.first, marked.second), marked.equal_reward.entropies, strict=True):
+            at = [marked.equal_reward.level]
+            series.append(Series.cloud(group.name, looks[group.letter][0], EQUAL, at, to_rows({0: entropy})))
+    level = {"x": [marked.equal_reward.level]} if marked else {}
+    return draw("path", series, missing, rules=level, is_marked=marked is not None)
+
+
+def _path(label: str, color: str, stroke: tuple[int, ...], path: RewardPath) -> list[Series]:
+    """Return a run's path, and the dot at its end."""
+    rewards, entropies = path.smooth_rewards, path.smooth_entropies
+    line = Series(label, color, rewards, entropies, dash=stroke)
+    return [line, Series.cloud(label, color, END, rewards[-1:], entropies[-1:])]
