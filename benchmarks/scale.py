@@ -240,7 +240,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=PROBES)
     parser.add_argument("--folds", type=int, help="num_folds of simple")
-    parser.add_argument("--rows", choices=("float32", "bfloat16"), default="float32", help="rows_dtype of simple")
+    parser.add_argument(
+        "--rows", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help="rows_dtype of simple"
+    )
     parser.add_argument("--bf16", action="store_true", help="FSDP2 gathers weights in bf16; it reduces in fp32")
     settings = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.processes)

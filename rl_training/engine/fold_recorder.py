@@ -19,9 +19,11 @@ from torch import Tensor
 
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
+from rl_training.gradients.loss_weights import rows_with_weight
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
-from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, rows_of, square_norms
+from rl_training.parallel.rows import Receiver, Rows, rows_dtype
+from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -29,16 +31,16 @@ from rl_training.step.passes import Passes
 
 @dataclass(frozen=True)
 class FoldGradients:
-    """The gradients of a step's folds, and the sums needed to compare them with the step's own gradient."""
+    """The gradients of a step's folds, and sums over sampled entries that compare them with the step's own gradient."""
 
-    rows: Vector | None  # (F, n) per bucket; None if rows are not kept
+    rows: Rows | None  # None if rows are not kept
     sq_norms: Tensor | None  # as in `Gradients`
     sums: Tensor  # (3 + F,) fp64, as returned by `FoldRecorder.finish`, summed over all ranks
 
     @property
     def squares(self) -> Tensor:
-        """(F,) fp64, |g_k|² over all ranks."""
-        return self.sums[3:]
+        """(F,) fp64, |g_k|² over all ranks: exact if `sq_norms` is known, otherwise from the sampled entries."""
+        return self.sums[3:] if self.sq_norms is None else self.sq_norms[:-1, :, 0].sum(dim=1)
 
 
 class FoldRecorder:
@@ -47,13 +49,13 @@ class FoldRecorder:
     Args:
         reduction: Sums the gradients of each backward by fold.
         offload: Keep rows in host memory.
-        dtype: Dtype in which rows are kept. None for the layout's.
+        dtype: Dtype in which rows are kept. None: 8 bits if they are large, otherwise the layout's.
     """
 
     def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
         self._reduction, self.layout = reduction, reduction.shard.layout
-        self._device, self._dtype = "cpu" if offload else None, dtype
-        self.rows: Vector | None = None  # (F, n) per bucket
+        self._device, self._dtype = "cpu" if offload else None, rows_dtype(reduction.shard.layout, dtype)
+        self.rows: Rows | None = None
         # (F + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
         # gradient g.
         self.sq_norms: Tensor | None = None
@@ -61,8 +63,8 @@ class FoldRecorder:
         self._groups: Sequence[FoldGroup] = ()
         self._sqrt_metric: Vector | None = None  # √P of Adam's metric
         self._current_group: int | None = None  # index of the group whose gradients are arriving
-        self._current_rows: Vector | None = None  # its rows, if rows are not kept
-        self._accumulated: Vector | None = None  # the sum of the rows of all groups so far, if rows are not kept
+        self._current_rows: Rows | None = None  # its rows, if rows are not kept
+        self._caught: list[Tensor] = []  # (F, samples) per bucket: the sampled entries of all that has been caught
 
     def start_step_for(self, groups: Sequence[FoldGroup], needs: Need, num_microbatches: int) -> None:
         """Start a step with what probes need from its folds.
@@ -90,8 +92,12 @@ class FoldRecorder:
         self._reduction.num_late_gradients = self.peak_bytes = 0
         self._groups, self._sqrt_metric = groups, sqrt_metric
         num_folds = groups[-1].folds.stop
+        self._caught = [
+            torch.zeros(num_folds, len(columns), dtype=self.layout.dtype, device=self.layout.device)
+            for columns in self.layout.sampled_columns
+        ]
         if keep_rows:
-            self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
+            self.rows = Rows(self.layout, num_folds, self._dtype, self._device)
         if sqrt_metric is not None:
             self.sq_norms = torch.zeros(
                 num_folds + 1, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
@@ -111,13 +117,24 @@ class FoldRecorder:
             self._measure_current_rows()
         self._current_group = index
         group = self._groups[index]
+        if self.rows is None and self._current_rows is None:
+            self._current_rows = Rows(self.layout, len(group.folds))
+        self._reduction.arm(self._receiver(group.folds))
+
+    def _receiver(self, folds: range) -> Receiver:
+        """Return what takes the gradients of these folds: their rows, and the sampled entries."""
         if self.rows is not None:
-            target = rows_of(self.rows, group.folds)
+            rows = self.rows.receiver(folds)
         else:
-            if self._current_rows is None:
-                self._current_rows = self.layout.zeros(len(group.folds))
-            target = self._current_rows
-        self._reduction.arm(target)
+            assert self._current_rows is not None
+            rows = self._current_rows.receiver(range(len(folds)))
+
+        def take(bucket: int, first: int, values: Tensor) -> None:
+            rows.take(bucket, first, values)
+            samples, columns = self.layout.sampled_within(bucket, first, values.shape[1])
+            self._caught[bucket][folds.start : folds.stop, samples] += values[:, columns]
+
+        return Receiver(len(folds), take)
 
     def finish_backward(self) -> None:
         """Add up what the hooks have caught, and remove them. Collective if hooks were set."""
@@ -142,12 +159,12 @@ class FoldRecorder:
             self._recompute(batch, passes)
         elif batch.has_slices:
             self.split_microbatch_gradients(batch, passes)
-        squares = self.finish(batch.fold_sizes, passes.ranks.count, self.layout.vector(mean.values()))
+        sums = self.finish(batch.fold_sizes, passes.ranks.count, mean)
         sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        return FoldGradients(self.rows, sq_norms, passes.ranks.reduce(squares))
+        return FoldGradients(self.rows, sq_norms, passes.ranks.reduce(sums))
 
     def _recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
@@ -159,12 +176,10 @@ class FoldRecorder:
         This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
         have none.
         """
-        self.rows = self._current_rows = self._current_group = None
-        self._groups = batch.folds
+        self.start_step(batch.folds, sqrt_metric=self._sqrt_metric)
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
-        (self.rows,) = passes.sum_by_fold(batch, [batch.loss_weights], ones, self._device, self._dtype)
-        if self.sq_norms is not None:
-            self.sq_norms = self.sq_norms.new_zeros(batch.num_folds + 1, *self.sq_norms.shape[1:])
+        has_weight = rows_with_weight([batch.loss_weights])
+        passes.hand_on(batch, [batch.loss_weights], ones, has_weight, lambda _, folds: self._receiver(folds))
 
     def split_microbatch_gradients(self, batch: Batch, passes: Passes) -> None:
         """Split each microbatch's gradient, held in the rows of its first slice, among its slices. Collective.
@@ -177,69 +192,73 @@ class FoldRecorder:
         shares = torch.ones(len(indices), 1, device=indices.device)
         for microbatch in batch.microbatch_rows:
             slices = [group for group in self._groups if group.rows_per_pass[0].start in microbatch]
-            remainder = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
+            remainder = [part.clone() for part in self.rows.of_folds(slices[0].folds)]
             for group in slices[:-1]:
                 parts = [indices[rows.start : rows.stop] for rows in group.rows_per_pass]
                 (total,) = passes.sum(batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], shares)
-                copy(rows_of(self.rows, group.folds), total)
-                add(remainder, total, -1.0)
-            copy(rows_of(self.rows, slices[-1].folds), remainder)
+                self._replace(group.folds, total)
+                remainder = [part - other for part, other in zip(remainder, total, strict=True)]
+            self._replace(slices[-1].folds, remainder)
 
-    def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
-        """Scale rows and square norms to means, once all gradients are complete.
+    def _replace(self, folds: range, vector: Vector) -> None:
+        """Write a vector, (folds, n) per bucket, over what has been caught for these folds."""
+        assert self.rows is not None
+        self.rows.replace(folds, vector)
+        for caught, columns, part in zip(self._caught, self.layout.sampled_columns, vector, strict=True):
+            caught[folds.start : folds.stop] = part[:, columns.to(part.device)]
+
+    def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
+        """Complete rows and square norms, once all gradients have arrived.
 
         Args:
             sizes: (F,), n_k over all ranks.
             num_ranks: N.
-            mean: The step's gradient, whose square norms come last.
+            mean: The step's gradient by parameter, whose square norms come last.
 
         Returns:
             (3 + F,) fp64. First the number of gradients that came in several parts, of which only the first were
-            caught. Then sums of squares over this rank's entries: of the step's gradient minus the mean of all caught
-            gradients, of the step's gradient, and of each fold's gradient.
+            caught. Then sums of squares over this rank's sampled entries, extrapolated to all: of the step's gradient
+            minus the mean of all caught gradients, of the step's gradient, and of each fold's gradient.
         """
-        self._measure_current_rows()
-        self._count_bytes()
+        layout = self.layout
         factors = float(sizes.sum()) / (num_ranks * sizes)
-        if self.rows is None:
-            assert self._accumulated is not None
-            assert self.sq_norms is not None
-            caught = self._accumulated
-            self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
-            squares = self.sq_norms[:-1, :, 0].sum(dim=1)
-        else:
-            caught = [part.sum(dim=0, dtype=self.layout.dtype) for part in self.rows]
-            row_factors = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
-            for part in self.rows:
-                part *= row_factors
-            squares = dot(self.rows, self.rows).to(self.layout.device)
-            if self.sq_norms is not None:
-                self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._sqrt_metric)
+        self._measure_current_rows()
+        if self.rows is not None:
+            self.rows.complete()
+            self.rows.factors = factors
+            self._measure(self.rows, range(len(sizes)))
+        self._count_bytes()
         if self.sq_norms is not None:
-            self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._sqrt_metric)
-        differences = (
-            entries - part.to(entries.device) / num_ranks for entries, part in zip(mean, caught, strict=True)
-        )
-        sq_distance = torch.stack([dots(part, part) for part in differences]).sum()
-        num_late = torch.full_like(sq_distance, float(self._reduction.num_late_gradients))
-        return torch.cat([torch.stack([num_late, sq_distance, dot(mean, mean)]), squares])
+            self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+            whole = [part.unsqueeze(0) for part in layout.vector(mean.values())]
+            self.sq_norms[-1:] = square_norms(layout, whole, self._sqrt_metric)
+        caught = torch.cat(self._caught, dim=1).double()
+        sampled_mean = sample_entries(layout, mean.values())
+        samples = [sampled_mean - caught.sum(dim=0) / num_ranks, sampled_mean, *(factors.to(caught)[:, None] * caught)]
+        squares = torch.stack([part.square().sum() for part in samples])
+        num_late = squares.new_full((1,), float(self._reduction.num_late_gradients))
+        return torch.cat([num_late, squares * (layout.num_entries / max(1, len(sampled_mean)))])
 
     def release(self) -> None:
         """Free the rows."""
         self._reduction.drop()
-        self.rows = self.sq_norms = self._sqrt_metric = None
-        self._current_group = self._current_rows = self._accumulated = None
+        self.rows = self.sq_norms = self._sqrt_metric = self._current_group = self._current_rows = None
+        self._caught = []
 
     def _count_bytes(self) -> None:
-        held_bytes = sum(map(num_bytes, (self.rows, self._current_rows, self._accumulated, self._sqrt_metric)))
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
+        rows = (part.num_bytes for part in (self.rows, self._current_rows) if part is not None)
+        self.peak_bytes = max(self.peak_bytes, sum(rows) + num_bytes(self._sqrt_metric))
 
     def _measure_current_rows(self) -> None:
         if self._current_rows is not None and self._current_group is not None:
-            assert self.sq_norms is not None
-            folds = self._groups[self._current_group].folds
-            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._current_rows, self._sqrt_metric)
-            self._accumulated = self._accumulated or self.layout.zeros()
+            self._current_rows.complete()
+            self._measure(self._current_rows, self._groups[self._current_group].folds)
             self._count_bytes()
-            add(self._accumulated, [part.sum(dim=0) for part in self._current_rows])
         self._current_rows = None
+
+    def _measure(self, rows: Rows, folds: range) -> None:
+        """Measure the square norms of the rows of these folds."""
+        for index, fold in enumerate(folds):
+            if self.sq_norms is not None:
+                row = rows.of_folds(range(index, index + 1))
+                self.sq_norms[fold : fold + 1] = square_norms(self.layout, row, self._sqrt_metric)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rl_training.engine.fold_recorder import FoldGradients
 from rl_training.gradients.folds import FoldGroup
-from rl_training.parallel.vectors import Vector, dot, rows_of
+from rl_training.parallel.rows import Rows
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.padding_check import LIMIT as SAME_SCORES
 from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
 from rl_training.policy.policy import Policy
@@ -49,8 +50,8 @@ def mismatch_of(fold_gradients: FoldGradients, batch: Batch, passes: Passes) -> 
     """Return the limit if the step's gradient is not what its folds' gradients add up to, else None."""
     if batch.has_mixed_folds:
         return weights_mismatch(fold_gradients.sums, passes.policy)
-    tensors = [*passes.reduction.shard.leaves.values(), *(fold_gradients.rows or ())]
-    return gradient_mismatch(fold_gradients.sums, any(tensor.dtype.itemsize < 4 for tensor in tensors))
+    is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
+    return gradient_mismatch(fold_gradients.sums, is_rounded)
 
 
 def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
@@ -130,7 +131,7 @@ class TermsCheck:
         self.allows_slices &= not other_terms
         return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def compare(self, batch: Batch, passes: Passes, rows: Vector | None, squares: Tensor) -> Limit | None:
+    def compare(self, batch: Batch, passes: Passes, rows: Rows | None, squares: Tensor) -> Limit | None:
         """Return the limit if gradients of this or an earlier step reveal other loss terms, else None. Collective.
 
         Args:
@@ -146,6 +147,7 @@ class TermsCheck:
             groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
             comparison = _compare_group(batch, passes, rows, groups[self._count % len(groups)], squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+            tolerance += 0.0 if rows is None else rows.rounding
             allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
             allowed += NOISE_FACTOR * comparison.noise
             distance = comparison.distance
@@ -163,7 +165,7 @@ class _Recomputed(NamedTuple):
     scores: list[tuple[Tensor, Scores]]  # of each pass: this rank's rows and their scores, without graph
 
 
-def _compare_group(batch: Batch, passes: Passes, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
+def _compare_group(batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor) -> _Comparison:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
     If rows are not kept, only the norms are compared.
@@ -172,7 +174,7 @@ def _compare_group(batch: Batch, passes: Passes, rows: Vector | None, group: Fol
     square = dot(recomputed.gradient, recomputed.gradient)
     sq_distance = torch.zeros_like(square)
     if rows is not None:
-        sq_distance = _sq_distance(rows_of(rows, group.folds), recomputed.gradient)
+        sq_distance = _sq_distance(rows.means(group.folds), recomputed.gradient)
     training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in recomputed.scores]
     sq_noise, scores_noise = torch.zeros_like(square), torch.zeros(2, dtype=square.dtype, device=device)
     if has_dropout(passes.policy.model):

@@ -42,7 +42,7 @@ from rl_training.engine.kl_search import (
 )
 from rl_training.errors import UserError
 from rl_training.optim.state import gradients_and_states, view_optimizer
-from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import dots
@@ -202,7 +202,7 @@ class KLBound:
             gradient = piece.of(gradients)
             square += dots(gradient, gradient)
         clip = float(clipping(self._ranks.reduce(square), view.max_grad_norm))
-        return shard.layout.by_name(compute_update(shard.layout, pieces, gradients, clip))
+        return shard.layout.by_name(compute_update(shard.layout, StepUpdate(pieces, gradients, clip)))
 
     def _mean_over_tokens(self, values: Tensor, mask: Tensor) -> float:
         is_token = mask.bool()

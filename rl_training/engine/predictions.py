@@ -47,6 +47,7 @@ class Predictions:
     def begin(self) -> None:
         """Read the weights at the start of a step. Collective."""
         self._verifier.detect_external_edits()
+        self._previous.peak_bytes = 0
         self._previous.count_bytes(num_extra=0)
 
     def edit_limit(self) -> Limit | None:

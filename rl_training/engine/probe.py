@@ -66,7 +66,8 @@ class Probe(ABC):
         num_folds: With FOLD_GRADIENTS: number of whole-prompt folds over all ranks. None for the default of 8 or
             slightly more.
         offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
-        rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept. None for fp32, or fp64 if the weights are fp64.
+        rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
+            torch.bfloat16 or torch.int8. None: int8 if they are large, otherwise exact.
         entropy: With ENTROPY_…: how the entropy gradient is estimated. None to use another probe's setting or the
             default.
     """

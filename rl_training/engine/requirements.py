@@ -21,7 +21,9 @@ from rl_training.engine.timing import ENGINE
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.state import view_optimizer
+from rl_training.parallel.rows import rows_dtype
 from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
 from rl_training.step.data import EntropySettings
@@ -29,7 +31,7 @@ from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
 
-OTHER_VECTORS = 4  # for an entropy change: δθ, the previous δθ, one entropy gradient and the sum of all
+OTHER_VECTORS = 2  # for an entropy change: the previous δθ, and the sum of all entropy gradients
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
@@ -46,7 +48,7 @@ class Requirements:
         num_folds: Number of folds over all ranks. None for the default.
         entropy: How the entropy gradient is estimated.
         offload: Keep the fold gradients in CPU memory.
-        rows_dtype: Dtype of the fold gradients. None for fp32.
+        rows_dtype: Dtype of the fold gradients. None: 8 bits if they are large, otherwise exact.
     """
 
     probes: Sequence[Probe]
@@ -140,10 +142,14 @@ class Requirements:
             loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, auto_slice
         )
 
-    def num_vectors(self, num_folds: int) -> int:
-        """Return how many fp32 vectors of this rank's entries a measured step holds on the device."""
-        vectors_per_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
-        rows = 0 if self.offload else math.ceil(num_folds * (vectors_per_fold + (Need.ENTROPY_ROWS in self.needs)))
+    def num_vectors(self, num_folds: int, layout: Layout) -> int:
+        """Return how many vectors of this rank's entries a measured step holds on the device."""
+        gradients, entropy_gradients = (
+            rows_dtype(layout, dtype).itemsize / layout.dtype.itemsize for dtype in (self.rows_dtype, None)
+        )
+        holds_all = Need.ENTROPY_ROWS in self.needs or (layout.is_small and Need.ENTROPY_GRADIENT in self.needs)
+        vectors_per_fold = gradients * (Need.FOLD_GRADIENTS in self.needs) + entropy_gradients * holds_all
+        rows = 0 if self.offload else math.ceil(num_folds * vectors_per_fold)
         others = OTHER_VECTORS * (Need.ENTROPY_GRADIENT in self.needs)
         return rows + others + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
 
@@ -166,7 +172,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     if not needs:
         return [loop.opening] if loop.opening else []
     num_folds, extra_share = requirements.folds_and_extra_passes(loop)
-    num_vectors, vector_mb = requirements.num_vectors(num_folds), layout.num_bytes / 1e6
+    num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "

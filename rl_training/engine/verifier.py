@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from rl_training.optim.formula import OptimizerState
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import Layout, sums_of_spans
+from rl_training.parallel.vectors import sample_entries, sums_of_spans
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction
@@ -34,7 +34,6 @@ from rl_training.step.limits import (
     NOT_THE_FORMULA,
 )
 
-MAX_SAMPLED = 2**18  # at most this many entries of a step are compared on each rank
 # Allowed error relative to the norm of the calculated step: a sixteenth of the rounded weights that move may differ.
 ROUNDED_WEIGHTS_TOLERANCE = 0.25
 HALF_PRECISION_TOLERANCE = 2.0**-5  # relative difference allowed in a step if the optimizer computes in half precision
@@ -56,12 +55,6 @@ def refuse_other_parameters(shard: Shard) -> None:
             f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
             "unfreeze and untie before training, or train and measure each stage by itself"
         )
-
-
-def sample_entries(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
-    """Return a subset of each parameter's entries, at most MAX_SAMPLED in all, copied to fp64."""
-    stride = max(1, math.ceil(layout.num_entries / MAX_SAMPLED))
-    return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
 
 class UpdateVerifier:

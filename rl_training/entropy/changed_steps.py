@@ -18,7 +18,8 @@ from torch import Tensor
 from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import Entries, OptimizerPiece, clipping
-from rl_training.parallel.vectors import Vector, dots
+from rl_training.parallel.rows import Rows, rows_dtype
+from rl_training.parallel.vectors import dots
 from rl_training.step.batch import Batch
 from rl_training.step.passes import Passes
 
@@ -41,7 +42,7 @@ class Change:
 class Direction:
     """A direction X: factor · rows for each fold, factor · mean over all folds."""
 
-    rows: Vector  # (F, n) per bucket
+    rows: Rows
     mean: Entries | None = None  # Σ n_k rows_k / Σ n_k; None: no leave-one-out corrections are needed
     factor: float = 1.0
 
@@ -121,7 +122,8 @@ def iter_basis_gradients(
     local_counts = [rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)]
     *counts, total = passes.ranks.reduce(torch.stack(local_counts).double()).tolist()
     dense = [index for index, count in enumerate(counts) if 2.0 * count >= total]
-    num_fitting = _chunk_bytes(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
+    bytes_of_rows = rows_dtype(layout).itemsize * batch.num_folds * max(1, layout.num_entries)
+    num_fitting = _chunk_bytes(layout.device) // bytes_of_rows
     chunk_size = max(
         1, -int(passes.ranks.max(torch.tensor(-float(num_fitting), dtype=torch.float64, device=batch.fold.device)))
     )
@@ -129,12 +131,12 @@ def iter_basis_gradients(
     single_passes = [[index] for index in range(len(weights)) if index not in dense]
     sizes = batch.fold_sizes
     shares_of_sequences = passes.shares_of_folds(batch)
-    shares_of_means = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for indices in sorted(shared_passes + single_passes):
-        rows_of_weights = passes.sum_by_fold(batch, [weights[index] for index in indices], shares_of_sequences)
+        chosen = [weights[index] for index in indices]
+        rows_of_weights = passes.sum_by_fold(batch, chosen, shares_of_sequences, dtype=rows_dtype(layout))
         for index in indices:
             rows = rows_of_weights.pop(0)
-            yield index, fold_means([shares_of_means @ part for part in rows], rows, sizes)
+            yield index, fold_means(rows.sum(sizes / sizes.sum()), rows, sizes)
             del rows  # free them before the next are made
 
 
@@ -190,13 +192,13 @@ class ChangedUpdates:
             for c, change in enumerate(changes):
                 delta = unchanged if change is None else self._updates(piece, gradients, change).sub_(unchanged)
                 for d, direction in enumerate(directions):
-                    rows = piece.of(direction.rows).to(delta.device)
-                    by_fold[c, :, d] += direction.factor * dots(rows, delta[:-1])
+                    rows = direction.rows.of(piece.bucket, piece.columns)
+                    factors = direction.factor * direction.rows.factors.to(by_fold)
+                    by_fold[c, :, d] += factors * dots(rows, delta[:-1])
                     if direction.mean is not None:
                         fold_effect = delta[:-1] - delta[-1]
-                        total = self._sizes.sum() * dots(fold_effect, piece.of(direction.mean))
-                        of_other_folds = total - self._sizes * dots(rows, fold_effect)
-                        corrections[c, :, d] += direction.factor * of_other_folds
+                        total = direction.factor * self._sizes.sum() * dots(fold_effect, piece.of(direction.mean))
+                        corrections[c, :, d] += total - self._sizes * factors * dots(rows, fold_effect)
                         del fold_effect
                 del delta
             del gradients, unchanged  # free them before the next piece's are made

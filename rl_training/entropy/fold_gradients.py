@@ -7,16 +7,15 @@ sequences (entropy/weights.py). On-policy, ρ = 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
-from rl_training.gradients.folds import FoldGroup
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.vectors import Vector
+from rl_training.parallel.rows import Receiver
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropySettings
@@ -59,15 +58,16 @@ def levels_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> 
     return ranks.reduce(batch.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1)))
 
 
-def fold_gradients(
+def hand_on_fold_gradients(
     batch: Batch,
     passes: Passes,
     ratios: PrefixRatios | None,
     level: float,
     settings: EntropySettings,
     check: ScoreCheck,
-) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-    """Yield each group of folds with its entropy gradients X. Collective.
+    receiver_of: Callable[[int, range], Receiver],
+) -> None:
+    """Compute the entropy gradient X of each fold, and hand it on bucket by bucket as it arrives. Collective.
 
     It runs a small forward pass over some responses of each prompt, and one backward for each X. Baselines use all
     responses of a prompt. `.grad` and the training loop's own reduction are not touched.
@@ -79,10 +79,8 @@ def fold_gradients(
         level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
         settings: How many responses of each prompt to use, and whether X per sequence is wanted.
         check: Receives all scores that X is calculated from.
-
-    Yields:
-        A group, and its X per token, ∂H_seq − H_tok ∂E[T], and, if wanted, per sequence, ∂H_seq. Each is the mean over
-        a fold's responses, (folds, n) per bucket.
+        receiver_of: Returns what takes the X of these folds: with 0 per token, ∂H_seq − H_tok ∂E[T], and with 1 per
+            sequence, ∂H_seq. Each is the mean over a fold's responses.
     """
     scores = batch.scores
     index = batch.rollout.prompt_index
@@ -96,4 +94,4 @@ def fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    yield from passes.sum_by_group(batch, directions, shares, is_chosen, check.compare)
+    passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare)

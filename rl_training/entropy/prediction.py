@@ -14,14 +14,14 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
                                                                       no_tokens; from step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
     entropy             levels_of_folds in fold_gradients.py          no others
-    forward, its        FoldProducts._forward in products.py          `forward_limit`, from _forward_limit: the
+    forward, its        _LeaveOneOutProducts in products.py           `forward_limit`, from _forward_limit: the
     splits, unclipped                                                 optimizer has no formula (optim/state.py),
                                                                       one_fold, reused, `rows_limit`
                                                                       (engine/build_step.py)
-    backward            FoldProducts._dots in products.py             `backward_limit`: first_step, step_not_measured,
+    backward            FoldProducts._add in products.py              `backward_limit`: first_step, step_not_measured,
                                                                       step_taken_again, or the previous step's limit
                                                                       (previous_update.py); reused
-    reuse               FoldProducts._dots in products.py             the optimizer has no formula
+    reuse               FoldProducts._multiply in products.py         the optimizer has no formula
     change of length    statistic in fold_sums.py                     `forward_limit`
     change of reward,   reward_products in length_and_reward.py       `forward_limit`, and `reward_limit`, from
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
@@ -46,28 +46,31 @@ The jackknife leaves out fold l. Then the updates δθ_(−k) of the other folds
 
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
-So S and one entropy gradient at a time are enough. A step holds the K rows of fold gradients, δθ, the previous δθ, S
-and one X. It holds all X_k only if they are small, or if a probe multiplies them with changes of the step.
+So S and one entropy gradient at a time are enough. A step holds the K rows of fold gradients, the previous δθ, S and
+one X. δθ is calculated piece by piece wherever it is multiplied, and written over the previous one at the end. A step
+holds all X_k only if they are small, or if a probe multiplies them with changes of the step.
+
+Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear in g_(−l) − g: Adam's from its sixth step on
+(SMOOTH_STEPS in optim/adamw.py), SGD's always, Lion's never.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from rl_training.entropy.fold_gradients import fold_gradients, levels_of_folds, prefix_ratios
+from rl_training.entropy.fold_gradients import hand_on_fold_gradients, levels_of_folds, prefix_ratios
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
 from rl_training.entropy.weights import PrefixRatios
-from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.rounding import rounded_update
-from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.vectors import Vector, add, dots
+from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
+from rl_training.parallel.vectors import Vector, square_norm
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
@@ -83,8 +86,7 @@ MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are wo
 class Updates(NamedTuple):
     """The updates of a step by the optimizer's formula. None if not available."""
 
-    intended: Vector | None = None  # δθ
-    rounded: Vector | None = None  # δθ after the weights are rounded; the same vector for fp32 weights
+    whole: StepUpdate | None = None
     leave_one_out: LeaveOneOutUpdates | None = None  # the updates without each fold
 
 
@@ -106,21 +108,23 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     updates = _updates(step, ranks)
     check = ScoreCheck(batch, passes.policy, passes.residual_test)
     products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
+    backward_limit = previous.limit(step.number) or step.limits.reused
+    intended, rounded = _compute_updates(step, updates.whole, previous)
     prediction = EntropyPrediction(
         settings,
         labels,
         forward_limit=_forward_limit(step),
-        backward_limit=previous.limit(step.number) or step.limits.reused,
-        intended=updates.intended,
-        update=updates.rounded,
+        backward_limit=backward_limit,
+        intended=intended,
+        update=rounded,
         levels=levels,
         rows=rows,
         leave_one_out=updates.leave_one_out,
     )
-    previous.keep(step.number, None if step.optimizer.rounding_reason else updates.rounded, step.gradients.weights)
+    previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
     seen = check.limit(ranks.reduce, step.limits)
     if seen:  # the updates remain valid: they do not depend on these scores
-        return EntropyPrediction(settings, labels, seen, seen, intended=updates.intended, update=updates.rounded)
+        return EntropyPrediction(settings, labels, seen, seen, intended=intended, update=rounded)
     return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
 
 
@@ -167,18 +171,30 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined per piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
-    for part in (piece.of(mean) for piece in pieces):
-        square += dots(part, part)
+    for span in pieces.spans:
+        square += square_norm(span.of(mean))
     clip = float(clipping(ranks.reduce(square), max_grad_norm))
-    intended = compute_update(layout, pieces, mean, clip)
-    rounded = intended
-    if step.optimizer.rounding_reason:
-        by_name = layout.by_name(intended)
-        rounded = layout.vector(rounded_update(weight, by_name[name]) for name, weight in gradients.weights.items())
+    whole = StepUpdate(pieces, mean, clip)
     if gradients.rows is None or _forward_limit(step):
-        return Updates(intended, rounded)
+        return Updates(whole)
     folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
-    return Updates(intended, rounded, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, clip))
+    return Updates(whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, clip))
+
+
+def _compute_updates(
+    step: StepData, update: StepUpdate | None, previous: PreviousUpdate
+) -> tuple[Vector | None, Vector | None]:
+    """Return δθ by the formula, written over the previous one, and what weight rounding leaves of it."""
+    if update is None:
+        return None, None
+    layout, weights = step.gradients.layout, step.gradients.weights
+    intended = compute_update(layout, update, previous.release())
+    if not step.optimizer.rounding_reason:
+        return intended, intended
+    by_name = layout.by_name(intended)
+    rounded = layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
+    previous.count_bytes(intended, rounded, num_extra=0)
+    return intended, rounded
 
 
 def _products_and_rows(
@@ -190,8 +206,8 @@ def _products_and_rows(
     ratios: PrefixRatios | None,
     level: float,
     check: ScoreCheck,
-) -> tuple[FoldProducts | None, Vector | None]:
-    """Return the products of X with the updates, and X of each fold as rows; None unless in `needs`. Collective.
+) -> tuple[FoldProducts | None, Rows | None]:
+    """Return the products of X with the updates, and X of each fold; None unless in `needs`. Collective.
 
     Args:
         step: The step.
@@ -211,23 +227,28 @@ def _products_and_rows(
             layout,
             batch.fold_sizes,
             previous.attribution,
-            updates.rounded,
-            previous.update_before(step.number),
+            updates.whole,
             updates.leave_one_out,
-            num_targets,
+            previous.update_before(step.number),
+            settings,
         )
-    rows = layout.zeros(batch.num_folds, device=previous.device) if Need.ENTROPY_ROWS in needs else None
-    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(batch, passes, ratios, level, settings, check)
-    if layout.is_small:  # finish all backwards first: interleaving them with products thrashes the CPU cache
-        by_group = list(by_group)
-    folds_at_once = batch.num_folds if layout.is_small else len(batch.folds[0].folds)
+    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
+    num_held = num_targets if layout.is_small else int(Need.ENTROPY_ROWS in needs)
+    held = [Rows(layout, batch.num_folds, rows_dtype(layout), previous.device) for _ in range(num_held)]
+
+    def receiver_of(target: int, folds: range) -> Receiver:
+        receivers = [held[target].receiver(folds)] if target < num_held else []
+        if products is not None and not layout.is_small:
+            receivers.append(products.receiver(target, folds))
+        return handing_to(receivers, len(folds))
+
+    hand_on_fold_gradients(batch, passes, ratios, level, settings, check, receiver_of)
+    for target, rows in enumerate(held):
+        rows.complete()
+        if products is not None and layout.is_small:
+            receiver = products.receiver(target, range(batch.num_folds))
+            for bucket, x in enumerate(rows.of_folds(range(batch.num_folds))):
+                receiver.take(bucket, 0, x)
     sums = products.sums if products is not None else []
-    previous.count_bytes(updates.intended, updates.rounded, rows, *sums, num_extra=folds_at_once * num_targets)
-    for group, directions in by_group:
-        for index, k in enumerate(group.folds):
-            if products is not None:
-                products.add(k, [[part[index] for part in x] for x in directions])
-            if rows is not None:
-                add([part[k] for part in rows], [part[index] for part in directions[0]])
-        del directions  # free them before the next group's, which are made while weights may be gathered
-    return products, rows
+    previous.count_bytes(*sums, num_extra=sum(rows.num_bytes for rows in held))
+    return products, held[0] if Need.ENTROPY_ROWS in needs else None

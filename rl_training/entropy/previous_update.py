@@ -15,7 +15,7 @@ from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
+from rl_training.step.limits import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,15 @@ class PreviousUpdate:
         return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
     def count_bytes(self, *vectors: Vector | None, num_extra: int) -> None:
-        """Set `peak_bytes` for a step that holds these vectors at once, plus the δθ or weights that are kept here.
+        """Raise `peak_bytes` to what a step holds at once: these vectors, and the δθ or weights that are kept here.
 
         Args:
             *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
-            num_extra: The number of further vectors of the layout's size.
+            num_extra: The bytes of whatever else is held.
         """
         parts = {id(part): part for vector in (self.update, *vectors) for part in vector or ()}
-        self.peak_bytes = num_bytes([*parts.values(), *self._old_weights.values()]) + num_extra * self._layout.num_bytes
+        held = num_bytes([*parts.values(), *self._old_weights.values()]) + num_extra
+        self.peak_bytes = max(self.peak_bytes, held)
 
     def update_before(self, step: int) -> Vector | None:
         """Return δθ of step − 1, or None if it is unknown."""
@@ -92,6 +93,12 @@ class PreviousUpdate:
         if self.step != step - 1:
             return STEP_NOT_MEASURED.formatted(step=step - 1)
         return self._limit
+
+    def release(self) -> Vector | None:
+        """Return the last δθ, if there is one, for the next one to be written over it. `keep` must follow."""
+        update, self.update = self.update, None
+        self._limit = FAILED.prefixed(f"step {self.step}")
+        return update
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep a step's δθ; if `update` is None, keep a copy of the weights before the step instead."""

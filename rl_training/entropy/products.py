@@ -1,22 +1,25 @@
 """Products of each fold's entropy gradient with the updates that the optimizer would make with and without each fold.
 
-Each product is calculated for X per token and, on request, for X per sequence. It is a sum over entries: each rank
-sums its own entries, and the ranks' sums are added once, at the end.
+An entropy gradient X_k is multiplied as it arrives, bucket by bucket, with everything that it is multiplied with at
+all: each pass over its entries takes time. Only S = Σ n_k X_k is kept. Products are sums over entries: each rank sums
+its own entries, and the ranks' sums are added once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.optim.formula import UpdateParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
-from rl_training.optim.updates import CAUSES, OptimizerPiece, split_products
-from rl_training.parallel.vectors import Layout, Vector, add, dot, dots
+from rl_training.optim.updates import CAUSES, OptimizerPiece, StepUpdate
+from rl_training.parallel.rows import Receiver
+from rl_training.parallel.vectors import Layout, Vector, sums_of_products
+from rl_training.step.data import EntropySettings
 from rl_training.step.quantities import PRODUCTS
 
 
@@ -25,33 +28,134 @@ def pad_units(values: Tensor) -> Tensor:
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _LeaveOneOutProducts:
+    """Products of each X_k with the updates that leave out folds; each rank's own sums, fp64."""
+
+    updates: LeaveOneOutUpdates
+    without: Tensor  # X_k · δθ_(−k), (F, causes, parameters, targets)
+    whole: Tensor  # X_k · δθ, (F, targets)
+
+    def add(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor, reuse: Tensor) -> None:
+        """Add the products with a piece.
+
+        Args:
+            piece: The piece.
+            index: The folds k.
+            target: The index of X's target.
+            x: X_k in this piece, (…, n).
+            reuse: X_k · δθ of the real step in this piece, (…), which is used if it is clipped as this one is.
+        """
+        updates = self.updates
+        gradient = updates.clipped.without(index, piece)
+        self.without[index, :, piece.parameter_indices, target] += piece.effects(gradient, x)
+        self.whole[index, target] += reuse
+
+    def corrections(self, sizes: Tensor, sums: Sequence[Vector]) -> tuple[Tensor, Tensor]:
+        """Return the leave-one-out corrections of X · δθ, (F, targets), and of its parts, (F, causes, targets).
+
+        A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
+        through the preconditioner at most, so their second term is approximated by n_l / N times the first, as if all
+        folds contributed alike. The gradient's correction is the remainder.
+
+        Args:
+            sizes: n_k, (F,).
+            sums: S of each target.
+        """
+        by_cause = torch.zeros_like(self.without[:, :, 0])
+        for piece in self.updates.pieces:
+            for target, total in enumerate(sums):
+                by_cause[..., target] += self.updates.changes(piece, piece.of(total))
+        own_effect = sizes.view(-1, 1) * (self.without.sum(dim=(1, 2)) - self.whole)
+        whole = by_cause.sum(dim=1) - own_effect
+        by_cause *= (1.0 - sizes / sizes.sum()).view(-1, 1, 1)
+        gradient = CAUSES.index("gradient")
+        by_cause[:, gradient] = 0.0
+        by_cause[:, gradient] = whole - by_cause.sum(dim=1)
+        return whole, by_cause
+
+
 class FoldProducts:
-    """The products of a step, one fold at a time. Only S = Σ n_k X_k is kept of the entropy gradients."""
+    """The products of a step: of X per token and, on request, of X per sequence ("targets").
 
-    layout: Layout
-    sizes: Tensor  # (F,) fp64, n_k
-    attribution: Attribution
-    update: Vector | None  # δθ of the step; None if the optimizer has no formula
-    previous: Vector | None  # δθ of the previous step; None if unknown
-    leave_one_out: LeaveOneOutUpdates | None  # None if no fold can be left out
-    num_targets: int  # 1: per token; 2: per token and per sequence
-    sums: list[Vector] = field(default_factory=list)  # S = Σ n_k X_k of each target
-    _products: list[Tensor] = field(default_factory=list)  # of each fold, (products and splits, targets)
-    # X_k · (δθ_(−k) − δθ) of each fold if nothing were clipped, (targets,); empty if nothing is
-    _unclipped_effects: list[Tensor] = field(default_factory=list)
+    Args:
+        layout: The layout of all vectors.
+        sizes: n_k, (F,) fp64.
+        attribution: The splits of `forward`.
+        update: The update of the step. None if the optimizer has no formula.
+        leave_one_out: The updates without each fold. None if no fold can be left out.
+        previous: δθ of the previous step. None if unknown.
+        settings: Which targets there are, and whether the updates without clipping are wanted.
+    """
 
-    def __post_init__(self) -> None:
-        self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
+    def __init__(
+        self,
+        layout: Layout,
+        sizes: Tensor,
+        attribution: Attribution,
+        update: StepUpdate | None,
+        leave_one_out: LeaveOneOutUpdates | None,
+        previous: Vector | None,
+        settings: EntropySettings,
+    ) -> None:
+        self._layout, self._attribution, self._update, self._previous = layout, attribution, update, previous
+        self._sizes = sizes
+        self._num_targets = 1 + settings.per_sequence
+        self.sums = [layout.zeros() for _ in range(self._num_targets)] if leave_one_out is not None else []  # S
+        self._backward = self._table()  # X_k · δθ of the previous step
+        self._reuse = self._table()  # X_k · δθ
+        self._forward = None if leave_one_out is None else self._products(leave_one_out)
+        self._unclipped = None
+        if leave_one_out is not None and settings.unclipped:
+            is_clipped = leave_one_out.is_clipped
+            self._unclipped = self._products(leave_one_out.unclipped()) if is_clipped else self._forward
 
-    def add(self, k: int, directions: list[Vector]) -> None:
-        """Add fold k with its X_k, a vector for each target."""
-        for total, x in zip(self.sums, directions, strict=True):
-            add(total, x, float(self.sizes[k]))
-        reuse = self._dots(self.update, directions)
-        backward = self._dots(self.previous, directions)
-        forward, unclipped, split = self._forward(k, directions)
-        self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
+    def _table(self, *shape: int) -> Tensor:
+        """Return zeros, (F, *shape, targets) fp64."""
+        return torch.zeros(len(self._sizes), *shape, self._num_targets, dtype=torch.float64, device=self._layout.device)
+
+    def _products(self, updates: LeaveOneOutUpdates) -> _LeaveOneOutProducts:
+        return _LeaveOneOutProducts(updates, self._table(len(CAUSES), len(self._layout.names)), self._table())
+
+    def receiver(self, target: int, folds: range) -> Receiver:
+        """Return what multiplies the X_k of these folds: 0: per token; 1: per sequence."""
+        return Receiver(len(folds), functools.partial(self._add, folds, target))
+
+    def _add(self, folds: range, target: int, bucket: int, first: int, x: Tensor) -> None:
+        """Multiply some columns of a bucket of X_k, and add them to S.
+
+        Args:
+            folds: The folds k.
+            target: The index of X's target.
+            bucket: The index of the bucket.
+            first: The first column.
+            x: (folds, n).
+        """
+        columns = slice(first, first + x.shape[-1])
+        if self.sums:
+            total = self.sums[target][bucket][columns]
+            for row, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
+                total.add_(row, alpha=size)
+        index: int | slice = slice(folds.start, folds.stop)
+        if len(folds) == 1:  # vectors are multiplied in fewer passes than rows
+            index, x = folds.start, x[0]
+        if self._previous is not None:
+            previous = self._previous[bucket][columns]
+            self._backward[index, target] += _inner_products(x, previous, self._layout.chunk_size)
+        for piece in () if self._update is None else self._update.pieces.within(bucket, columns):
+            start = piece.columns.start - first
+            self._multiply(piece, index, target, x[..., start : start + len(piece.param)])
+
+    def _multiply(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor) -> None:
+        """Multiply X_k, (…, n), with the updates of a piece."""
+        assert self._update is not None
+        reuse = piece.effects(self._update.gradient(piece), x).sum(dim=(-2, -1))
+        self._reuse[index, target] += reuse
+        if self._forward is not None:
+            self._forward.add(piece, index, target, x, reuse)
+        if self._unclipped is not None and self._unclipped is not self._forward:
+            unclipped = piece.effects(self._unclipped.updates.whole.gradient(piece), x).sum(dim=(-2, -1))
+            self._unclipped.add(piece, index, target, x, unclipped)
 
     def sum_over_ranks(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Sum the products over ranks. Collective.
@@ -59,93 +163,30 @@ class FoldProducts:
         Returns:
             n_k X_k · δθ for each of PRODUCTS and each split of `forward`, and the leave-one-out corrections
             Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (F, products, 2) fp64, per token and per sequence.
-            Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause.
+            Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause. What is
+            not known is nan.
         """
-        by_fold = torch.stack(self._products)
-        products = by_fold[:, : len(PRODUCTS)]
-        split = self.attribution.sum(by_fold[:, len(PRODUCTS) :])
-        sizes = self.sizes.to(products)
-        (forward, _, reuse, _) = products.unbind(dim=1)
-        whole, by_cause = self._leave_out_correction(sizes.unsqueeze(1) * (forward - reuse))
-        corrections = torch.zeros_like(torch.cat([products, split], dim=1))
-        corrections[:, PRODUCTS.index("forward")] = whole
-        corrections[:, PRODUCTS.index("forward_unclipped")] = self._unclipped_correction(whole)
-        corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
-        parts = pad_units(reduce(torch.stack([torch.cat([products, split], dim=1), corrections])))
+        sizes = self._sizes.to(self._reuse)
+        names = (*PRODUCTS, *self._attribution.labels)
+        products = torch.full_like(self._table(len(names)), torch.nan)
+        corrections = torch.zeros_like(products)
+        if self._previous is not None:
+            products[:, PRODUCTS.index("backward")] = self._backward
+        if self._update is not None:
+            products[:, PRODUCTS.index("reuse")] = self._reuse
+        for name, part in (("forward", self._forward), ("forward_unclipped", self._unclipped)):
+            if part is not None:
+                products[:, PRODUCTS.index(name)] = part.without.sum(dim=(1, 2))
+                corrections[:, PRODUCTS.index(name)], by_cause = part.corrections(sizes, self.sums)
+                if name == "forward":
+                    splits = torch.cat([part.without.sum(dim=2), part.without.sum(dim=1)], dim=1)
+                    products[:, len(PRODUCTS) :] = self._attribution.sum(splits)
+                    corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
+        parts = pad_units(reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
-    def _leave_out_correction(self, own_effect: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the leave-one-out corrections of `forward`, (F, targets), and of its parts, (F, causes, targets).
 
-        A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
-        through the preconditioner at most, so their second term is approximated by n_l / N times the first, as if all
-        folds contributed alike. The gradient's correction is the remainder.
-
-        Args:
-            own_effect: n_l X_l · (δθ_(−l) − δθ), (F, targets).
-        """
-        by_cause = own_effect.new_full((len(own_effect), len(CAUSES), len(self.sums)), torch.nan)
-        if self.leave_one_out is None:
-            return by_cause[:, 0], by_cause
-        by_cause.zero_()
-        for piece in self.leave_one_out.pieces:
-            xs = [piece.of(x) for x in self.sums]
-            products = [dots(change, x) for change in self.leave_one_out.changes(piece) for x in xs]
-            by_cause += torch.stack(products).view(len(own_effect), len(xs), -1).transpose(1, 2)
-        whole = by_cause.sum(dim=1) - own_effect
-        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own_effect).view(-1, 1, 1)
-        gradient = CAUSES.index("gradient")
-        by_cause[:, gradient] = 0.0
-        by_cause[:, gradient] = whole - by_cause.sum(dim=1)
-        return whole, by_cause
-
-    def _unclipped_correction(self, clipped: Tensor) -> Tensor:
-        """Return the leave-one-out corrections of `forward_unclipped`, (F, targets).
-
-        Args:
-            clipped: Those of `forward`, which are the same if nothing is clipped.
-        """
-        if self.leave_one_out is None or not self.leave_one_out.is_clipped:
-            return clipped
-        correction = torch.zeros_like(clipped)
-        for piece in self.leave_one_out.pieces:
-            xs = [piece.of(x) for x in self.sums]
-            products = [dots(change, x) for change in self.leave_one_out.unclipped_changes(piece) for x in xs]
-            correction += torch.stack(products).view_as(correction)
-        return correction - self.sizes.to(clipped).unsqueeze(1) * torch.stack(self._unclipped_effects)
-
-    def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
-        """Return X · δθ for each X in `directions`, (targets,) fp64; nan if the update is unknown."""
-        if update is None:
-            return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
-        return torch.stack([dot(update, x) for x in directions])
-
-    def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return X_k · δθ_(−k), the same without clipping, and the split of the first by cause and by parameter."""
-        if self.leave_one_out is None:
-            nan = self._dots(None, directions)
-            return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
-        updates = self.leave_one_out
-        clip = float(updates.clips[k])
-        unclipped, effects = torch.zeros(2, len(directions), dtype=torch.float64, device=self.layout.device)
-
-        # One pass for all of them, because joining parameters takes time.
-        def iter_parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-            for piece in updates.pieces:
-                mean = piece.of(updates.gradient.mean)
-                gradient = updates.gradient.without(k, piece, mean)
-                if updates.is_clipped:
-                    update = piece.total(gradient)
-                    xs = [piece.of(x) for x in directions]
-                    unclipped.add_(torch.stack([dots(update, x) for x in xs]))
-                    update = update - piece.total(mean)
-                    effects.add_(torch.stack([dots(update, x) for x in xs]))
-                    gradient.mul_(clip)
-                yield piece, piece.delta(gradient)
-
-        products = split_products(iter_parts(), directions, len(self.layout.names))
-        forward = products[: len(CAUSES)].sum(dim=0)
-        if not updates.is_clipped:
-            return forward, forward, products
-        self._unclipped_effects.append(effects)
-        return forward, unclipped, products
+def _inner_products(x: Tensor, other: Tensor, chunk_size: int) -> Tensor:
+    """Return x · other, (…) fp64, for x (…, n) and other (n,)."""
+    parts = zip(x.split(chunk_size, dim=-1), other.split(chunk_size), strict=True)
+    return torch.stack([sums_of_products(part, chunk, (len(chunk),))[..., 0] for part, chunk in parts]).sum(dim=0)

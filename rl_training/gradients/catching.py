@@ -1,4 +1,4 @@
-"""Catch the gradients of one backward as they arrive and add them to the rows of folds, in one of three ways.
+"""Catch the gradients of one backward as they arrive and hand them on bucket by bucket, in one of three ways.
 
     SentGradients          hooks on the leaves; each bucket is sent once it is complete
     AccumulatedGradients   the loop's backward reduces gradients itself (FSDP2): what it has added to `.grad`
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rl_training.gradients.exchange import Exchange
+from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import Vector, constant
+from rl_training.parallel.vectors import constant
 
 ENDS_TRAINING = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
 Timed = Callable[[], AbstractContextManager[None]]  # returns a context that adds up the time spent in it
@@ -76,16 +77,17 @@ class CaughtBackward(ABC):
 
     Args:
         shard: The trained parameters.
-        pending: Holds gradients until they are added.
-        target: (folds, n) per bucket, to which they are added.
+        pending: Holds gradients until they are handed on.
+        receiver: Takes them.
         timed: Returns a context that adds up the time spent in hooks.
     """
 
     error: Exception | None = None  # raised in a hook of the loop's own backward, which has continued
     num_late_gradients = 0  # gradients that arrived after their bucket was sent
 
-    def __init__(self, shard: Shard, pending: PendingGradients, target: Vector, timed: Timed) -> None:
-        self._shard, self._pending, self._target, self._timed = shard, pending, target, timed
+    def __init__(self, shard: Shard, pending: PendingGradients, receiver: Receiver, timed: Timed) -> None:
+        self._shard, self._pending, self._timed = shard, pending, timed
+        self._receiver: Receiver | None = receiver
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
@@ -94,14 +96,14 @@ class CaughtBackward(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Add what is left, after the backward. Collective."""
+        """Hand on what is left, after the backward. Collective."""
 
     def drop(self) -> None:
         """Remove the hooks, and release all gradients. Not collective."""
         while self._handles:
             self._handles.pop().remove()
         self._pending.replace({})
-        self._target = []
+        self._receiver = None  # it may hold vectors
 
 
 class SentGradients(CaughtBackward):
@@ -111,7 +113,7 @@ class SentGradients(CaughtBackward):
     sent. Gradients still missing at the end are sent as zeros.
 
     Args:
-        shard, pending, target, timed: As for any backward. A fold has neighbouring ranks, equally many for each fold.
+        shard, pending, receiver, timed: As for any backward. A fold has neighbouring ranks, equally many for each fold.
         exchange: Sends the buckets.
         leaves: Leaves that get hooks, by name. Empty if the caller of the backward puts its gradients into `pending`.
         consume: Nothing else needs the gradients, so they are freed as they arrive.
@@ -121,13 +123,13 @@ class SentGradients(CaughtBackward):
         self,
         shard: Shard,
         pending: PendingGradients,
-        target: Vector,
+        receiver: Receiver,
         timed: Timed,
         exchange: Exchange,
         leaves: Mapping[str, Tensor],
         consume: bool,
     ) -> None:
-        super().__init__(shard, pending, target, timed)
+        super().__init__(shard, pending, receiver, timed)
         self._exchange = exchange
         # Number of unsent buckets. They are sent last to first, since a backward roughly completes the last ones first.
         self._unsent = len(pending.buckets)
@@ -171,25 +173,26 @@ class SentGradients(CaughtBackward):
 
     def _send_next(self) -> None:
         """Send the last unsent bucket."""
+        assert self._receiver is not None
         self._unsent -= 1
         names = self._pending.buckets[self._unsent].names
         with self._timed():
             gradients = self._pending.take(names, map(self._shard.numel, names))
-            self._exchange.add(names, gradients, self._target[self._unsent])
+            self._exchange.send(names, gradients, self._unsent, self._receiver)
 
 
 class ReducedBackward(CaughtBackward):
     """A backward that reduces gradients itself, with all ranks in one fold: `.grad` holds means over ranks."""
 
-    def _add(self, index: int, before: Tensor | None = None) -> None:
-        """Add what is held of a bucket, minus `before`, to the only row. Missing gradients count as zeros."""
-        bucket, rows = self._pending.buckets[index], self._target[index]
-        if self._pending.has_any(index):
-            with self._timed():
-                mean = torch.cat(self._pending.take(bucket.names, bucket.sizes))
-                if before is not None:
-                    mean -= before
-                rows[0].add_(mean.to(rows), alpha=self._shard.num_ranks)
+    def _hand_on(self, index: int, before: Tensor | None = None) -> None:
+        """Hand on what is held of a bucket, minus `before`, for the only fold. Missing gradients count as zeros."""
+        assert self._receiver is not None
+        bucket = self._pending.buckets[index]
+        with self._timed():
+            mean = torch.cat(self._pending.take(bucket.names, bucket.sizes))
+            if before is not None:
+                mean -= before
+            self._receiver.take(index, 0, mean.mul_(self._shard.num_ranks).unsqueeze(0))
 
 
 class AccumulatedGradients(ReducedBackward):
@@ -206,7 +209,7 @@ class AccumulatedGradients(ReducedBackward):
     def finish(self) -> None:
         self._pending.replace(self._shard.gradients())
         for index, before in enumerate(self._grads_before):
-            self._add(index, before)
+            self._hand_on(index, before)
 
     def drop(self) -> None:
         super().drop()
@@ -217,12 +220,14 @@ class ReducedGradients(ReducedBackward):
     """Takes each gradient out of `.grad` as soon as a probe's backward has put it there."""
 
     def begin(self) -> None:
+        self._handed_on = set[int]()
         for name, param in self._shard.trained.items():
             self._handles.append(param.register_post_accumulate_grad_hook(functools.partial(self._catch, name)))
 
     def finish(self) -> None:
         for index in range(len(self._pending.buckets)):
-            self._add(index)
+            if index not in self._handed_on or self._pending.has_any(index):
+                self._hand_on(index)
 
     def _catch(self, name: str, param: Tensor) -> None:
         assert param.grad is not None
@@ -230,4 +235,5 @@ class ReducedGradients(ReducedBackward):
         param.grad = None
         index = self._pending.bucket_of[name]
         if self._pending.is_complete(index):
-            self._add(index)
+            self._handed_on.add(index)
+            self._hand_on(index)

@@ -1,4 +1,4 @@
-"""Send the entries of gradients to the ranks that keep them, and sum them by fold."""
+"""Send the entries of gradients to the ranks that keep them, where they are summed by fold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import join
 
@@ -32,17 +33,18 @@ class Exchange:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def add(self, names: Sequence[str], gradients: Sequence[Tensor], rows: Tensor) -> None:
-        """Send the gradients of a bucket's parameters, in parts if large, and add what is received. Collective.
+    def send(self, names: Sequence[str], gradients: Sequence[Tensor], bucket: int, receiver: Receiver) -> None:
+        """Send the gradients of a bucket's parameters, in parts if large, and hand on what arrives. Collective.
 
         Args:
             names: Parameter names.
             gradients: This rank's gradients, flat and whole.
-            rows: (folds, n), this rank's entries of the bucket. The ranks of a fold are neighbours.
+            bucket: The index of the bucket.
+            receiver: Takes this rank's entries. The ranks of a fold are neighbours.
         """
         shard = self._shard
         if self._group is None:  # this rank keeps all entries
-            rows[0].add_(join(gradients).to(rows.device))
+            receiver.take(bucket, 0, join(gradients).to(shard.layout.dtype).unsqueeze(0))
             return
         for first in range(0, max(map(shard.max_entries, names)), shard.layout.chunk_size):
             part = slice(first, first + shard.layout.chunk_size)
@@ -52,8 +54,8 @@ class Exchange:
             ]
             sent = join([*itertools.chain(*parts)]).to(shard.layout.dtype)
             received = self._exchange_entries(sent, [sum(map(len, pieces)) for pieces in parts])
-            by_fold = received.unflatten(0, (len(rows), -1))
-            rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
+            by_fold = received.unflatten(0, (receiver.num_folds, -1))
+            receiver.take(bucket, first, by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0])
 
     def _exchange_entries(self, sent: Tensor, sizes: list[int]) -> Tensor:
         """Exchange entries between ranks. Collective.

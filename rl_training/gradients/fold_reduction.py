@@ -21,8 +21,8 @@ from rl_training.gradients.catching import (
 )
 from rl_training.gradients.exchange import Exchange
 from rl_training.gradients.loss_weights import LossWeights, outputs_and_weights
+from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import Vector
 from rl_training.policy.scores import Scores
 
 
@@ -58,16 +58,16 @@ class FoldReduction:
         self.drop()
         self._exchange.close()
 
-    def add(self, target: Vector, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
-        """Add Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of every rank's rows to `target`. Collective.
+    def backward(self, receiver: Receiver, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
+        """Hand Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of every rank's rows to `receiver`. Collective.
 
         Args:
-            target: (folds, n) per bucket.
+            receiver: Takes the gradients bucket by bucket.
             fresh: Scores of some rows, with graph. Not empty on any rank.
             weights: c and d of these rows.
             keep_graph: Allow another backward through the same scores.
         """
-        self.arm(target, consume=True)
+        self.arm(receiver, consume=True)
         try:
             gradients = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
             if self._can_skip_hooks:
@@ -77,22 +77,22 @@ class FoldReduction:
             self.drop()
             raise
 
-    def arm(self, target: Vector, consume: bool = False) -> None:
+    def arm(self, receiver: Receiver, consume: bool = False) -> None:
         """Start catching the gradients of one backward.
 
         Args:
-            target: (folds, n) per bucket. The ranks of a fold are neighbours, equally many for each fold.
+            receiver: Takes them bucket by bucket. The ranks of a fold are neighbours, equally many for each fold.
             consume: Nothing else needs the gradients, so they are freed as they arrive.
         """
         self.finish()
         shard = self.shard
-        if len(target[0]) == 1 and shard.reduces_each_backward:
+        if receiver.num_folds == 1 and shard.reduces_each_backward:
             backward_class = ReducedGradients if consume else AccumulatedGradients
-            self._backward = backward_class(shard, self._pending, target, self._timed)
+            self._backward = backward_class(shard, self._pending, receiver, self._timed)
         else:
             self._exchange.open()
             leaves = {} if consume and self._can_skip_hooks else shard.leaves
-            self._backward = SentGradients(shard, self._pending, target, self._timed, self._exchange, leaves, consume)
+            self._backward = SentGradients(shard, self._pending, receiver, self._timed, self._exchange, leaves, consume)
         try:
             self._backward.begin()
         except BaseException:  # some hooks may be set already
@@ -107,7 +107,7 @@ class FoldReduction:
             raise error
 
     def finish(self) -> None:
-        """Add or send what is left, and remove the hooks, after the backward. Collective if hooks were set.
+        """Hand on or send what is left, and remove the hooks, after the backward. Collective if hooks were set.
 
         Raises:
             Exception: The error that a hook of the loop's own backward has met.

@@ -36,6 +36,7 @@ from rl_training.optim.adamw import clip_coefficient
 from rl_training.optim.formula import UpdateParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import OptimizerPiece, OptimizerPieces
+from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -107,8 +108,8 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes = fold_prompts[list(local_folds)]
     num_prompts = float(fold_prompts.sum())
-    vectors = layout.split(mean), layout.split(folds)
-    local_fold_means = fold_means(*vectors, sizes.double(), num_prompts)
+    local_rows = Rows.holding(layout, layout.split(folds))
+    local_fold_means = fold_means(layout.split(mean), local_rows, sizes.double(), num_prompts)
     without = LeaveOneOutUpdates(pieces, local_fold_means, max_norm, identity)
     return Update(mean, clip, parts, parts.total, pieces, without, local_folds, fold_prompts, scores)
 

@@ -21,11 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, Product, StepFormula, UpdateParts
 from rl_training.parallel.sharding import dtype_name
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import WARM_STEPS
 
+# Steps after which the change of a step is nearly linear in a small change of the gradient. Before, v is made of so few
+# gradients that the step is close to their sign. In four runs of the default task, linear errors of `forward` were 0.4
+# to 3.5 times the exact ones at the first step, 0.83 to 1.48 at the third, and 0.91 to 1.06 from the sixth on.
+SMOOTH_STEPS = 5
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 NO_AMSGRAD = Limit("no_formula", "amsgrad and maximize have no formula here")
 NO_DECAY = (
@@ -58,24 +62,61 @@ class AdamWState(OptimizerState):
         )
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        scale, root = self._scale_and_root(param, grad)
-        moment = torch.add(self._moment_gradient(param, grad), self.exp_avg, alpha=self._momentum_ratio)
+        g = self._moment_gradient(param, grad)
+        root = self._sqrt_second_moment(g).add_(self.eps)
+        moment = torch.add(g, self.exp_avg, alpha=self._momentum_ratio)
         if not self.decoupled:
-            return moment.div_(root).mul_(scale)
-        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
+            return moment.div_(root).mul_(self._scale)
+        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=self._scale)
+
+    def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
+        beta2, decay = self.betas[1], self.weight_decay
+        if beta2 == 0.0:  # the root below is taken relative to the old v's share
+            return super().products(param, grad, x)
+        g = self._moment_gradient(param, grad)
+        old_share = math.sqrt(beta2 / (1.0 - beta2 ** (self.step + 1)))
+        root = torch.addcmul(self.exp_avg_sq, g, g, value=(1.0 - beta2) / beta2).sqrt_().add_(self.eps / old_share)
+        scaled = x / root
+        factor = self._scale / old_share
+        momentum = Product(factor * self._momentum_ratio, scaled, self.exp_avg)
+        gradient = Product(factor, scaled, grad)
+        if isinstance(decay, Tensor):
+            return momentum, gradient, Product(-self.lr, x * decay, param)
+        if self.decoupled:
+            return momentum, gradient, Product(-self.lr * decay, x, param)
+        return momentum, gradient, Product(factor * decay, scaled, param)
+
+    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts | None:
+        if self.is_updated and self.step < SMOOTH_STEPS:
+            return None
+        g = self._moment_gradient(param, grad)
+        sqrt_v = self._sqrt_second_moment(g)
+        root = sqrt_v + self.eps
+        new_share = (1.0 - self.betas[1]) / (1.0 - self.betas[1] ** (self.step + 1))
+        # ∂(scale / root) / ∂g = −scale · slope / root², with the slope ∂√v̂ / ∂g = new_share · g / √v̂ ≤ √new_share
+        slope = (new_share * g).div_(sqrt_v.clamp_(min=torch.finfo(g.dtype).tiny))
+        slope.clamp_(-math.sqrt(new_share), math.sqrt(new_share))
+        by_root = slope.mul_(-self._scale).div_(root).div_(root)
+        return UpdateParts(
+            momentum=self._momentum_ratio * self.exp_avg * by_root,
+            gradient=torch.addcmul(self._scale / root, grad, by_root),
+            decay=torch.zeros_like(g) if self.decoupled else (self.weight_decay * param) * by_root,
+        )
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        scale, root = self._scale_and_root(param, grad)
-        return torch.tensor(scale, dtype=root.dtype) / root  # dividing a Python number would take two passes
+        root = self._sqrt_second_moment(self._moment_gradient(param, grad)).add_(self.eps)
+        return torch.tensor(self._scale, dtype=root.dtype) / root  # dividing a Python number would take two passes
 
-    def _scale_and_root(self, param: Tensor, grad: Tensor) -> tuple[float, Tensor]:
-        """Return −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
-        beta1, beta2 = self.betas
-        g = self._moment_gradient(param, grad)
-        correction = 1.0 - beta2 ** (self.step + 1)
-        old = (beta2 / correction) * self.exp_avg_sq
-        root = torch.addcmul(old, g, g, value=(1.0 - beta2) / correction).sqrt_().add_(self.eps)
-        return -self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1)), root
+    def _sqrt_second_moment(self, g: Tensor) -> Tensor:
+        """Return √v̂ of this step, given the gradient that updates the moments."""
+        correction = 1.0 - self.betas[1] ** (self.step + 1)
+        old = (self.betas[1] / correction) * self.exp_avg_sq
+        return torch.addcmul(old, g, g, value=(1.0 - self.betas[1]) / correction).sqrt_()
+
+    @property
+    def _scale(self) -> float:
+        """−lr (1−β1) / (1−β1^t)."""
+        return -self.lr * (1.0 - self.betas[0]) / (1.0 - self.betas[0] ** (self.step + 1))
 
     @property
     def _momentum_ratio(self) -> float:

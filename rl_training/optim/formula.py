@@ -31,6 +31,14 @@ class UpdateParts(NamedTuple):
         return (self.momentum + self.gradient).add_(self.decay)
 
 
+class Product(NamedTuple):
+    """An elementwise product, factor · left · right, of which sums are needed rather than entries."""
+
+    factor: float
+    left: Tensor
+    right: Tensor
+
+
 class OptimizerState(abc.ABC):
     """The optimizer's state of one parameter BEFORE a step: its moments, and the hyperparameters of its group.
 
@@ -58,6 +66,23 @@ class OptimizerState(abc.ABC):
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
         """Return the sum of the parts of `delta`. This is a hot path: override it if fewer passes are enough."""
         return self.delta(param, grad).total
+
+    def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
+        """Return x · δθ by cause, in the order of `UpdateParts`. This is the hottest path: override it likewise.
+
+        Args:
+            param, grad: As for `delta`.
+            x: What the update is multiplied with, (..., *param.shape).
+        """
+        return tuple(Product(1.0, x, part) for part in self.delta(param, grad))
+
+    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts | None:
+        """Return the derivative of each part of `delta` by `grad`, elementwise; None if it describes no finite change.
+
+        It predicts how leaving out a fold changes the step. It cannot do so for a step by signs, which is constant
+        almost everywhere.
+        """
+        return None
 
     @abc.abstractmethod
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:

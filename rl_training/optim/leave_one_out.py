@@ -5,6 +5,8 @@ They are never stored: each piece is calculated when its product with an entropy
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from rl_training.gradients.folds import leave_out_coefficients
 from rl_training.optim.formula import UpdateParts
-from rl_training.optim.updates import Entries, OptimizerPiece, OptimizerPieces, clipping
-from rl_training.parallel.vectors import Vector
+from rl_training.optim.updates import Entries, OptimizerPiece, OptimizerPieces, ParameterSpan, StepUpdate, clipping
+from rl_training.parallel.rows import Rows
+from rl_training.parallel.vectors import square_norm
 
 EVERY_FOLD = slice(None)
 
@@ -24,12 +27,12 @@ class FoldMeans:
     """This rank's entries of a gradient: the mean g over all folds, and the mean g_k over each fold."""
 
     mean: Entries  # g
-    rows: Vector  # g_k, (F, n) per bucket, perhaps in host memory or in bf16
+    rows: Rows  # g_k, up to the factors of the rows
     sizes: Tensor  # n_k, (F,) fp64
     mean_coefficient: Tensor  # the factor of g in g_(−k), (F, 1), on the entries' device
-    fold_coefficient: Tensor  # the factor of g_k in g_(−k), (F, 1)
+    fold_coefficient: Tensor  # the factor of a row in g_(−k), (F, 1)
 
-    def without(self, folds: int | slice, piece: OptimizerPiece, mean: Tensor | None = None) -> Tensor:
+    def without(self, folds: int | slice, piece: ParameterSpan, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
 
         Args:
@@ -38,16 +41,52 @@ class FoldMeans:
             mean: g in this piece, if the caller has it already.
         """
         mean = piece.of(self.mean) if mean is None else mean
-        rows = piece.of(self.rows)[folds].to(mean)
+        rows = self.rows.of(piece.bucket, piece.columns, folds)
         return (rows * self.fold_coefficient[folds]).addcmul_(self.mean_coefficient[folds], mean)  # in two passes
 
+    def products_without(self, piece: ParameterSpan, mean: Tensor, vectors: Tensor) -> Tensor:
+        """Return the products of g_(−k) with some vectors, (F, vectors) fp64, to a relative precision of about 1e-5.
 
-def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
+        Args:
+            piece: The piece whose entries are multiplied.
+            mean: g in this piece.
+            vectors: (vectors, n).
+        """
+        with_mean = vectors @ mean
+        with_rows = torch.stack([vectors @ row for row in self._rows_of(piece)])
+        return (self.mean_coefficient * with_mean + self.fold_coefficient * with_rows).double()
+
+    def _rows_of(self, piece: ParameterSpan) -> Iterator[Tensor]:
+        """Yield each row's entries of a piece, (n,), one at a time."""
+        return (self.rows.of(piece.bucket, piece.columns, fold) for fold in range(len(self.rows)))
+
+    def scaled(self, factors: Tensor) -> FoldMeans:
+        """Return the same gradients with each g_(−k) multiplied by a factor, (F,)."""
+        factors = factors.to(self.mean_coefficient).unsqueeze(1)
+        return dataclasses.replace(
+            self,
+            mean_coefficient=factors * self.mean_coefficient,
+            fold_coefficient=factors * self.fold_coefficient,
+        )
+
+    def square_norms_without(self, piece: ParameterSpan) -> Tensor:
+        """Return |g_(−k)|² in this piece, (F,) fp64.
+
+        They are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
+        """
+        mean = piece.of(self.mean)
+        ratios = (self.fold_coefficient / self.mean_coefficient).flatten().tolist()
+        rows = zip(self._rows_of(piece), ratios, strict=True)
+        squares = [square_norm(torch.add(mean, row, alpha=ratio)) for row, ratio in rows]
+        return torch.stack(squares) * self.mean_coefficient[:, 0].double().square()
+
+
+def fold_means(mean: Entries, rows: Rows, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
     """Return a gradient by fold, with the factors that leave one fold out.
 
     Args:
         mean: The mean gradient over all folds.
-        rows: The mean gradient of each fold, (F, n) per bucket.
+        rows: The mean gradient of each fold.
         sizes: The number of sequences in each fold, (F,).
         total_size: The number of sequences in all folds. None: the sum of `sizes`.
 
@@ -55,7 +94,8 @@ def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | N
         ValueError: One fold holds everything.
     """
     entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
-    coefficients = torch.stack(leave_out_coefficients(sizes, total_size)).to(entries).unsqueeze(2)
+    of_mean, of_fold = leave_out_coefficients(sizes, total_size)
+    coefficients = torch.stack([of_mean, of_fold * rows.factors.to(of_fold)]).to(entries).unsqueeze(2)
     return FoldMeans(mean, rows, sizes, *coefficients)
 
 
@@ -83,34 +123,45 @@ class LeaveOneOutUpdates:
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
-        self.clip = clip
-        squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
-        for piece in pieces:
-            # Norms are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
-            squares += gradient.without(EVERY_FOLD, piece).square_().sum(dim=-1).double()
+        self.whole = StepUpdate(pieces, gradient.mean, clip)
         # The clipping factor of the gradient without each fold, (F,) fp64 in host memory.
-        self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
-
-    def changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
-        """Yield for each fold how leaving it out changes the parts of the update in this piece, (causes, n)."""
-        mean = piece.of(self.gradient.mean)
-        whole = torch.stack(piece.delta(self.clip * mean))
-        for fold, clip in enumerate(self.clips.tolist()):
-            yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
+        self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
+        if not math.isinf(max_grad_norm):
+            squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
+            for span in pieces.spans:
+                squares += gradient.square_norms_without(span)
+            self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
+        self.clipped = gradient.scaled(self.clips)
 
     @property
     def is_clipped(self) -> bool:
         """Whether the step's gradient, or that without some fold, is clipped."""
-        return self.clip != 1.0 or bool((self.clips != 1.0).any())
+        return self.whole.clip != 1.0 or bool((self.clips != 1.0).any())
 
-    def unclipped_changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
-        """Yield for each fold how leaving it out would change the update in this piece without clipping, (n,)."""
-        mean = piece.of(self.gradient.mean)
-        whole = piece.total(mean)
-        for fold in range(len(self.clips)):
-            yield piece.total(self.gradient.without(fold, piece, mean)) - whole
+    def unclipped(self) -> LeaveOneOutUpdates:
+        """Return the updates that the optimizer would make if nothing were clipped."""
+        return LeaveOneOutUpdates(self.pieces, self.gradient, math.inf, torch.clone)
+
+    def changes(self, piece: OptimizerPiece, x: Tensor) -> Tensor:
+        """Return how leaving out each fold changes the parts of the update in this piece, times x, (F, causes) fp64.
+
+        It is linear in the change of the gradient where the optimizer's step is smooth, which takes one product for
+        each fold. Elsewhere each step is calculated again.
+
+        Args:
+            piece: The piece.
+            x: What the update is multiplied with, (n,).
+        """
+        gradient, mean = self.whole.gradient(piece), piece.of(self.gradient.mean)
+        derivative = piece.derivative(gradient)
+        if derivative is not None:
+            slopes = x * torch.stack(derivative)
+            return self.clipped.products_without(piece, mean, slopes) - (slopes @ gradient).double()
+        whole = piece.effects(gradient, x).sum(dim=-1)
+        folds = range(len(self.clips))
+        return torch.stack([piece.effects(self.clipped.without(k, piece, mean), x).sum(dim=-1) for k in folds]) - whole
 
     def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
         """Yield each piece with the parts of the update without `fold`."""
         for piece in self.pieces:
-            yield piece, piece.delta(self.gradient.without(fold, piece).mul_(float(self.clips[fold])))
+            yield piece, piece.delta(self.clipped.without(fold, piece))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, Product, StepFormula, UpdateParts
 from rl_training.statistics.limit import Limit
 
 NO_MAXIMIZE = Limit("no_formula", "maximize has no formula here")
@@ -42,17 +42,35 @@ class SGDState(OptimizerState):
         >>> state.delta(torch.zeros(2), torch.tensor([1.0, -2.0])).total
         tensor([-0.1000,  0.2000])
         """
-        factor = self.gradient_factor(param, grad)
-        buffer = self.momentum_buffer
-        buffer_factor = self.momentum**2 if self.nesterov else self.momentum
-        momentum = (-self.lr * buffer_factor) * buffer if buffer is not None else 0.0 * param
+        factor, buffer = self._factor, self.momentum_buffer
+        momentum = self._buffer_factor * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
+    def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
+        factor, buffer = self._factor, self.momentum_buffer
+        momentum = Product(self._buffer_factor, x, buffer) if buffer is not None else Product(0.0, x, param)
+        return momentum, Product(factor, x, grad), Product(factor * self.weight_decay, x, param)
+
+    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts:
+        """Return the constant derivative: the step is linear in the gradient."""
+        zeros = torch.zeros_like(grad)
+        return UpdateParts(momentum=zeros, gradient=torch.full_like(grad, self._factor), decay=zeros)
+
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
+        return param.new_tensor(self._factor)
+
+    @property
+    def _factor(self) -> float:
+        """The factor of this step's d in δθ."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # the share of d that enters b
         if self.momentum == 0.0:
-            return param.new_tensor(-self.lr)
-        return param.new_tensor(-self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow))
+            return -self.lr
+        return -self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow)
+
+    @property
+    def _buffer_factor(self) -> float:
+        """The factor of the old b in δθ."""
+        return -self.lr * (self.momentum**2 if self.nesterov else self.momentum)
 
     @property
     def is_fresh(self) -> bool:

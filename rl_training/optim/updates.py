@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rl_training.optim.adamw import clip_coefficient
-from rl_training.optim.formula import OptimizerState, UpdateParts
+from rl_training.optim.formula import OptimizerState, Product, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
-from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_spans
+from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_products, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
@@ -74,6 +74,30 @@ class OptimizerPiece(ParameterSpan):
         share = kept_share(self.param, parts.total)
         return UpdateParts(*(share * part for part in parts))
 
+    def effects(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return x · δθ by cause and by parameter, (…, causes, parameters of this piece) fp64.
+
+        Args:
+            gradient: The clipped gradient, (…, n).
+            x: (…, n).
+        """
+        if self.param.dtype != gradient.dtype:  # rounding keeps the same share of every part
+            x = x * kept_share(self.param, self.intended(gradient))
+        products = self.state.products(self.param.to(gradient.dtype), gradient, x)
+        sums = [self._sums(product) for product in products]
+        return torch.stack(torch.broadcast_tensors(*sums), dim=-2)
+
+    def _sums(self, product: Product) -> Tensor:
+        if product.factor == 0.0:
+            return product.left.new_zeros(len(self.sizes), dtype=torch.float64)
+        return sums_of_products(product.left, product.right, self.sizes).mul_(product.factor)
+
+    def derivative(self, gradient: Tensor) -> UpdateParts | None:
+        """Return the derivative of each part of the update by the clipped gradient, (n,); None where there is none."""
+        if self.param.dtype != gradient.dtype:
+            return None
+        return self.state.derivative(self.param, gradient)
+
     def gradient_factor(self, gradient: Tensor) -> Tensor:
         """Return the elementwise factor a that makes `delta(gradient).gradient` equal a · gradient."""
         factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
@@ -107,10 +131,25 @@ class OptimizerPieces:
         self._states = states or {}
         self._chunk_size = chunk_size or layout.chunk_size
         self._spans = list(_iter_spans(layout, parameters, states, self._chunk_size)) if states else []
-        self._cached = list(self._iter_pieces()) if layout.is_small else None
+        self._by_bucket: dict[int, list[int]] = {}
+        for index, span in enumerate(self._spans):
+            self._by_bucket.setdefault(span.bucket, []).append(index)
+        self._cached = [self._piece(span) for span in self._spans] if layout.is_small else None
+
+    @property
+    def spans(self) -> Sequence[ParameterSpan]:
+        """The pieces without weights and states, which takes no copies."""
+        return self._spans
 
     def __iter__(self) -> Iterator[OptimizerPiece]:
-        return self._iter_pieces() if self._cached is None else iter(self._cached)
+        return map(self._piece, self._spans) if self._cached is None else iter(self._cached)
+
+    def within(self, bucket: int, columns: slice) -> Iterator[OptimizerPiece]:
+        """Yield the pieces that lie in these columns of a bucket. No piece may lie there in part."""
+        for index in self._by_bucket.get(bucket, ()):
+            span = self._spans[index]
+            if columns.start <= span.columns.start and span.columns.stop <= columns.stop:
+                yield self._piece(span) if self._cached is None else self._cached[index]
 
     def halved(self) -> OptimizerPieces:
         """Return pieces half as long, for callers that hold several vectors per piece. Small models' stay the same."""
@@ -118,17 +157,16 @@ class OptimizerPieces:
             return self
         return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
 
-    def _iter_pieces(self) -> Iterator[OptimizerPiece]:
-        for span in self._spans:
-            states = [self._states[name] for name in span.names]
-            tensors: dict[str, Any] = {
-                key: span.joined(getattr(state, key) for state in states).to(self._layout.dtype)
-                for key, value in vars(states[0]).items()
-                if isinstance(value, Tensor)
-            }
-            if len({state.weight_decay for state in states}) > 1:  # as for matrices and norms
-                tensors["weight_decay"] = span.joined(map(self._decay_by_entry, span.names))
-            yield OptimizerPiece(**vars(span), param=span.of(self._parameters), state=states[0].replace(**tensors))
+    def _piece(self, span: ParameterSpan) -> OptimizerPiece:
+        states = [self._states[name] for name in span.names]
+        tensors: dict[str, Any] = {
+            key: span.joined(getattr(state, key) for state in states).to(self._layout.dtype)
+            for key, value in vars(states[0]).items()
+            if isinstance(value, Tensor)
+        }
+        if len({state.weight_decay for state in states}) > 1:  # as for matrices and norms
+            tensors["weight_decay"] = span.joined(map(self._decay_by_entry, span.names))
+        return OptimizerPiece(**vars(span), param=span.of(self._parameters), state=states[0].replace(**tensors))
 
     def _decay_by_entry(self, name: str) -> Tensor:
         """Return a parameter's weight decay by entry, as an expanded scalar that takes no memory."""
@@ -184,12 +222,26 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
-def compute_update(layout: Layout, pieces: Iterable[OptimizerPiece], gradient: Entries, clip: float) -> Vector:
-    """Return δθ of the step with this mean gradient, before the weights are rounded."""
-    update = layout.zeros()
-    for piece in pieces:
-        piece.of(update).copy_(piece.intended(clip * piece.of(gradient)))
-    return update
+@dataclass(frozen=True)
+class StepUpdate:
+    """The update δθ of a step by the optimizer's formula. It is calculated piece by piece and never held."""
+
+    pieces: OptimizerPieces
+    mean: Entries  # the mean gradient, before clipping
+    clip: float  # the clipping factor
+
+    def gradient(self, piece: OptimizerPiece) -> Tensor:
+        """Return a piece's entries of the clipped gradient, (n,)."""
+        mean = piece.of(self.mean)
+        return mean if self.clip == 1.0 else self.clip * mean
+
+
+def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None) -> Vector:
+    """Return δθ of a step before the weights are rounded, as a vector, written over `out` if it is given."""
+    out = out or layout.zeros()
+    for piece in update.pieces:
+        piece.of(out).copy_(piece.intended(update.gradient(piece)))
+    return out
 
 
 def split_products(
@@ -210,8 +262,7 @@ def split_products(
         causes = torch.stack(update)
         del update
         for target, x in enumerate(directions):
-            sums = sums_of_spans((causes * piece.of(x)).flatten(), piece.sizes * len(CAUSES))
-            by_both[:, piece.parameter_indices, target].add_(sums.view(len(CAUSES), -1))
+            by_both[:, piece.parameter_indices, target].add_(sums_of_spans(causes * piece.of(x), piece.sizes))
         del causes  # free them before the next piece is made
     return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 

@@ -53,11 +53,14 @@ class SimpleEntropyProbe(Probe):
         per_sequence: Also predict nats per sequence (`…_sequence`), length and reward, for a second backward. Error
             bars per token then include the noise of the entropy level.
         offload: Keep the folds' gradients in host memory.
-        rows_dtype: Dtype of the folds' gradients: "float32", or "bfloat16" for half the memory.
+        rows_dtype: Dtype of the folds' gradients: "float32", "bfloat16" for half the memory, or "int8" for a quarter,
+            with a scale per block of entries. "auto": int8 from 2^25 trained entries per process on, else float32.
         error_decay: Weight of an optimizer step, measured or not, relative to the next one in the average of single
             steps' variances. None: a half per measured step, which averages about three.
             0: the error bar of this batch alone, which probes.jsonl always has as `stderr_of_batch`.
         every: Measure each `every`-th step. backward, trapezoid and the sums need every=1.
+        unclipped: Also predict what the step would do without gradient clipping (`delta_h/forward_unclipped`), which
+            takes the optimizer's step twice more for each fold of a step that clips.
     """
 
     name = "simple"
@@ -69,22 +72,23 @@ class SimpleEntropyProbe(Probe):
         num_folds: int | None = None,
         per_sequence: bool = False,
         offload: bool = False,
-        rows_dtype: str = "float32",
+        rows_dtype: str = "auto",
         error_decay: float | None = None,
         every: int = 1,
+        unclipped: bool = False,
     ) -> None:
         super().__init__(every)
         error_decay = half_by_measured_step(every) if error_decay is None else error_decay
         try:
-            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
+            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped)
         except ValueError as error:
             raise UserError(f"simple: {error}") from error
         check_num_folds("simple", num_folds)
         check_flag("simple: offload", offload)
-        if rows_dtype not in ("float32", "bfloat16"):
-            raise UserError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
-        self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
-        self.per_sequence, self.offload = per_sequence, offload
+        if rows_dtype not in ("auto", "float32", "bfloat16", "int8"):
+            raise UserError(f"simple: rows_dtype={rows_dtype} must be auto, float32, bfloat16 or int8")
+        self.num_folds, self.rows_dtype = num_folds, None if rows_dtype == "auto" else getattr(torch, rows_dtype)
+        self.per_sequence, self.offload, self.unclipped = per_sequence, offload, unclipped
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
 
     def init(self) -> TrapezoidSum:
@@ -130,6 +134,8 @@ class SimpleEntropyProbe(Probe):
         """Return the names of a quantity's metrics: per token and, if reported, per sequence."""
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
+        if quantity == "forward_unclipped" and not self.unclipped:
+            return ()
         if quantity == LENGTH_AND_REWARD:
             return ("delta_length/forward", REWARD) if self.per_sequence else ()
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"

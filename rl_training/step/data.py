@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.optim.state import OptimizerView
 from rl_training.options import check_flag, check_share, check_whole
+from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
@@ -27,7 +28,7 @@ class Gradients:
     weights: Mapping[str, Tensor]  # before the step
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
-    rows: Vector | None  # (F, n) per bucket: the mean gradient of each fold
+    rows: Rows | None  # the mean gradient of each fold: rows.means(), (F, n) per bucket
     rows_limit: Limit | None = None  # why `rows` is None although a probe asks for it
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
@@ -41,6 +42,8 @@ class EntropySettings:
         responses_per_prompt: Responses used per prompt, the first ones. All if it is G or more. Baselines always use
             all responses.
         per_sequence: Compute X per sequence as well, for a second backward.
+        unclipped: Compute what the step would do without clipping as well, which takes the optimizer's step twice more
+            for each fold of a step that clips.
         error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
             to the next one, whether or not they are measured.
     """
@@ -48,10 +51,12 @@ class EntropySettings:
     responses_per_prompt: int = 1
     per_sequence: bool = False
     error_decay: float = 0.5
+    unclipped: bool = False
 
     def __post_init__(self) -> None:
         check_whole("responses_per_prompt", self.responses_per_prompt, 1)
         check_flag("per_sequence", self.per_sequence)
+        check_flag("unclipped", self.unclipped)
         check_share("error_decay", self.error_decay, "[0, 1)", "; 0.5 averages over three steps")
 
 
@@ -71,13 +76,13 @@ class EntropyPrediction:
     forward_limit: Limit | None = None  # why no fold can be left out of the step
     backward_limit: Limit | None = None  # why the previous update cannot be multiplied with the entropy gradient
     reward_limit: Limit | None = None  # why the reward gradient is no multiple of the step's own; with per_sequence
-    intended: Vector | None = None  # δθ by the optimizer's formula; None if there is none
+    intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
     levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `limit` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
-    rows: Vector | None = None  # (F, n) per bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    rows: Rows | None = None  # E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
     leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_limit` is set
 
 

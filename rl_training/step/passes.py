@@ -19,7 +19,8 @@ from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
 from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.vectors import Layout, Vector, copy, rows_of
+from rl_training.parallel.rows import Receiver, Rows, adding_to
+from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy, batches_of
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -58,48 +59,55 @@ class Passes:
         shares: Tensor,
         device: str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> list[Vector]:
-        """Return the gradient of each fold, (F, n) per bucket for each weighting.
+    ) -> list[Rows]:
+        """Return the gradient of each fold for each weighting.
 
         Passes cover only sequences that have a weight.
 
         Args:
             batch: The step's sequences and folds.
-            weights: One for each vector returned.
+            weights: One for each of the returned rows.
             shares: (B, 1), a factor on each sequence.
             device: Where rows are kept. None for the parameters' device.
             dtype: Dtype of the rows. None for the one in which gradients are summed.
         """
-        vectors = [self.layout.zeros(batch.num_folds, device=device, dtype=dtype) for _ in weights]
+        rows = [Rows(self.layout, batch.num_folds, dtype, device) for _ in weights]
         for group, parts, count in self._by_group(batch, rows_with_weight(weights)):
-            targets = [rows_of(vector, group.folds) for vector in vectors]
-            if device is None and dtype is None:
-                self._add(targets, batch.rollout, parts, count, weights, shares)
-                continue
-            sums = self.sum(batch.rollout, len(group.folds), parts, count, weights, shares)
-            for target, total in zip(targets, sums, strict=True):
-                copy(target, total)
-        return vectors
+            receivers = [part.receiver(group.folds) for part in rows]
+            self._run(receivers, batch.rollout, parts, count, weights, shares)
+        for part in rows:
+            part.complete()
+        return rows
 
-    def sum_by_group(
+    def hand_on(
         self,
         batch: Batch,
         weights: Sequence[LossWeights],
         shares: Tensor,
         is_chosen: Tensor,
+        receiver_of: Callable[[int, range], Receiver],
         on_scores: OnScores | None = None,
-    ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-        """Yield each fold group with the gradients of its chosen rows: (folds, n) per bucket and weighting.
+    ) -> None:
+        """Hand the gradients of each fold group's chosen rows to receivers, bucket by bucket as they arrive.
+
+        If a group takes several passes, all but the last are summed first.
 
         Args:
             batch: The step's sequences and folds.
-            weights: One for each vector yielded.
+            weights: c and d of all sequences, one for each of several gradients.
             shares: (B, 1), a factor on each sequence.
             is_chosen: (B,) bool.
+            receiver_of: Returns what takes the gradients of a weighting's index and these folds.
             on_scores: Called with the rows of each pass and their scores.
         """
         for group, parts, count in self._by_group(batch, is_chosen):
-            yield group, self.sum(batch.rollout, len(group.folds), parts, count, weights, shares, on_scores)
+            receivers = [receiver_of(index, group.folds) for index in range(len(weights))]
+            if count > 1:
+                first = parts[: count - 1]
+                sums = self.sum(batch.rollout, len(group.folds), first, count - 1, weights, shares, on_scores)
+                receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
+            if count:
+                self._run(receivers, batch.rollout, parts[count - 1 :], 1, weights, shares, on_scores)
 
     def sum_by_rank(
         self,
@@ -148,7 +156,7 @@ class Passes:
             on_scores: Called with the rows of each pass and their scores.
         """
         sums = [self.layout.zeros(num_folds) for _ in weights]
-        self._add(sums, rollout, parts, count, weights, shares, on_scores)
+        self._run([adding_to(total) for total in sums], rollout, parts, count, weights, shares, on_scores)
         return sums
 
     def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
@@ -171,9 +179,9 @@ class Passes:
         for group, parts, count in zip(batch.folds, parts_of_groups, self.ranks.max(counts).tolist(), strict=True):
             yield group, parts, int(count)
 
-    def _add(
+    def _run(
         self,
-        targets: Sequence[Vector],
+        receivers: Sequence[Receiver],
         rollout: Rollout,
         parts: Sequence[Tensor],
         count: int,
@@ -181,23 +189,23 @@ class Passes:
         shares: Tensor,
         on_scores: OnScores | None = None,
     ) -> None:
-        """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, (folds, n) per bucket."""
+        """Hand Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each receiver, pass by pass."""
 
         def run(rows: Tensor) -> None:
-            self._add_pass(targets, rollout, rows, weights, shares, on_scores)
+            self._run_pass(receivers, rollout, rows, weights, shares, on_scores)
 
         self.ranks.in_lockstep(parts, run, _no_rows(shares), count)
 
-    def _add_pass(
+    def _run_pass(
         self,
-        targets: Sequence[Vector],
+        receivers: Sequence[Receiver],
         rollout: Rollout,
         rows: Tensor,
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None,
     ) -> None:
-        """Add the gradients of one pass to each target.
+        """Hand the gradients of one pass to each receiver.
 
         Args:
             rows: On this rank. If empty, the rank runs the same pass as the others, with weight 0.
@@ -209,7 +217,7 @@ class Passes:
         if is_empty:
             rows = rows.new_zeros(1)
             shares = torch.zeros_like(shares)
-        for index, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+        for index, (receiver, weight) in enumerate(zip(receivers, weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
                 is_tested = index == 0 and on_scores is not None and self.residual_test is not None
@@ -218,8 +226,19 @@ class Passes:
                 on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)
             row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
-            self.reduction.add(target, fresh, row_weights, keep_graph)
+            self.reduction.backward(receiver, fresh, row_weights, keep_graph)
             fresh = fresh if keep_graph else None
+
+
+def _with_sum(receiver: Receiver, total: Vector) -> Receiver:
+    """Return a receiver that hands on what it takes together with what is in `total`, (folds, n) per bucket."""
+
+    def take(bucket: int, first: int, values: Tensor) -> None:
+        summed = total[bucket][:, first : first + values.shape[1]]
+        receiver.take(bucket, first, summed + values)
+        summed.zero_()  # the rest of a bucket that arrives in two parts comes without it
+
+    return Receiver(receiver.num_folds, take)
 
 
 def _no_rows(shares: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     [
         (PaddingCheck, "limit"),
         (driver_module, "build_step"),
-        (Exchange, "add"),  # the part of the backward's time that hooks take
+        (Exchange, "send"),  # the part of the backward's time that hooks take
         (predictions, "predict_entropy"),
     ],
 )

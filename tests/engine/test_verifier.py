@@ -13,8 +13,8 @@ from plain_loop import CLIP, Action, no_action, train
 from shared_rollouts import G
 
 from rl_training import Estimate, measured_loop
-from rl_training.engine import verifier
 from rl_training.optim.adamw import adamw_delta
+from rl_training.parallel import vectors
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.statistics.limit import Limit
 from rl_training.step.limits import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
@@ -151,7 +151,7 @@ class ExactShares:
 def test_the_sampled_surviving_share_of_a_bf16_update_is_within_a_hundredth_of_the_exact_one(
     rate: float, monkeypatch
 ) -> None:
-    monkeypatch.setattr(verifier, "MAX_SAMPLED", 2**14)  # of 105,000 weights
+    monkeypatch.setattr(vectors, "MAX_SAMPLED", 2**14)  # of 105,000 weights
     exact = ExactShares()
     steps = estimates(dtype=torch.bfloat16, rate=rate, before_optimizer=exact.before_optimizer, after=exact.after)
     for step, (whole, by_layer) in zip(steps, exact.found, strict=True):

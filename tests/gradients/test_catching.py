@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
 
 
@@ -16,7 +17,7 @@ def test_hooks_are_removed_where_one_of_them_cannot_be_set() -> None:
     model[1].bias.requires_grad_(False)
     reduction = FoldReduction(shard)
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
-        reduction.arm(shard.layout.zeros(1))
+        reduction.arm(adding_to(shard.layout.zeros(1)))
     assert not any(param._backward_hooks for param in model.parameters())
 
 
@@ -29,5 +30,5 @@ def test_hooks_on_reduced_gradients_are_removed_where_one_of_them_cannot_be_set(
     model[1].bias.requires_grad_(False)
     reduction = FoldReduction(shard)
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
-        reduction.arm(shard.layout.zeros(1), consume=True)
+        reduction.arm(adding_to(shard.layout.zeros(1)), consume=True)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

@@ -19,8 +19,9 @@ from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
+from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import Layout, Vector, add, dot, dots, num_bytes, sums_of_spans
+from rl_training.parallel.vectors import Layout, add, dot, dots, num_bytes, sums_of_spans
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -84,12 +85,15 @@ def folds_of(*sizes: list[int]) -> list[FoldGroup]:
 def rows_by_name(recorder: FoldRecorder) -> dict[str, Tensor]:
     """Return the kept rows by parameter, (F, n)."""
     assert recorder.rows is not None
-    return recorder.layout.by_name(recorder.rows)
+    return recorder.layout.by_name(recorder.rows.means())
 
 
-def mean_of(model: nn.Module, recorder: FoldRecorder) -> Vector:
+def mean_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the mean gradient that the optimizer gets."""
-    return recorder.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    return {
+        name: torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+        for name, p in model.named_parameters()
+    }
 
 
 def catch(recorder: FoldRecorder, first_row: int, loss: Tensor) -> None:
@@ -104,7 +108,7 @@ def train_step(model: nn.Module, recorder: FoldRecorder, batches: list[Tensor]) 
     recorder.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
         catch(recorder, 3 * k, model(tokens) / count)
-    recorder.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model, recorder))
+    recorder.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model))
 
 
 @pytest.fixture
@@ -232,7 +236,7 @@ def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype
     model, batches = TiedModel(dtype), microbatches(count)
     recorder = recorder_of(model)
     train_step(model, recorder, batches)
-    assert {part.dtype for part in recorder.rows} == {torch.promote_types(dtype, torch.float32)}
+    assert recorder.rows.dtype == torch.promote_types(dtype, torch.float32)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
             got, tolerance = rows_by_name(recorder)[name][k], 1e-12 if count == 3 else 0.0
@@ -244,7 +248,7 @@ def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
     recorder, bf16_recorder = recorder_of(exact), recorder_of(halved, dtype=torch.bfloat16)
     train_step(exact, recorder, microbatches(3))
     train_step(halved, bf16_recorder, microbatches(3))
-    assert {part.dtype for part in bf16_recorder.rows} == {torch.bfloat16}
+    assert bf16_recorder.rows.dtype == torch.bfloat16
     for name, row in rows_by_name(recorder).items():
         torch.testing.assert_close(
             rows_by_name(bf16_recorder)[name].float(), row, rtol=2.0**-7, atol=1e-9
@@ -272,7 +276,7 @@ def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     model = TiedModel(reentrant=True)
     recorder = recorder_of(model)
     train_step(model, recorder, microbatches(1))
-    sums = recorder.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, recorder))
+    sums = recorder.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model))
     assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
 
 
@@ -280,7 +284,7 @@ def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedMod
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
         train_step(model, recorder, batches)
-        assert {len(part) for part in recorder.rows} == {count}
+        assert len(recorder.rows) == count
         assert recorder.peak_bytes == count * recorder.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
             assert torch.equal(rows_by_name(recorder)[name][-1], gradient), name
@@ -314,7 +318,8 @@ def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     recorder.finish_backward()
     model(microbatches(1)[0]).backward()
-    assert not any(part.any() for part in recorder.rows)
+    recorder.finish(torch.ones(2), 1, mean_of(model))
+    assert not any(part.any() for part in recorder.rows.means())
 
 
 @pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
@@ -327,7 +332,7 @@ def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
     recorder.start_step(folds_of([1, 2], [3]), keep_rows, sqrt_metric=recorder.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(recorder, first_row, model(tokens) * len(tokens) / sum(sizes))
-    recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, recorder))
+    recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model))
     expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
     assert recorder.sq_norms is not None
     for number, name in enumerate(expected[0]):
@@ -346,7 +351,7 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
         shard.layout = Layout(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
         recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
-        assert {part.device.type for part in recorder.rows} == {lies_on}
+        assert recorder.rows.device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
 
 
@@ -387,9 +392,9 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_at_any_size() -> No
         indices = torch.tensor(rows)
         catch(recorder, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
     recorder.split_microbatch_gradients(batch, ctx.passes)
-    recorder.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, recorder.layout.zeros())
+    recorder.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, {"w": torch.zeros(3)})
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
-    torch.testing.assert_close(recorder.rows[0], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(recorder.rows.means()[0], expected, rtol=1e-12, atol=0)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -415,7 +420,7 @@ def sliced_sums(rank: int) -> dict[str, Tensor]:
     first_fold = [part[:1] for part in target]
     for rows, tokens in zip((first_fold, target), microbatches(2, seed=200 + rank), strict=True):
         loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
-        reduction.arm(rows)
+        reduction.arm(adding_to(rows))
         loss.backward()
         reduction.finish()
     return shard.layout.by_name(target)

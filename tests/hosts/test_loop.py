@@ -192,7 +192,7 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
 def test_a_failing_backward_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed on this process alone. With a collective, the processes would wait for each other forever."""
     sent = []
-    monkeypatch.setattr(Exchange, "add", lambda self, names, gradients, rows: sent.append(names))
+    monkeypatch.setattr(Exchange, "send", lambda self, names, *arguments: sent.append(names))
 
     def fails(loss: Tensor) -> None:
         raise RuntimeError("out of memory")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from library_optimizers import CASES, Trained, name_of
+from library_optimizers import CASES, Trained, as_doubles, name_of
+
+from rl_training.optim.adamw import SMOOTH_STEPS
 
 SHAPES = {"w": (40,)}
 of_every_optimizer = pytest.mark.parametrize(
@@ -46,6 +48,36 @@ def test_the_gradient_part_is_a_non_positive_factor_times_the_gradient(formula, 
     assert (factor <= 0).all()
     torch.testing.assert_close(factor * grads, parts.gradient)
     assert parts.gradient.any()
+
+
+def derivative_by_autograd(state, param, grad) -> tuple[torch.Tensor, ...]:
+    """Return the derivative of each part by the gradient. The step is elementwise."""
+    return torch.func.jvp(lambda g: tuple(state.delta(param, g)), (grad,), (torch.ones_like(grad),))[1]
+
+
+@of_every_optimizer
+def test_products_and_derivatives_of_the_parts_are_those_of_the_definition(formula, settings) -> None:
+    """Also where neither gradient nor moments are, and below the range of squares."""
+    trained = Trained(formula, settings, SHAPES)
+    for step in range(SMOOTH_STEPS + 2):
+        (state,), param = trained.states().values(), trained.model["w"].detach()
+        state, param = as_doubles(state), param.double()
+        x, grads = torch.randn(2, 3, *SHAPES["w"], dtype=torch.float64)
+        grads[0, 4] = 1e-200
+        parts = state.delta(param, grads)
+        for product, part in zip(state.products(param, grads, x), parts, strict=True):
+            torch.testing.assert_close((product.factor * product.left * product.right).expand_as(x), x * part)
+        derivative = state.derivative(param, grads[0])
+        assert (derivative is None) == (
+            state.is_sign_based or (0 < step < SMOOTH_STEPS and name_of(formula).startswith("Adam"))
+        )
+        for got, expected in zip(derivative or (), derivative_by_autograd(state, param, grads[0]), strict=False):
+            torch.testing.assert_close(got[5:], expected[5:])
+            assert got.isfinite().all()
+        weights = trained.model["w"]
+        weights.grad = torch.randn_like(weights)
+        weights.grad[3] = 0.0
+        trained.optimizer.step()
 
 
 @of_every_optimizer

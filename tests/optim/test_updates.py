@@ -18,8 +18,9 @@ from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
 from rl_training.optim.supported import FORMULAS
-from rl_training.optim.updates import OptimizerPieces, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, compute_update
 from rl_training.parallel import vectors
+from rl_training.parallel.rows import Rows
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
@@ -65,7 +66,7 @@ def test_the_update_in_pieces_equals_the_updates_of_single_parameters(
         assert max(len(piece.param) for piece in pieces) == longest
     joined = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
     torch.testing.assert_close(joined, step)
-    torch.testing.assert_close(torch.cat(compute_update(layout, pieces, gradient, clip=1.0)), step)
+    torch.testing.assert_close(torch.cat(compute_update(layout, StepUpdate(pieces, gradient, clip=1.0))), step)
     flat = torch.cat(gradient)
     assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
     halves = list(OptimizerPieces(layout, parameters, states).halved())
@@ -92,7 +93,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     layout.chunk_size = 8
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = LeaveOneOutUpdates(pieces, fold_means(mean, rows, sizes), max_grad_norm, identity)
+    steps = LeaveOneOutUpdates(pieces, fold_means(mean, Rows.holding(layout, rows), sizes), max_grad_norm, identity)
     for k in range(3):
         others = [i for i in range(3) if i != k]
         mean_of_others = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
@@ -114,7 +115,9 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         mean = rows.mean(dim=0)
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
-        steps = LeaveOneOutUpdates(pieces, fold_means([mean], [rows], sizes), limit, identity)
+        steps = LeaveOneOutUpdates(
+            pieces, fold_means([mean], Rows.holding(Layout(weights), [rows]), sizes), limit, identity
+        )
         made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
         for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
             unclipped = step.norm() / clip / 0.1  # norm of the gradient that makes the step

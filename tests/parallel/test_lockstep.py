@@ -29,6 +29,7 @@ from rl_training.hosts import loop_policy
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin, Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer
@@ -151,7 +152,8 @@ def sum_gradients(rank: Rank) -> None:
     rank.passes.sum_by_fold(rank.batch, weights, shares)
     rank.passes.sum_by_fold(rank.batch, weights, shares, dtype=torch.float64)
     chosen = torch.arange(len(shares)) % 2 == 0  # of one fold alone
-    list(rank.passes.sum_by_group(rank.batch, weights, shares, chosen))
+    total = rank.passes.layout.zeros(1)
+    rank.passes.hand_on(rank.batch, weights, shares, chosen, lambda index, folds: adding_to(total))
     seen: list[int] = []
     parts = torch.arange(len(shares)).split(1)
     rank.context().gradients_by_rank(parts, weights, shares, lambda vectors: seen.append(len(vectors)))

@@ -140,7 +140,7 @@ class Loop:
             states=self.states,
         )
         fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
-        self.recorder.finish(fold_sizes, 1, self.layout.vector(self.shard.gradients().values()))
+        self.recorder.finish(fold_sizes, 1, self.shard.gradients())
         gradients = Gradients(
             self.shard.weights(),
             self.shard.gradients(),
@@ -463,7 +463,7 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
         recorder.arm(k)
         (3.0 * p.sum() / 2).backward()
         recorder.finish_backward()
-    recorder.finish(torch.ones(2, dtype=torch.float64), 1, shard.layout.vector(shard.gradients().values()))
+    recorder.finish(torch.ones(2, dtype=torch.float64), 1, shard.gradients())
     assert recorder.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 
 

@@ -64,6 +64,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "per_sequence": NO_FLAGS,
     "offload": NO_FLAGS,
     "numerics": NO_FLAGS,
+    "unclipped": NO_FLAGS,
     "rows_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
 }

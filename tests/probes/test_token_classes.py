@@ -24,6 +24,7 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces
+from rl_training.parallel.rows import Rows
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
@@ -197,9 +198,9 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, fold_means([weight], [rows], sizes), math.inf, identity)
-    basis = fold_means([0.5 * weight], [0.5 * rows], sizes)
-    direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
+    steps = LeaveOneOutUpdates(pieces, fold_means([weight], Rows.holding(layout, [rows]), sizes), math.inf, identity)
+    basis = fold_means([0.5 * weight], Rows.holding(layout, [0.5 * rows]), sizes)
+    direction = Direction(Rows.holding(layout, [torch.tensor([[1.0], [2.0]]).double()]))
     ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 

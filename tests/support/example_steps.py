@@ -21,6 +21,7 @@ from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.optim.updates import OptimizerPieces
 from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.rows import Rows
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy
@@ -76,7 +77,7 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
     pieces = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    means = fold_means([mean], [rows], sizes)
+    means = fold_means([mean], Rows.holding(Layout({"all": mean}), [rows]), sizes)
     return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 
@@ -127,7 +128,7 @@ def step_of(
             shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
             shard.layout,
-            rows,
+            None if rows is None else Rows.holding(shard.layout, rows),
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),

@@ -136,7 +136,7 @@ class Recorder(Probe):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         self.listens = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        rows = step.gradients.layout.by_name(step.gradients.rows)
+        rows = step.gradients.layout.by_name(step.gradients.rows.means())
         kinds = {
             "gradient": step.gradients.mean,
             "own": {name: row.mean(dim=0) for name, row in rows.items()},

@@ -203,7 +203,7 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
         said = probe.measure(ctx, probe.init()).estimates
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
         assert ctx.step.gradients.rows is not None
-        steps.append(mean_step_without_a_fold(ctx.step.gradients.rows[0], states["logits"], logits))
+        steps.append(mean_step_without_a_fold(ctx.step.gradients.rows.means()[0], states["logits"], logits))
     (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
     by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))
     by_token = (by_sequence - entropy / length * by_length) / length

@@ -445,7 +445,7 @@ def test_gradients_are_kept_only_for_probes_that_need_them_until_the_step_ends(m
     assert frugal.steps[0].gradients.rows is None
     trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
     trainer.train()
-    assert {len(part) for part in greedy.steps[0].gradients.rows} == {4}
+    assert len(greedy.steps[0].gradients.rows) == 4
     assert trainer.attachment.driver._fold_recorder.rows is None
 
 

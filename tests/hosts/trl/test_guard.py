@@ -70,16 +70,16 @@ class FailingBackward(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            send = Exchange.add
+            send = Exchange.send
 
             def failing_send(*args: Any) -> None:
                 self.sent += 1
                 if self.sent == 2:
-                    Exchange.add = send  # type: ignore[method-assign]
+                    Exchange.send = send  # type: ignore[method-assign]
                     raise KeyError("api_key=of-the-user")
                 send(*args)
 
-            Exchange.add = failing_send  # type: ignore[method-assign]
+            Exchange.send = failing_send  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("hook", ["measure", "after_step", "backward"])

@@ -100,7 +100,7 @@ class Recorder(Probe):
         kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
         kept["prompts"] = step.batch.rollout.prompt_index.tolist()
         if gradients.rows is not None:
-            rows = gradients.layout.by_name(gradients.rows)
+            rows = gradients.layout.by_name(gradients.rows.means())
             kept["rows"] = {name: share @ row for name, row in rows.items()}
         KEPT.append(kept)
         return Reading(measured={"recorder/steps": Estimate(float(len(KEPT)))})

@@ -1,0 +1,182 @@
+"""Vectors by fold, one row each, exact or in 8 bits with a scale for each block of entries.
+
+Rows are filled bucket by bucket, as gradients arrive. What arrives first is written, and what follows is added, so rows
+need not be zeros before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.parallel.vectors import Layout, Vector, num_bytes
+
+BLOCK = 128  # entries that share a scale in 8 bits
+LEVELS = 127  # of a number in 8 bits, on each side of 0
+INT8_SIZE = 2**25  # vectors of at least this many entries are kept in 8 bits unless exact rows are asked for
+
+
+class Receiver(NamedTuple):
+    """What takes the gradients of some folds, bucket by bucket."""
+
+    num_folds: int
+    take: Callable[[int, int, Tensor], None]  # (index of the bucket, first column, (folds, n)); may keep no reference
+
+
+def adding_to(vector: Vector) -> Receiver:
+    """Return the receiver that adds to (folds, n) per bucket."""
+
+    def take(bucket: int, first: int, values: Tensor) -> None:
+        target = vector[bucket][:, first : first + values.shape[1]]
+        target.add_(values.to(target.device))
+
+    return Receiver(len(vector[0]), take)
+
+
+def handing_to(receivers: Sequence[Receiver], num_folds: int) -> Receiver:
+    """Return the receiver that hands what it takes to each of these."""
+
+    def take(bucket: int, first: int, values: Tensor) -> None:
+        for receiver in receivers:
+            receiver.take(bucket, first, values)
+
+    return Receiver(num_folds, take)
+
+
+def rows_dtype(layout: Layout, asked: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype in which rows are kept: the layout's for float32, and 8 bits if vectors are large for None."""
+    if asked is None:
+        return torch.int8 if layout.num_entries >= INT8_SIZE else layout.dtype
+    return layout.dtype if asked == torch.float32 else asked
+
+
+class Rows:
+    """The vectors of a step's folds: this rank's entries, as sums over backwards.
+
+    Args:
+        layout: The layout of each vector.
+        count: F, the number of folds.
+        dtype: Dtype of the entries. None for the layout's. torch.int8: `LEVELS` times an entry divided by the largest
+            of its block, rounded to nearest.
+        device: Where they are kept. None for the layout's device.
+    """
+
+    def __init__(
+        self, layout: Layout, count: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        self._layout = layout
+        self._sizes = [bucket.size for bucket in layout.buckets]
+        self.dtype = dtype or layout.dtype
+        self.factors = torch.ones(count, dtype=torch.float64)  # multiplied with a row they give the fold's mean
+        device = device or layout.device
+        self._scales: Vector = []  # (F, blocks) per bucket, in 8 bits
+        widths = self._sizes
+        if self.dtype == torch.int8:
+            blocks = [-(-size // BLOCK) for size in widths]
+            widths = [BLOCK * number for number in blocks]
+            self._scales = [torch.empty(count, number, dtype=layout.dtype, device=device) for number in blocks]
+        self._parts: Vector = [torch.empty(count, width, dtype=self.dtype, device=device) for width in widths]
+        self._written: set[tuple[int, int, int]] = set()  # (fold, bucket, first column)
+
+    @classmethod
+    def holding(cls, layout: Layout, vectors: Vector) -> Rows:
+        """Return rows that are these vectors, (F, n) per bucket."""
+        rows = cls(layout, 0, vectors[0].dtype)
+        rows._parts, rows.factors = vectors, torch.ones(len(vectors[0]), dtype=torch.float64)
+        return rows
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all rows in bytes."""
+        return num_bytes(self._parts) + num_bytes(self._scales)
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts[0].device
+
+    @property
+    def rounding(self) -> float:
+        """A generous bound on the distance that rounding moves a row, relative to its norm."""
+        return 0.05 if self.dtype == torch.int8 else 0.0
+
+    def receiver(self, folds: range) -> Receiver:
+        """Return the receiver that adds to the rows of these folds."""
+        return Receiver(len(folds), functools.partial(self._take, folds))
+
+    def replace(self, folds: range, vector: Vector) -> None:
+        """Write a vector, (folds, n) per bucket, over the rows of these folds."""
+        self._written = {key for key in self._written if key[0] not in folds}
+        for bucket, values in enumerate(vector):
+            self._take(folds, bucket, 0, values)
+
+    def complete(self) -> None:
+        """Write zeros where nothing has arrived."""
+        arrived = {(fold, bucket) for fold, bucket, _ in self._written}
+        for bucket, part in enumerate(self._parts):
+            for tensor in (part, *self._scales[bucket : bucket + 1]):
+                for fold in range(len(self)):
+                    if (fold, bucket) not in arrived:
+                        tensor[fold].zero_()
+
+    def of(self, bucket: int, columns: slice, folds: int | slice = slice(None)) -> Tensor:
+        """Return entries as they are stored, in the layout's dtype on its device.
+
+        Args:
+            bucket: The index of the bucket.
+            columns: Which columns of it.
+            folds: One fold, for (n,), or several, for (folds, n).
+        """
+        part = self._parts[bucket]
+        if self.dtype != torch.int8:
+            return part[folds, columns].to(self._layout.device, self._layout.dtype)
+        first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
+        scales = self._scales[bucket][folds, first:last].to(self._layout.device)
+        blocks = part[folds, first * BLOCK : last * BLOCK].to(self._layout.device).unflatten(-1, (-1, BLOCK))
+        entries = (blocks * scales.unsqueeze(-1)).flatten(-2)
+        return entries[..., columns.start - first * BLOCK : columns.stop - first * BLOCK]
+
+    def of_folds(self, folds: range) -> Vector:
+        """Return the rows of these folds as they are stored, (folds, n) per bucket."""
+        rows = slice(folds.start, folds.stop)
+        return [self.of(bucket, slice(0, size), rows) for bucket, size in enumerate(self._sizes)]
+
+    def sum(self, weights: Tensor) -> Vector:
+        """Return the sum of all rows with weights, (F,), on the layout's device."""
+        total = self._layout.zeros()
+        for bucket, part in enumerate(total):
+            for fold, weight in enumerate((weights * self.factors).tolist()):
+                part.add_(self.of(bucket, slice(0, len(part)), fold), alpha=weight)
+        return total
+
+    def means(self, folds: range | None = None) -> Vector:
+        """Return the mean gradients of these folds, by default of all, (folds, n) per bucket."""
+        folds = range(len(self)) if folds is None else folds
+        factors = self.factors[folds.start : folds.stop].to(self._layout.device, self._layout.dtype)
+        return [factors.unsqueeze(1) * part for part in self.of_folds(folds)]
+
+    def _take(self, folds: range, bucket: int, first: int, values: Tensor) -> None:
+        """Write or add (folds, n)."""
+        is_first = (folds.start, bucket, first) not in self._written
+        self._written.update((fold, bucket, first) for fold in folds)
+        rows, columns = slice(folds.start, folds.stop), slice(first, first + values.shape[1])
+        if self.dtype != torch.int8:
+            target = self._parts[bucket][rows, columns]
+            target.copy_(values) if is_first else target.add_(values.to(target.device))
+            return
+        if not is_first:
+            values = values + self.of(bucket, columns, rows)
+        assert first % BLOCK == 0, "a chunk of a bucket is made of whole blocks"
+        blocks = nn.functional.pad(values.to(self._layout.dtype), (0, -values.shape[1] % BLOCK)).unflatten(
+            1, (-1, BLOCK)
+        )
+        scales = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=2).div_(LEVELS)
+        levels = (blocks / scales.unsqueeze(2)).round_().nan_to_num_(0.0)  # a block of zeros has the scale 0
+        self._parts[bucket][rows, first : first + blocks[0].numel()] = levels.flatten(1).to(torch.int8)
+        self._scales[bucket][rows, first // BLOCK : first // BLOCK + blocks.shape[1]] = scales
