@@ -602,7 +602,7 @@ def test_estimates_from_fresh_responses_are_nan_where_the_loop_cannot_sample(tmp
 
 
 def test_the_example_loop_leaves_records_and_a_report(tmp_path: Path) -> None:
-    done = forks.run("examples/plain_loop.py", "--steps", "2", "--out", str(tmp_path))
+    done = forks.run("examples/plain_loop.py", "2", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report" / "report.html").is_file()
     rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text("utf-8").splitlines()]

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import rl_training
 from rl_training.probes import BUILT_IN
-from rl_training.records.jsonl import read_metrics
+from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.tasks.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,66 @@ def test_two_lines_added_to_a_trl_script_give_it_a_report(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "report" / "report.html").is_file()
     script = ROOT.joinpath("examples", "trl_script.py").read_text(encoding="utf-8")
     assert sum(line.endswith("# probes") for line in script.splitlines()) == 2
+
+
+def test_every_example_is_run_by_a_test_and_is_short() -> None:
+    """verl's command is composed by its own tests, the notebook by test_two_lines.py, the loop by tests/hosts."""
+    elsewhere = {"verl_gsm8k.sh", "two_lines.ipynb", "plain_loop.py"}
+    here = Path(__file__).read_text(encoding="utf-8")
+    for path in sorted(path for path in (ROOT / "examples").iterdir() if path.is_file()):
+        assert path.name in elsewhere or f"examples/{path.name}" in here, path
+        assert path.suffix == ".ipynb" or 10 <= len(path.read_text(encoding="utf-8").splitlines()) <= 70, path
+
+
+def estimated(folder: Path, name: str) -> list[float]:
+    """Return the values that a run recorded under a name, without nan."""
+    return [row["value"] for row in read_estimates(folder / "logs") if row["name"] == name and row["value"] is not None]
+
+
+@pytest.mark.parametrize(
+    ("command", "run", "measured", "shown"),
+    [
+        (["examples/two_rewards.py"], "two_rewards", "measured/delta_reward", "digits"),
+        (["examples/lora.py"], "lora", "delta_h/forward", "delta_h/forward"),
+        (["examples/own_probe.py"], "own_probe", "length/mean", "length/mean"),
+        (["rl_training/attach.py", "--folder", "runs/unchanged", str(ROOT / "examples/unchanged.py")],
+         "unchanged", "delta_h/forward", "delta_h/forward"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else Path(value[-1]).stem,
+)  # fmt: skip
+def test_an_example_leaves_the_numbers_and_the_report_that_it_promises(
+    tmp_path: Path, command: list[str], run: str, measured: str, shown: str
+) -> None:
+    ended = forks.run(*command, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert estimated(tmp_path / "runs" / run, measured)
+    assert shown in (tmp_path / "runs" / run / "report" / "report.html").read_text(encoding="utf-8")
+    if run == "own_probe":
+        assert (tmp_path / "runs" / run / "length.png").stat().st_size > 1000
+        lengths = [row for row in read_estimates(tmp_path / "runs" / run / "logs") if row["name"] == "length/mean"]
+        logged = [row["completions/mean_length"] for row in read_metrics(tmp_path / "runs" / run / "logs")]
+        assert [row["value"] for row in lengths] == pytest.approx(logged, rel=1e-3)
+        assert all(row["stderr"] > 0.0 for row in lengths)
+
+
+def test_the_example_of_two_processes_has_one_run_with_the_prompts_of_both(tmp_path: Path) -> None:
+    forks.run_on_ranks(["examples/two_processes.py"], 2, tmp_path, ACCELERATE_USE_CPU="true")
+    rows = [row for row in read_estimates(tmp_path / "runs/two_processes/logs") if row["name"] == "delta_h/forward"]
+    assert [(row["step"], row["world_size"]) for row in rows] == [(1, 2), (2, 2)]
+    assert all(row["stderr"] > 0.0 for row in rows)
+
+
+def test_the_examples_of_a_sweep_and_of_tables_show_what_its_runs_recorded(tmp_path: Path) -> None:
+    ended = forks.run("examples/sweep.py", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    compared = forks.run("rl_training/__main__.py", "report", "runs/sweep", "--out", "sweep.html", folder=tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    assert "learning_rate" in (tmp_path / "sweep.html").read_text(encoding="utf-8")
+    tables = forks.run("examples/tables.py", "runs/sweep/0.001", folder=tmp_path)
+    assert tables.returncode == 0, tables.stderr
+    first = estimated(tmp_path / "runs" / "sweep" / "0.001", "delta_h/forward")[0]
+    assert f"{first:.4f}" in tables.stdout
+    assert "delta_h/backward" in tables.stdout  # the first step has none
 
 
 def test_the_readmes_lines_around_a_trainer_write_a_report(

@@ -81,17 +81,20 @@ def in_fork(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, env: Mapping[str, str] | None = None, timeout: float = 600, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Run a Python program of the repository, as in `run("train.py", "--help")`. Return its output and exit code.
 
     Args:
         env: Its whole environment, by default that of this process. Variables that a library reads on import have no
             effect, because the imports happened before the fork.
+        folder: The working folder. The program is named relative to the repository's root all the same.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / name for name in ("stdout", "stderr")]
         environment = dict(os.environ if env is None else env)
-        code = in_fork(_exit_code, timeout, command, environment, *map(str, said))
+        code = in_fork(_exit_code, timeout, command, folder, environment, *map(str, said))
         if code is None:
             raise subprocess.TimeoutExpired(command, timeout, *(path.read_bytes() for path in said))
         return subprocess.CompletedProcess(command, code, *(path.read_text("utf-8") for path in said))
@@ -106,21 +109,21 @@ def _exit_code(timeout: float, *args: Any) -> int | None:
     return process.exitcode
 
 
-def _program(command: Sequence[str], env: Mapping[str, str], stdout: str, stderr: str) -> None:
+def _program(command: Sequence[str], folder: Path, env: Mapping[str, str], stdout: str, stderr: str) -> None:
     for number, path in ((1, stdout), (2, stderr)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
-    _run(command)
+    _run(command, folder)
 
 
-def _run(command: Sequence[str]) -> None:
-    os.chdir(ROOT)
+def _run(command: Sequence[str], folder: Path = ROOT) -> None:
+    os.chdir(folder)
     sys.argv = list(command)
     sys.path.insert(0, str((ROOT / command[0]).parent))  # as Python does for a script
-    runpy.run_path(command[0], run_name="__main__")
+    runpy.run_path(str(ROOT / command[0]), run_name="__main__")
 
 
 def begin_ranks(
@@ -143,14 +146,14 @@ def _join_ranks(*args: Any) -> None:
         pass
 
 
-def run_on_ranks(command: Sequence[str], processes: int, **env: str) -> None:
+def run_on_ranks(command: Sequence[str], processes: int, folder: Path = ROOT, **env: str) -> None:
     """Run a program of the repository in `processes` processes, with a launcher's variables and these."""
-    start_ranks(program_on_rank, (tuple(command), env), processes)
+    start_ranks(program_on_rank, (tuple(command), env, folder), processes)
 
 
-def program_on_rank(rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+def program_on_rank(rank: int, command: Sequence[str], env: Mapping[str, str], folder: Path = ROOT) -> None:
     os.environ |= env
-    _run(command)
+    _run(command, folder)
 
 
 def _rank(rank: int, worker: Callable[..., None], args: tuple[Any, ...], processes: int, port: int) -> None:

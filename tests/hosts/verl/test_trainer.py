@@ -181,10 +181,8 @@ def test_top_p_is_named_with_the_fix_and_normalized_advantages_are_not_dr_grpos(
 
 
 def test_the_documented_command_is_supported_and_has_dr_grpos_loss() -> None:
-    page = Path(__file__).parents[3] / "docs" / "how_to" / "verl.md"
-    blocks = [part.split("```")[0] for part in page.read_text(encoding="utf-8").split("```bash\n")[1:]]
-    block = next(block for block in blocks if "data.train_batch_size" in block)
-    words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
+    command = (Path(__file__).parents[3] / "examples" / "verl_gsm8k.sh").read_text(encoding="utf-8")
+    words = [word for word in shlex.split(command.replace("\\\n", " "), comments=True) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
     settings = rollout_settings(config, [tag(0)], 1, None)
     assert (settings["plain_advantages"], settings["fresh"], settings["sampling_mismatch"]) == (True, True, "")
