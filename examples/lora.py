@@ -1,6 +1,6 @@
 """LoRA: the probes measure the weights that are trained, so vectors are as small as the adapter.
 
-    python examples/lora.py
+python examples/lora.py
 """
 
 from datasets import Dataset
@@ -14,7 +14,7 @@ ROWS = [{"prompt": f"{a}+{b}=?<think>"} for a in range(1, 9) for b in range(1, 1
 
 
 def different_characters(completions, **kwargs):
-    """The number of different characters."""
+    """Pay for each different character."""
     return [float(len(set(text))) for text in completions]
 
 

@@ -1,6 +1,6 @@
 """A probe of one's own, with an error bar, and a chart of what it measured.
 
-    python examples/own_probe.py          # the chart: runs/own_probe/length.png
+python examples/own_probe.py          # the chart: runs/own_probe/length.png
 """
 
 import matplotlib.pyplot as plt

@@ -1,4 +1,7 @@
-"""Dr-GRPO in plain PyTorch on the default task, measured: python examples/plain_loop.py 40 runs/plain"""
+"""Dr-GRPO in plain PyTorch on the default task, measured.
+
+python examples/plain_loop.py 40 runs/plain
+"""
 
 import sys
 

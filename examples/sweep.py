@@ -1,7 +1,7 @@
 """A sweep over the learning rate, and one page that compares its runs.
 
-    python examples/sweep.py
-    rl-training report runs/sweep --out sweep.html     # runs that differ only in the seed would be pooled
+python examples/sweep.py
+rl-training report runs/sweep --out sweep.html     # runs that differ only in the seed would be pooled
 """
 
 from datasets import Dataset

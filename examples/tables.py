@@ -1,6 +1,6 @@
 """The records of a run as pandas tables.
 
-    python examples/tables.py runs/lora
+python examples/tables.py runs/lora
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Two processes that share the prompts of each step (DDP). `attach` is called on both; the first one writes.
 
-    accelerate launch --cpu --num_processes 2 examples/two_processes.py
+accelerate launch --cpu --num_processes 2 examples/two_processes.py
 """
 
 from datasets import Dataset
@@ -13,7 +13,7 @@ ROWS = [{"prompt": f"{a}+{b}=?<think>"} for a in range(1, 9) for b in range(1, 1
 
 
 def different_characters(completions, **kwargs):
-    """The number of different characters."""
+    """Pay for each different character."""
     return [float(len(set(text))) for text in completions]
 
 

@@ -2,7 +2,8 @@
 
     python examples/two_rewards.py
 
-The report says of each reward what a step does to it, in `measured/delta_reward/NAME`.
+The records say what each step does to each reward, paid or watched: `measured/delta_reward/NAME`, and their sums over
+steps: `measured/cumulative_reward/NAME`.
 """
 
 import re
@@ -29,7 +30,7 @@ def short(completions, **kwargs):
 
 
 def digits(completions, **kwargs):
-    """The share of digits, to see whether training changes it."""
+    """Return the share of digits, to see whether training changes it."""
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 

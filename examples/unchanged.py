@@ -1,7 +1,7 @@
-"""A script of TRL without a line about probes. The launcher attaches them, in one process or several:
+"""A script of TRL without a line about probes. The launcher attaches them, in one process or several.
 
-    accelerate launch -m rl_training.attach --folder runs/unchanged examples/unchanged.py
-    accelerate launch --cpu --num_processes 2 -m rl_training.attach --folder runs/unchanged examples/unchanged.py
+accelerate launch -m rl_training.attach --folder runs/unchanged examples/unchanged.py
+accelerate launch --cpu --num_processes 2 -m rl_training.attach --folder runs/unchanged examples/unchanged.py
 """
 
 from datasets import Dataset
@@ -13,7 +13,7 @@ ROWS = [{"prompt": f"{a}+{b}=?<think>"} for a in range(1, 9) for b in range(1, 1
 
 
 def different_characters(completions, **kwargs):
-    """The number of different characters."""
+    """Pay for each different character."""
     return [float(len(set(text))) for text in completions]
 
 

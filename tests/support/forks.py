@@ -91,8 +91,8 @@ def run(
             effect, because the imports happened before the fork.
         folder: The working folder. The program is named relative to the repository's root all the same.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
+    with tempfile.TemporaryDirectory() as temporary:
+        said = [Path(temporary) / name for name in ("stdout", "stderr")]
         environment = dict(os.environ if env is None else env)
         code = in_fork(_exit_code, timeout, command, folder, environment, *map(str, said))
         if code is None:

@@ -8,6 +8,7 @@ that differ only in their seeds.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--pictures", choices=["png", "svg"], default="",
         help="also write each chart of the page as a file next to it, for papers and slides",
     )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true",
+        help="print the first lines of a run's report, and the settings to change, as JSON; no page is written",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
@@ -51,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     first = Path(chosen.runs[0])
     if len(chosen.runs) == 1 and find_runs(first) == [first]:
+        if chosen.json:
+            from rl_training.records.report.as_json import first_lines
+
+            print(json.dumps(first_lines(read_run(first)), indent=2, ensure_ascii=False, allow_nan=False))
+            return
         if chosen.out:
             raise UserError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
         if chosen.watch:
@@ -58,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = read_run(first)
         write_report(run, chosen.pictures)
         print_summary(run)
-    elif chosen.watch:
-        raise UserError("--watch is for the report of one run")
+    elif chosen.watch or chosen.json:
+        raise UserError(f"{'--watch' if chosen.watch else '--json'} is for the report of one run")
     else:
         from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
 

@@ -84,6 +84,15 @@ def _as_json(value: Any) -> Markup:
     return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
+def settings_in(text: str) -> list[str]:
+    """Return the settings to paste that a sentence names.
+
+    >>> settings_in("To change: GRPOConfig(beta=0.01), or trainer.learning_rate=1e-4.")
+    ['GRPOConfig(beta=0.01)', 'trainer.learning_rate=1e-4']
+    """
+    return SETTING.findall(text)
+
+
 def _with_settings(text: str) -> Markup:
     """Return a sentence in which every setting to paste is marked as code; one click selects it."""
     parts = SETTING.split(text)  # every other part is a setting

@@ -1,0 +1,59 @@
+"""Pictures of the first screen of reports, of runs in which something is wrong: docs/figures/report_NAME.png.
+
+    OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER      trains the runs
+    python benchmarks/first_screens.py FOLDER                        needs Chromium
+
+`--browser` names its program. The pictures are twice as wide as they are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from rl_training.records.report import write_report
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+RUNS = {  # by name of the picture: folder of the run, height of the first screen in pixels
+    "report_too_large_a_step": ("rate_3e_3", 640),
+    "report_lost": ("rate_1e_3_long_chains", 640),
+    "report_hacked": ("loophole", 620),
+    "report_bonus": ("entropy_bonus_3", 640),
+}
+WIDTH, SCALE, COLOURS = 900, 2, 64
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=4000",
+    f"--force-device-scale-factor={SCALE}",
+)  # fmt: skip
+
+
+def photograph(page: Path, picture: Path, height: int, browser: str) -> None:
+    """Write the top of a page as a PNG with few colours."""
+    with tempfile.TemporaryDirectory() as profile:
+        size = f"--window-size={WIDTH},{height}"
+        command = [browser, *FLAGS, size, f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(COLOURS).save(picture, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where benchmarks/stories.py has left its trainings")
+    parser.add_argument("--out", type=Path, default=FIGURES)
+    parser.add_argument("--browser", default="chromium")
+    chosen = parser.parse_args()
+    for name, (run, height) in RUNS.items():
+        with tempfile.TemporaryDirectory() as temporary:  # the records stay as they are
+            copy = shutil.copytree(chosen.folder / run, Path(temporary) / run)
+            photograph(write_report(copy), chosen.out / f"{name}.png", height, chosen.browser)
+
+
+if __name__ == "__main__":
+    main()
