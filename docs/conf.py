@@ -18,7 +18,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 os.environ |= {"TQDM_DISABLE": "1", "COLUMNS": "110"}
 
 from docutils import nodes  # noqa: E402
-from generate import write_reference  # noqa: E402
+from generate import llms_txt, write_reference  # noqa: E402
 
 from rl_training.version import VERSION  # noqa: E402
 
@@ -95,7 +95,13 @@ def without_bars(app: object, doctree: nodes.document) -> None:
                 output.parent.remove(output)
 
 
+def write_index_for_programs(app: Any, exception: Exception | None) -> None:
+    if exception is None and app.builder.name == "html":
+        Path(app.outdir, "llms.txt").write_text(llms_txt(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     app.connect("doctree-read", without_bars)
     app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
     app.connect("autodoc-process-docstring", escape_docstring, priority=400)  # napoleon's is 500
+    app.connect("build-finished", write_index_for_programs)

@@ -2,7 +2,7 @@
 
 Sphinx calls `write_reference`; the pages in docs/reference include the results. `python docs/generate.py` writes the
 generated texts that are kept in the repository: a tutorial as a notebook for Colab,
-notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in the pages that contain it.
+notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in the page of limits.
 """
 
 from __future__ import annotations
@@ -172,6 +172,35 @@ def capitalized(description: str) -> str:
     return re.sub(r"^[a-z](?=[a-z]* (?!\|))", lambda first: first[0].upper(), description)
 
 
+def pages_of_the_index() -> list[tuple[str, list[str]]]:
+    """Return the captions of the site's table of contents, each with the names of its pages, as `how_to/install`."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^:caption: (.*)\n\n((?:\S+\n)+)```", index, re.MULTILINE)
+    return [(caption, names.split()) for caption, names in trees]
+
+
+def llms_txt() -> str:
+    """Return the index of the site for programs (llmstxt.org): each page with its title and its first sentence."""
+    lines = [title_and_opening("index")[1].join(["# rl-training\n\n> ", "\n"])]
+    for caption, names in pages_of_the_index():
+        lines.append(f"## {caption}\n")
+        for name in names:
+            title, sentence = title_and_opening(name)
+            lines.append(f"- [{title}]({name}.html): {sentence}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def title_and_opening(name: str) -> tuple[str, str]:
+    """Return the title of a page, and its first sentence of text, without links."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    title, _, rest = text.partition("# ")[2].partition("\n")
+    paragraphs = [" ".join(part.split()) for part in re.sub(r"^```.*?^```", "", rest, flags=re.M | re.S).split("\n\n")]
+    opening = next(part for part in paragraphs if part and not re.match(r"[!#|`\[{]|\*[A-Z]", part))
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", opening).removeprefix("**What you see.** ").replace("**", "")
+    return title, re.split(r"(?<=[.?])\s", plain)[0]
+
+
 def as_notebook(page: Path) -> str:
     """Return a tutorial as a notebook that first installs the package. Relative links become absolute."""
     text = page.read_text(encoding="utf-8").split("---\n", 2)[2]  # after the front matter
@@ -203,8 +232,8 @@ def with_optimizers(page: str) -> str:
 def kept() -> dict[Path, str]:
     """Return the generated text of each file that is kept in the repository."""
     tutorial = "attach_to_your_trainer"
-    pages = (ROOT / "README.md", ROOT / "docs" / "reference" / "limits.md")
-    texts = {page: with_optimizers(page.read_text(encoding="utf-8")) for page in pages}
+    limits = ROOT / "docs" / "reference" / "limits.md"
+    texts = {limits: with_optimizers(limits.read_text(encoding="utf-8"))}
     texts[ROOT / "notebooks" / f"{tutorial}.ipynb"] = as_notebook(ROOT / "docs" / "tutorials" / f"{tutorial}.md")
     return texts
 

@@ -194,15 +194,33 @@ def generate() -> Any:
 def test_committed_generated_texts_are_up_to_date(generate: Any) -> None:
     """The tutorial as a notebook, and the names of optimizers. If this fails, run `python docs/generate.py`."""
     kept = generate.kept()
-    assert {path.name for path in kept} == {"README.md", "limits.md", "attach_to_your_trainer.ipynb"}
+    assert {path.name for path in kept} == {"limits.md", "attach_to_your_trainer.ipynb"}
     assert [path for path, text in kept.items() if path.read_text(encoding="utf-8") != text] == []
 
 
 def test_pages_list_the_optimizers_of_the_table(generate: Any) -> None:
     page = generate.with_optimizers("with <!-- optimizers -->\nan old list<!-- end -->, and")
     assert re.fullmatch("with <!-- optimizers -->[^<]*AdamW, Adam[^<]*<!-- end -->, and", page)
-    for path in (DOCS.parent / "README.md", DOCS / "reference" / "limits.md"):
-        assert path.read_text(encoding="utf-8").count("<!-- optimizers -->") == 1
+    assert (DOCS / "reference" / "limits.md").read_text(encoding="utf-8").count("<!-- optimizers -->") == 1
+
+
+def test_the_index_for_programs_has_every_page_with_a_sentence(generate: Any) -> None:
+    listed = dict(re.findall(r"^- \[[^]]+\]\(([^)]+)\.html\): (.*)$", generate.llms_txt(), re.MULTILINE))
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.glob("*/*.md")}
+    assert listed.keys() == pages - {"index"}
+    assert {name for name, sentence in listed.items() if not 3 <= len(sentence.split()) <= 60} == set()
+
+
+def test_glossary_terms_are_few_and_linked() -> None:
+    """At most 25, in alphabetical order, and every link to the glossary names one of them."""
+    terms = re.findall(r"^## (.*)$", (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(terms) <= 25
+    assert terms[1:] == sorted(terms[1:], key=str.lower)
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    anchors = {re.sub(r"[^\w\- ]", "", term.lower()).replace(" ", "-") for term in terms}
+    linked = set(re.findall(r"glossary\.md#([\w-]+)", pages))
+    assert linked <= anchors
+    assert len(linked) >= 8
 
 
 def test_every_setting_has_a_description(generate: Any) -> None:
@@ -273,10 +291,7 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
     """4 (F + 2) P/N bytes at F = 8, or 4 (F/4 + 2) in 8 bits, to 5 %. at_size.md counts it, with working slices."""
     adapter, whole = 4 * 10 * 18_464_768 / 1e9, 4 * 4 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
-        "../README.md": [
-            (r"With F = 8:\s+([\d.]+) GB for LoRA", adapter),
-            (r"([\d.]+) GB for all of 7B on each of 8", whole),
-        ],
+        "../README.md": [(r"1.5B takes ([\d.]+) GB", adapter)],
         "reference/costs.md": [
             (r"that is ([\d.]+) GB on one process", adapter),
             (r"([\d.]+) GB on each of 8 at 7B", whole),
