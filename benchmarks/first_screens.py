@@ -1,7 +1,8 @@
 """Pictures of the first screen of reports, of runs in which something is wrong: docs/figures/report_NAME.png.
 
-    OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER      trains the runs
-    python benchmarks/first_screens.py FOLDER                        needs Chromium
+    OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER                          trains runs
+    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only train      trains others
+    python benchmarks/first_screens.py FOLDER                                            needs Chromium
 
 `--browser` names its program. The pictures are twice as wide as they are shown.
 """
@@ -20,10 +21,11 @@ from rl_training.records.report import write_report
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RUNS = {  # by name of the picture: folder of the run, height of the first screen in pixels
-    "report_too_large_a_step": ("rate_3e_3", 640),
-    "report_lost": ("rate_1e_3_long_chains", 640),
+    "report_too_large_a_step": ("rate_3e_3", 700),
     "report_hacked": ("loophole", 620),
-    "report_bonus": ("entropy_bonus_3", 640),
+    "report_bonus": ("entropy_bonus_3", 720),
+    "report_sampler": ("fault_top_p_.7/seed_0", 560),
+    "report_batch": ("fault_two_prompts_a_step/seed_0", 560),
 }
 WIDTH, SCALE, COLOURS = 900, 2, 64
 FLAGS = (
@@ -45,13 +47,15 @@ def photograph(page: Path, picture: Path, height: int, browser: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where benchmarks/stories.py has left its trainings")
+    parser.add_argument("folder", type=Path, help="where the trainings are")
     parser.add_argument("--out", type=Path, default=FIGURES)
     parser.add_argument("--browser", default="chromium")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     chosen = parser.parse_args()
-    for name, (run, height) in RUNS.items():
+    for name in chosen.only:
+        run, height = RUNS[name]
         with tempfile.TemporaryDirectory() as temporary:  # the records stay as they are
-            copy = shutil.copytree(chosen.folder / run, Path(temporary) / run)
+            copy = shutil.copytree(chosen.folder / run, Path(temporary) / name, ignore=shutil.ignore_patterns("state"))
             photograph(write_report(copy), chosen.out / f"{name}.png", height, chosen.browser)
 
 
