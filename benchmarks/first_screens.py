@@ -29,7 +29,7 @@ RUNS = {  # by name of the picture: folder of the run, height of the first scree
 WIDTH, SCALE, COLOURS = 900, 2, 64
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=4000",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=30000",
     f"--force-device-scale-factor={SCALE}",
 )  # fmt: skip
 
@@ -54,7 +54,9 @@ def main() -> None:
     for name in chosen.only:
         run, height = RUNS[name]
         with tempfile.TemporaryDirectory() as temporary:  # the records stay as they are
-            copy = shutil.copytree(chosen.folder / run, Path(temporary) / name, ignore=shutil.ignore_patterns("state"))
+            copy = shutil.copytree(
+                chosen.folder / run, Path(temporary) / run.split("/")[0], ignore=shutil.ignore_patterns("state")
+            )
             photograph(write_report(copy), chosen.out / f"{name}.png", height, chosen.browser)
 
 
