@@ -93,7 +93,9 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
     effects = effects_of(run)
     chosen = halving(effects) or keeping(effects)
     if chosen:
-        return f"To change: {_as_setting(chosen[0], set_up)}, the cheapest measured intervention that keeps entropy."
+        try_it = " Try it from a checkpoint first: the section on interventions has the lines." * (set_up.kind == TRL)
+        setting = as_setting(chosen[0], set_up)
+        return f"To change: {setting}, the cheapest measured intervention that keeps entropy.{try_it}"
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
     return f"To measure what would keep it: {set_up.probe('interventions')}."
@@ -118,7 +120,7 @@ def _setting(line: Line) -> str:
     return line.setting.removeprefix(SETTING)
 
 
-def _as_setting(effect: Effect, set_up: SetUp) -> str:
+def as_setting(effect: Effect, set_up: SetUp) -> str:
     """Return the setting that trains with an intervention, at the strength that halves the fall or else as measured."""
     name, _, typed_strength = effect.name.partition(":")
     strength = f"{effect.halves_at.value:.2g}" if effect.halves_at.value == effect.halves_at.value else typed_strength

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
-from rl_training.records.report.interventions import effects_of
+from rl_training.records.report.advice import as_setting
+from rl_training.records.report.interventions import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
+from rl_training.records.report.set_up import TRL, SetUp
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
@@ -22,8 +24,12 @@ BRANCH_STEPS = 40  # steps of each branch
 def branch_commands(run: Run) -> list[str]:
     """Return the commands that train a branch with each recommended intervention and one without, and compare them.
 
-    There are none if nothing is recommended, or if there is no checkpoint to branch from.
+    There are none if nothing is recommended, or if there is no checkpoint to branch from. For an attached trainer
+    they are lines of Python.
     """
+    set_up = SetUp.of(run)
+    if set_up.kind == TRL:
+        return _attached_branches(run, set_up)
     checkpoints, names = checkpoints_of(run.folder), preferred_interventions(run)
     if not checkpoints or not names:
         return []
@@ -39,6 +45,34 @@ def branch_commands(run: Run) -> list[str]:
         for folder, setting in branches.items()
     ]
     return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
+
+
+def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
+    """Return the lines that continue an attached trainer from a checkpoint: as it is, and with an intervention."""
+    names = preferred_interventions(run)
+    if not names:
+        return []
+    effect = next(effect for effect in effects_of(run) if names[0].endswith(_with_strength(effect)))
+    folder = set_up.trainer("output_dir", "OUTPUT_DIR")
+    step = run.steps[-1]
+    plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', names[0])}"
+    resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
+    return [
+        f"# Twice, each with a trainer made anew, from a checkpoint that it has saved; max_steps above {step}.",
+        "# The first without a change:",
+        f'with attach(trainer, "{plain}"):',
+        f"    {resume}",
+        f"# The second with {as_setting(effect, set_up)}:",
+        f'with attach(trainer, "{changed}"):',
+        f"    {resume}",
+        "# Then, in a shell:",
+        shlex.join(["rl-training", "report", plain, changed]),
+    ]
+
+
+def _with_strength(effect: Effect) -> str:
+    """Return the ending of an effect's name in `preferred_interventions`."""
+    return f"{effect.bare_name}:{effect.halves_at.value:.2g}" if math.isfinite(effect.halves_at.value) else effect.name
 
 
 def preferred_interventions(run: Run) -> list[str]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
+from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.labels import label_offsets
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run, last_of, to_rows
+from rl_training.records.report.trends import times
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -65,11 +66,13 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
         _fall(run),
         _halving(effects),
         _keeping(effects),
+        _yardstick(run),
         _spending(effects),
         _undecided(run, effects),
         CAVEAT,
     )
-    return Section("interventions", said, [HEADINGS, *map(_cells, effects)], [plane(effects)], commands)
+    drawn = plane(effects, earned_per_nat(run))
+    return Section("interventions", said, [HEADINGS, *map(_cells, effects)], [drawn], commands)
 
 
 def effects_of(run: Run) -> list[Effect]:
@@ -130,7 +133,8 @@ def _halving(effects: Sequence[Effect]) -> str:
     chosen = halving(effects)
     strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in chosen)
     order = certain_order(chosen, "bare_name")
-    return f"What would halve the fall when it is kept, in order of price: {strengths}. {order}" if chosen else ""
+    what = "By one step, extrapolated, these strengths would halve its fall once the momentum has adapted"
+    return f"{what}, in order of price: {strengths}. {order}" if chosen else ""
 
 
 def _keeping(effects: Sequence[Effect]) -> str:
@@ -138,6 +142,27 @@ def _keeping(effects: Sequence[Effect]) -> str:
     how = "as set, per step, in order of price, in thousandths of a nat"
     order = certain_order(chosen, "name")
     return f"Keeps entropy significantly (95 %) {how}: {_with_prices(chosen)}. {order}" if chosen else ""
+
+
+def earned_per_nat(run: Run) -> float:
+    """Return the reward that plain steps earn per nat of entropy that they spend, the yardstick of prices.
+
+    nan unless both are significant: their ratio could be anything.
+    """
+    fall, gain = (run.last(f"intervention/plain_{quantity}") for quantity in ("mean_delta_h", "mean_delta_reward"))
+    if fall is None or gain is None or not (fall.bounds()[1] < 0 and gain.bounds()[0] > 0):
+        return math.nan
+    return -gain.value / fall.value
+
+
+def _yardstick(run: Run) -> str:
+    earned = earned_per_nat(run)
+    if math.isnan(earned):
+        return ""
+    return (
+        f"The yardstick: plain steps earn {earned:.2g} of reward per nat that they spend. What has a lower price keeps "
+        "a nat for less."
+    )
 
 
 def _spending(effects: Sequence[Effect]) -> str:
@@ -211,19 +236,23 @@ def _cells(effect: Effect) -> list[str]:
     return list(map(on_one_line, cells))
 
 
-def plane(effects: Sequence[Effect]) -> Chart:
-    """Return the chart of effects: each intervention is a labelled cross of error bars, the plain step lies at (0, 0).
+def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
+    """Return the chart of effects as they act when kept: each intervention is a labelled cross of error bars.
 
-    Unknown changes and changes of exactly zero are not drawn.
+    The plain step lies at (0, 0). Unknown changes and changes of exactly zero are not drawn.
+
+    Args:
+        effects: The interventions.
+        earned: Reward that plain steps earn per nat, drawn as a line; nan if unknown.
     """
     ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
     rewards, entropies = (
-        to_rows({effect.name: getattr(effect, field) for effect in ordered}) for field in ("delta_reward", "delta_h")
+        to_rows({effect.name: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
     )
     changes = rewards["value"].abs() + entropies["value"].abs()
     rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
     if rewards.empty:
-        return draw("interventions", [], ["no intervention has a known effect"])
+        return draw("interventions", [], ["no intervention has a known effect"], has_yardstick=False)
     reach, heights = (
         MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
     )
@@ -237,21 +266,28 @@ def plane(effects: Sequence[Effect]) -> Chart:
         for name in rewards.index
     }  # fmt: skip
     offsets = label_offsets(places, PLANE_HEIGHT)
+    prices: dict[str, tuple[float, str, tuple[int, ...]]] = {f"price {at:g}": (at, GREY, (2, 3)) for at in PRICES}
+    if earned > 0:
+        prices[f"plain steps earn {earned:.2g} per nat"] = (earned, ORANGE, ())
     series = [
-        *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
+        *(Series(name, color, [-far, far], [far / at, -far / at], dash=dash)
+          for name, (at, color, dash) in prices.items()),
         *(
-            Series.cloud(
-                name,
-                BLUE,
-                "circle",
-                rewards.loc[[name]],
-                entropies.loc[[name]],
-                MILLI,
-                text=name,
-                text_offset=offsets[name],
-            )
+            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
+                         text_offset=offsets[name])
             for name in rewards.index
         ),
         Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
-    ]
-    return draw("interventions", series, ends=ends)
+    ]  # fmt: skip
+    return draw("interventions", series, ends=ends, has_yardstick=earned > 0)
+
+
+def _kept_entropy(effect: Effect) -> Estimate:
+    """Return the change of entropy when kept; that of one step where the factor between the two is unknown."""
+    return effect.delta_h if math.isnan(effect.kept.value) else effect.kept
+
+
+def _kept_reward(effect: Effect) -> Estimate:
+    """Return the change of reward when kept: reward is linear in the step, as entropy is, and has the same factor."""
+    factor = effect.kept.value / effect.delta_h.value if effect.delta_h.value else math.nan
+    return effect.delta_reward if math.isnan(factor) else times(effect.delta_reward, factor)

@@ -199,7 +199,7 @@ def _interventions(run: Run) -> Iterator[Row]:
         yield Row("interventions", "none needed", "entropy is being spent on reward; the page lists what would keep it")
     elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
-        yield Row("interventions", strengths, "would halve the fall of entropy when kept, in order of price")
+        yield Row("interventions", strengths, "would halve the fall, extrapolated from one step; in order of price")
     elif effects and not is_falling(run):
         yield Row("interventions", "none needed", NO_FALL)
     elif keep:

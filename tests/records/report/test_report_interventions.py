@@ -78,7 +78,7 @@ def told(folder: Path) -> Section:
 
 
 def test_the_sentences_name_the_fall_what_halves_it_and_insignificant_effects(tmp_path: Path) -> None:
-    fall, halving, keeping, spending, untold, caveat = told(record(tmp_path / "run")).sentences
+    fall, halving, keeping, yardstick, spending, untold, caveat = told(record(tmp_path / "run")).sentences
     half = T_7 * 0.1
     assert fall == (
         f"Now, since step 11, a step changes entropy by -2.00 ± {half:.2f} thousandths of a nat (mean of the "
@@ -86,12 +86,14 @@ def test_the_sentences_name_the_fall_what_halves_it_and_insignificant_effects(tm
         f"+3.00 ± {half:.2f} of reward; step 11, the last of them, has -0.05 ± {half:.2f}."
     )
     assert halving == (
-        "What would halve the fall when it is kept, in order of price: lr 0.5 (price 4.0 (3.0 … 5.0)); "
-        "bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices all overlap: their order is not certain."
+        "By one step, extrapolated, these strengths would halve its fall once the momentum has adapted, in order of "
+        "price: lr 0.5 (price 4.0 (3.0 … 5.0)); bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices all "
+        "overlap: their order is not certain."
     )
     assert [keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")] == sorted(
         keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")
     )
+    assert yardstick.startswith("The yardstick: plain steps earn 1.5 of reward per nat that they spend.")  # 3e-3 / 2e-3
     assert "lr:2 -1.00" in spending
     assert untold == (
         "No significant effect on entropy: psr (needs about 14 more measured steps); "
@@ -170,6 +172,30 @@ def test_each_interval_in_the_plane_is_drawn_along_its_own_axis(tmp_path: Path) 
     (cross,) = (series for series in drawn.series if series.label == "psr")
     ends = [*cross.left, *cross.right, *cross.low, *cross.high]
     assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])
+
+
+def test_the_plane_shows_effects_as_they_act_when_kept_beside_what_plain_steps_earn(tmp_path: Path) -> None:
+    """bonus:0.02 moves one step by .2 (entropy) and −1 (reward); its kept effect is ten times that, lr's the same."""
+    (drawn,) = told(record(tmp_path / "run")).charts
+    places = {series.label: (list(series.x)[-1], list(series.y)[-1]) for series in drawn.series}
+    assert places["bonus:0.02"] == pytest.approx((-10.0, 2.0))
+    assert places["lr"] == pytest.approx((-4.0, 1.0))
+    across, up = places["plain steps earn 1.5 per nat"]
+    assert up == pytest.approx(-across / 1.5)
+    (unsure,) = told(record(tmp_path / "other", fall=-1e-4)).charts  # no significant fall: no yardstick
+    assert not any("per nat" in series.label for series in unsure.series)
+
+
+def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    trainer = {"class": "GRPOTrainer", "output_dir": "out", "learning_rate": 1e-5}
+    only_lr = {"lr": MEASURED["lr"]}
+    lines = told(record(tmp_path / "run", which=only_lr, trainer=trainer)).commands
+    compile("\n".join(lines[:-1]), "lines", "exec")
+    assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 2
+    assert "GRPOConfig(learning_rate=5e-06)" in lines[4]
+    assert shlex.split(lines[-1]) == ["rl-training", "report", f"{tmp_path}/run_plain", f"{tmp_path}/run_lr_0.5"]
 
 
 def test_an_unbounded_interval_does_not_widen_the_plane() -> None:

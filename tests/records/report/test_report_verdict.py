@@ -238,7 +238,8 @@ def test_the_advice_for_lost_entropy_is_the_cheapest_measured_intervention(tmp_p
     told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
     assert opening(read_run(folder)).advice == (
-        "To change: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention that keeps entropy."
+        "To change: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention that keeps entropy. Try it "
+        "from a checkpoint first: the section on interventions has the lines."
     )
 
 
