@@ -115,7 +115,8 @@ test-verl-loop: $(VERL)/installed
 	$(VERL)/bin/python -m pytest tests/hosts/verl -m slow
 
 # Versions of TRL before and after which something differs (rl_training/hosts/trl/versions.py), and the newest release, even
-# if setup.cfg excludes it. TRL itself cannot train on the CPU in 1.15. Only torch's build is kept from constraints.txt.
+# if setup.cfg excludes it. TRL itself cannot train on the CPU in 1.15. Only torch's build is kept from constraints.txt, and
+# with TORCH=newest not even that.
 COMPAT ?= .venv-compat
 TRLS ?= 1.0.0 1.6.0 1.8.0 1.13.0 1.14.2 newest
 WHOLE := 1.0.0 1.13.0 # with all tests of TRL's trainer; the others with a selection
@@ -130,6 +131,8 @@ $(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
+	$(if $(filter newest,$(TORCH)),$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --upgrade \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch)
 	touch $@
 
 compat: $(addprefix compat-,$(TRLS))
