@@ -131,8 +131,8 @@ $(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
-	$(if $(filter newest,$(TORCH)),$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --upgrade \
-	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch)
+	$(if $(filter newest,$(TORCH)),$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	  --upgrade $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch)
 	touch $@
 
 compat: $(addprefix compat-,$(TRLS))

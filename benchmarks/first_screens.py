@@ -24,6 +24,7 @@ RUNS = {  # by name of the picture: folder of the run, height of the first scree
     "report_too_large_a_step": ("rate_3e_3", 700),
     "report_hacked": ("loophole", 620),
     "report_bonus": ("entropy_bonus_3", 720),
+    "report_sampler": ("fault_top_p_.7/seed_0", 365),
     "report_batch": ("fault_two_prompts_a_step/seed_0", 450),
 }
 WIDTH, SCALE, COLOURS = 900, 2, 64

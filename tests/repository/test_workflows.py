@@ -54,9 +54,10 @@ def test_no_package_is_installed_from_an_index_other_than_pypi() -> None:
     assert asking == []
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     with_index = [line for line in makefile.splitlines() if "index-url" in line and not line.startswith("#")]
-    assert len(with_index) == 1
-    assert "--no-deps" in with_index[0]
+    assert len(with_index) == 2  # torch as pinned, and the newest one for make compat
+    assert all("--no-deps" in line for line in with_index)
     assert "'^torch=='" in with_index[0]
+    assert with_index[1].endswith(" torch)")
 
 
 def test_the_weekly_workflow_runs_every_version_that_make_compat_runs() -> None:
