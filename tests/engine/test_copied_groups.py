@@ -41,6 +41,7 @@ def test_a_group_and_its_copies_are_one_unit() -> None:
     assert "only 3 of the 4 groups" in found.limit
     assert not found.on_several_ranks
     assert copies_of([A, B, C]) == Copies()
+    assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 8, [0] * 9])]) == Copies()  # 0 is a token like any
 
 
 def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:

@@ -346,6 +346,24 @@ def test_a_step_without_a_formula_is_shortened_by_interpolating_the_weights(
     assert trainer.kl_of_step(0, responses=4) == pytest.approx(said["bound/kl"], rel=1e-2)
 
 
+def test_a_step_without_a_formula_that_ends_in_nan_weights_is_undone() -> None:
+    model, part = load_tiny()[0].train(), microbatches(1)[0]
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    before = parameters_to_vector(model.parameters()).detach().clone()
+    with measured_loop(
+        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=1, target_kl_share=SHARE
+    ) as measured, measured.step(1):  # fmt: skip
+        logps, entropies = scores_of(model, part)
+        measured.microbatch(part, logps, entropies.detach())
+        loss_of(logps, part, 1).backward()
+        measured.gradients_ready()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        optimizer.step()
+    assert torch.equal(parameters_to_vector(model.parameters()), before)
+    assert measured.latest["bound/kl"].code == "no_kl"
+
+
 def test_rounding_that_hides_small_steps_is_reported_and_refused(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(
         target_kl_share=1e-7, dtype=torch.bfloat16, **FEW | {"learning_rate": 1e-2, "bf16": True, "max_steps": 3}

@@ -24,7 +24,13 @@ from rl_training.entropy.length_and_reward import reward_gradient
 from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
-from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.probes import (
+    GradientNoiseScaleProbe,
+    InterventionsProbe,
+    MeasuredStepProbe,
+    SamplerProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.statistics.limit import Limit
 from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Limits
 from rl_training.step.needs import Need
@@ -139,11 +145,11 @@ def whitened(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def test_no_step_changes_the_mean_of_rewards_relative_to_their_group(make_trainer: Any) -> None:
-    names = ("delta_reward/forward", "measured/delta_reward", "intervention/lr/delta_reward")
+    names = ("delta_reward/forward", "measured/delta_reward", "intervention/lr/delta_reward", "sampler/reward_gap")
     for reward, code in ((whitened, "relative_rewards"), (graded, "")):
         trainer = make_trainer(GRPOTrainer, **PLAIN | WIDER | {"max_steps": 2, "reward": reward})
         probes = [SimpleEntropyProbe(per_sequence=True), MeasuredStepProbe(), InterventionsProbe(["lr"], every=1)]
-        with attach(trainer, probes=probes, whole_prompts=True) as attached:
+        with attach(trainer, probes=[*probes, SamplerProbe()], whole_prompts=True) as attached:
             trainer.train()
         assert {attached.latest[name].code for name in names} == {code}
         assert all(math.isfinite(attached.latest[name].value) == (not code) for name in names)

@@ -14,6 +14,7 @@ from shared_rollouts import MICROBATCH, G
 
 from rl_training import EffectiveSampleSizeProbe, Records, measured_loop
 from rl_training.hosts.loop import MeasuredLoop
+from rl_training.records.claim import RUN_ID_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.tasks.models import load_tiny
 
@@ -80,6 +81,7 @@ def test_two_loops_at_the_same_time_never_interleave(tmp_path: Path) -> None:
 def test_a_loop_that_resumes_continues_in_its_own_folder_whatever_else_lies_beside_it(tmp_path: Path, caplog) -> None:
     logs = tmp_path / "run" / "logs"
     Loop(logs).train(1, 3, 1.0)
+    (logs / RUN_ID_FILE).unlink()  # a training without an id is no other one's
     Loop(logs).train(1, 1, 2.0)
     own = Loop(logs)
     own.train(1, 3, 3.0)
@@ -88,6 +90,8 @@ def test_a_loop_that_resumes_continues_in_its_own_folder_whatever_else_lies_besi
     assert mine(tmp_path / "run-3" / "logs") == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0)]
     resumed = Loop(logs)
     resumed.measured.load_state_dict(state)
+    saved_again = resumed.measured.state_dict()["measured_loop"]["run_id"]  # before its first step
+    assert torch.equal(saved_again, state["measured_loop"]["run_id"])
     resumed.train(4, 5, 4.0)
     assert mine(tmp_path / "run-3" / "logs") == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 4.0), (5, 4.0)]
     unknown = Loop(logs)

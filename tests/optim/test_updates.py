@@ -94,6 +94,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     layout.chunk_size = 8
     pieces = OptimizerPieces(layout, parameters, states)
     steps = LeaveOneOutUpdates(pieces, fold_means(mean, Rows.holding(layout, rows), sizes), max_grad_norm, identity)
+    assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
     for k in range(3):
         others = [i for i in range(3) if i != k]
         mean_of_others = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()

@@ -150,6 +150,7 @@ def test_the_last_line_after_ctrl_c_says_how_to_resume(make_trainer, tmp_path: P
     """It is the exception's note, which Python shows below the traceback."""
     saving = PLAIN | {"save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(**saving)
+    (Path(trainer.args.output_dir) / "checkpoint-7").mkdir(parents=True)  # of an earlier training
     trainer.add_callback(Raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt) as ended, attach(trainer, tmp_path / "run", "ess"):
         trainer.train()

@@ -59,8 +59,10 @@ def test_a_first_line_that_a_kill_has_cut_off_is_removed(tmp_path: Path) -> None
     assert steps_in(tmp_path) == [1]
 
 
-def test_a_last_line_without_its_break_is_read_and_the_next_step_begins_a_new_line(tmp_path: Path) -> None:
-    write(tmp_path, *STEPS)
+@pytest.mark.parametrize("long", [0, 200_000])  # the second is read in several blocks
+def test_a_last_line_without_its_break_is_read_and_the_next_step_begins_a_new_line(tmp_path: Path, long: int) -> None:
+    write(tmp_path, 1, 2)
+    Records(tmp_path).write_metrics(3, {"note": "a" * long})
     file = tmp_path / METRICS_FILE
     file.write_bytes(file.read_bytes().rstrip(b"\n"))
     assert steps_in(tmp_path) == [1, 2, 3]
