@@ -82,7 +82,7 @@ class GeneratedResponses:
             self._fresh.setdefault(key, response)
         self._num_drawn.update(self._order)
 
-    def reward(self, rewards: Sequence[float], by_function: Sequence[Sequence[float]]) -> None:
+    def reward(self, rewards: Sequence[float], by_function: Sequence[Sequence[float]] | None = None) -> None:
         """Add the rewards of the latest generation, row by row. Ignored if their number differs from the responses'.
 
         Rows with the same tokens may have different rewards, because their reference answers differ. Looked up by
@@ -90,7 +90,8 @@ class GeneratedResponses:
         """
         if len(rewards) != len(self._latest):
             return
-        for key, response, reward, values in zip(self._order, self._latest, rewards, by_function, strict=True):
+        values_of_rows = by_function or [()] * len(rewards)
+        for key, response, reward, values in zip(self._order, self._latest, rewards, values_of_rows, strict=True):
             response.reward, response.by_function = reward, tuple(values)
             first = self._fresh[key]
             if first is not response and not _are_equal(first.reward, reward):

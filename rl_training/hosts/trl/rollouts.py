@@ -154,7 +154,7 @@ class Rollouts:
         if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(ids.device, non_blocking=True)
         by_function = [() if response is None else response.by_function for response in responses]
-        if is_rewarded and len(trainer.reward_funcs) > 1 and all(by_function):
+        if is_rewarded and all(len(values) > 1 for values in by_function):
             output[batches.REWARDS_BY_FUNCTION] = torch.tensor(by_function).to(ids.device, non_blocking=True)
         num_foreign = 0 if not self._generated else is_fresh.count(False)
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
@@ -170,7 +170,7 @@ class Rollouts:
             self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
         self._old_logps_are_own = None
-        if is_measured and has_dropout(self._policy.model) and batches.OLD_LOGPS in output:
+        if is_measured and batches.OLD_LOGPS in output and has_dropout(self._policy.model):
             self._old_logps_are_own = own_up_to_dropout(self.read(output), batches.are_hidden(output), self._policy)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
