@@ -16,10 +16,13 @@ MAX_RESULT_BYTES = 2**26  # of an evaluation's or an analysis's numbers
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file. Raises UserError, naming the file, if it has more than `max_bytes`."""
-    if path.stat().st_size > max_bytes:  # before any memory is taken for it
+    size = path.stat().st_size
+    if size > max_bytes:  # before any memory is taken for it
         raise UserError(_too_large(path, max_bytes))
-    with open(path, "rb") as file:
-        data = file.read(max_bytes + 1)
+    with open(path, "rb") as file:  # read(n) takes memory for n bytes, however few there are
+        data = file.read(size + 1)
+        if len(data) > size:  # it has grown, or it is no ordinary file
+            data += file.read(max_bytes)
     if len(data) > max_bytes:
         raise UserError(_too_large(path, max_bytes))
     return data
