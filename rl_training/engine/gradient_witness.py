@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.engine.verifier import sample_entries
 from rl_training.optim.updates import clipping
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import sample_entries
 from rl_training.step.data import StepData
 
 TOLERANCE = 0.01  # relative difference of the gradients that rounding may make, also of gradients in bf16
