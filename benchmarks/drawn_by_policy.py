@@ -22,6 +22,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PrinterCallback, TrainerCallback

@@ -15,6 +15,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 from PIL import Image
 
 from rl_training.records.report import write_report

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 LINES_OF_LOG = 30  # how much of a failed section's output is shown
 SCRIPT = Path(__file__).with_name("gpu_sections.py")
 

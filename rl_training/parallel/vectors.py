@@ -269,7 +269,7 @@ def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Ten
 def _reduced(values: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Return the fp64 sums of so many consecutive values each, (…, counts). Long sums are made of parallel segments."""
     sums = values.double().flatten()
-    for lengths in _segments(counts * (values[..., 0].numel() if counts and values.dim() > 1 else 1), values.device):
+    for lengths in _segments(counts * math.prod(values.shape[:-1]), values.device):
         sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)  # unsafe: skips a check that would wait
     return sums.view(*values.shape[:-1], len(counts))
 

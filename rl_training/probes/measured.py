@@ -193,8 +193,8 @@ class MeasuredStepProbe(Probe):
             remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             averages = errors.average(self._error_decay)
             estimates |= _with_averaged_errors({name: estimates[name] for name in names}, *averages, remark)
-        estimates |= sums
         estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
+        estimates |= sums
         last_step = ctx.step.number - 1
         return {
             name: dataclasses.replace(estimate, about_step=last_step) for name, estimate in estimates.items()

@@ -130,7 +130,7 @@ def test_the_command_copies_the_bundled_files(environment: Path, tmp_path: Path)
         return ended.stdout + ended.stderr
 
     assert re.findall(r"^  ([a-z-]+) ", said(), re.MULTILINE) == [
-        "train", "analyze", "evaluate", "report", "kernel", "dashboard", "config", "launch-file",
+        "train", "analyze", "evaluate", "attach", "report", "kernel", "dashboard", "config", "launch-file",
         "rl-training",
     ]  # fmt: skip
     assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # the YAML file names launch/zero2.json

@@ -37,6 +37,4 @@ def test_codes_are_identifiers_and_almost_all_unique() -> None:
     by_code: dict[str, list[str]] = {}
     for name, limit in named.items():
         by_code.setdefault(limit.code, []).append(name)
-    assert {code for code, names in by_code.items() if len(names) > 1} == {
-        "edited_weights", "sampling_mismatch",
-    }  # fmt: skip
+    assert {code for code, names in by_code.items() if len(names) > 1} == {"edited_weights"}

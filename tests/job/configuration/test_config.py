@@ -87,7 +87,8 @@ def test_a_bug_of_the_package_while_hydra_composes_keeps_its_traceback(monkeypat
 @pytest.mark.parametrize(("name", "probe"), BUILT_IN.items())
 def test_every_built_in_probe_has_a_file_with_its_options_and_their_defaults(name: str, probe: type[Probe]) -> None:
     written = OmegaConf.load(CONF / "probe" / f"{name}.yaml")[name]
-    defaults = {option: parameter.default for option, parameter in inspect.signature(probe).parameters.items()}
+    _, *options = inspect.signature(probe.__init__).parameters.values()
+    defaults = {option.name: option.default for option in options}
     assert written == OmegaConf.create({"_target_": f"rl_training.probes.{probe.__name__}", **defaults})
 
 
