@@ -17,13 +17,13 @@ import forks
 import matplotlib.pyplot as plt
 import pytest
 from configs import QUICK
-from trainers import FEW, SGD, SHAPE, every_probe, trained_weights, trainer_maker
+from trainers import FEW, SGD, SHAPE, every_probe, graded, trained_weights, trainer_maker
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
 from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClassesProbe
+from rl_training.probes import InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe, TokenClassesProbe
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
@@ -109,13 +109,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     assert trainer.attachment.latest["reward_spread/all"].value > 0
     mismatched = trainer_maker(folder)(probes=[SimpleEntropyProbe()], top_p=0.9, **FEW)
     mismatched.train()
-    bounded = trainer_maker(folder)(target_kl_share=2e-3, **FEW)
+    options = {"probes": [SimpleEntropyProbe(unclipped=True), MeasuredStepProbe()], "target_kl_share": 2e-3}
+    bounded = trainer_maker(folder)(**options, **FEW | {"reward": [graded, brief]})
     bounded.train()
     bare = trainer_maker(folder)(GRPOTrainer, num_generations=4, **FEW)
     bare.train()
     names |= {*mismatched.attachment.latest, *bounded.attachment.latest}
     guide = {name for name in names if name.startswith("reward_spread/")}
     return names - logged(bare) - guide
+
+
+def brief(completions: list[str], **kwargs: Any) -> list[float]:
+    return [-0.1 * len(text) for text in completions]
 
 
 def logged(trainer: GRPOTrainer) -> set[str]:
