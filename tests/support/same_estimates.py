@@ -30,7 +30,7 @@ def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict
     Args:
         fields: 1 compares only values, 2 also standard errors.
     """
-    assert expected.keys() ^ actual.keys() == set()
+    assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     largest: dict[str, float] = {}
     for (step, name), row in expected.items():
         if name == "step/formula_error":
