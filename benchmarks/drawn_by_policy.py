@@ -186,14 +186,14 @@ class OtherWeights(GRPOTrainer):
         raise NotImplementedError
 
     def _generate(self, prompts: Any) -> Any:
-        own = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        weights = {name: param.detach().clone() for name, param in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
-            param.data.copy_(self.other(name, own[name]))
+            param.data.copy_(self.other(name, weights[name]))
         try:
             return super()._generate(prompts)
         finally:
             for name, param in self.model.named_parameters():
-                param.data.copy_(own[name])
+                param.data.copy_(weights[name])
 
 
 class Noisy(OtherWeights):

@@ -81,8 +81,8 @@ class LoopClaim:
     def state(self, probes: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Return the states of the probes and the id of the training as tensors. There is no id without records."""
         run_id = self._run_id or self._loaded_id
-        own = {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
-        return tensors_by_name(probes) | own
+        claim = {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+        return tensors_by_name(probes) | claim
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], initial: Mapping[str, Any]) -> dict[str, Any]:
         """Restore what `state` returned, and return the states of the probes.

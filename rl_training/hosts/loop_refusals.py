@@ -220,8 +220,8 @@ def _refuse_undeclared_autocast(rollout: Rollout, logps: Tensor, policy: Policy)
 
     The graphs show it: under autocast, some of their nodes are in a dtype that the weights do not have.
     """
-    own = policy.score(rollout, torch.arange(1, device=logps.device)).logps
-    undeclared = half_dtypes(logps) - half_dtypes(own)
+    scored = policy.score(rollout, torch.arange(1, device=logps.device)).logps
+    undeclared = half_dtypes(logps) - half_dtypes(scored)
     if undeclared:
         dtype, device = min(map(str, undeclared)), logps.device.type
         raise UserError(

@@ -173,7 +173,7 @@ def parse_interventions(names: Iterable[Any], setting: str) -> list[Intervention
     Raises:
         UserError: If it is not a list of names, or if a name is unknown or occurs twice.
 
-    >>> [each.name for each in parse_interventions(["psr", "lr:2"], "which")]
+    >>> [intervention.name for intervention in parse_interventions(["psr", "lr:2"], "which")]
     ['psr', 'lr:2']
     """
     if isinstance(names, str | Mapping) or not isinstance(names, Iterable):

@@ -162,7 +162,7 @@ class ScoreCheck:
         variance = (square - 2.0 * mean * product + mean.square() * square_tokens).clamp(min=0.0)
         variance *= num_rows / (num_rows - 1.0) / num_tokens.square()
         estimates = (Estimate(0.0, error, int(num_rows)) for error in variance.sqrt().tolist())
-        return mean.abs(), torch.tensor([each.half_width(1.0 - SHIFT_CHANCE) for each in estimates]).to(mean)
+        return mean.abs(), torch.tensor([estimate.half_width(1.0 - SHIFT_CHANCE) for estimate in estimates]).to(mean)
 
     def _score_with_other_masks(self, parts: list[Tensor]) -> list[Scores]:
         """Score these rows, with independent dropout masks for each part. Collective if weights are sharded."""

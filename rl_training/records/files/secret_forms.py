@@ -49,16 +49,16 @@ def mask_forms(text: str) -> str:
 
 def secrets_of_form(text: str) -> list[str]:
     """Return the secrets in a text that are recognized by their form, to mask them elsewhere too."""
-    users = [found[1] for found in USER.finditer(text)]
-    hooks = [found[2] for found in HOOK.finditer(text)]
-    tokens = [found[0] for found in TOKENS.finditer(text)]
+    users = [match[1] for match in USER.finditer(text)]
+    hooks = [match[2] for match in HOOK.finditer(text)]
+    tokens = [match[0] for match in TOKENS.finditer(text)]
     return [*tokens, *hooks, *users, *(user.partition(":")[2] for user in users)]
 
 
-def _mask_parameter(found: re.Match[str]) -> str:
-    name = found["name"]
+def _mask_parameter(match: re.Match[str]) -> str:
+    name = match["name"]
     words = re.split(r"[-_.]", name.lower())
-    return f"{name}={MASK}" if words[-1] in OPENS or is_secret(name) else found[0]
+    return f"{name}={MASK}" if words[-1] in OPENS or is_secret(name) else match[0]
 
 
 def _mask_fields(text: str) -> str:

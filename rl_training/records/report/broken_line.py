@@ -140,16 +140,16 @@ def _noise(values: np.ndarray) -> float:
     Second differences have no trend. Those of neighbours have the variance 2σ²(1 − ρ)(3 − ρ), those of every other
     value 2σ²(1 − ρ²)(3 − ρ²): their ratio, (1 + ρ)(3 − ρ²)/(3 − ρ), gives ρ.
     """
-    one, two = (
+    of_neighbours, of_others = (
         _trimmed_variance(values[: -2 * lag] - 2 * values[lag:-lag] + values[2 * lag :])
         for lag in (1, 2 if len(values) >= 2 * MIN_PIECE else 1)
     )
-    if not one > 0:
+    if not of_neighbours > 0:
         return 0.0
     rhos = np.linspace(0.0, MAX_CORRELATION, 50)
-    rho = float(np.interp(two / one, (1 + rhos) * (3 - rhos**2) / (3 - rhos), rhos))
+    rho = float(np.interp(of_others / of_neighbours, (1 + rhos) * (3 - rhos**2) / (3 - rhos), rhos))
     rho *= len(values) / (len(values) + PRIOR_VALUES)
-    return math.sqrt(one / (2 * (1 - rho) * (3 - rho)) * (1 + rho) / (1 - rho))
+    return math.sqrt(of_neighbours / (2 * (1 - rho) * (3 - rho)) * (1 + rho) / (1 - rho))
 
 
 def _trimmed_variance(changes: np.ndarray) -> float:
