@@ -21,7 +21,7 @@ ROWS = [{"prompt": f"{a}+{b}=?<think>", "answer": str(a + b)} for a, b in SUMS]
 def right(completions, answer, **kwargs):
     """1 for the right answer."""
     given = [re.findall("<answer>(.*?)</answer>", text) for text in completions]
-    return [float(numbers == [right]) for numbers, right in zip(given, answer, strict=True)]
+    return [float(numbers == [wanted]) for numbers, wanted in zip(given, answer, strict=True)]
 
 
 def short(completions, **kwargs):

@@ -170,7 +170,9 @@ class InterventionsProbe(Probe):
         mean, mean_kept = running.mean(), means[intervention.name + KEPT].mean()
         unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.estimates(no_reward)
-        price, mean_price = (reward if no_reward else effects.minus_ratio(INTERVAL_INCLUDES_ZERO) for effects in (pair, mean))
+        price, mean_price = (
+            reward if no_reward else effects.minus_ratio(INTERVAL_INCLUDES_ZERO) for effects in (pair, mean)
+        )
         return [
             delta,
             pair.times(factor).estimate(0, unknown or delta.reason),
