@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,24 @@ def default_trainer(
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # it prints a log line per step
     return trainer
+
+
+def in_a_fork(folder: Path, work: Callable[[], None]) -> None:
+    """Run `work` in a fork of this process, which has imported everything. Its output and error go to `folder`/log."""
+
+    def logged() -> None:
+        with open(folder / "log", "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            try:
+                work()
+            except BaseException:  # the caller sees that the result is missing
+                traceback.print_exc()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=logged)
+    process.start()
+    process.join()
 
 
 class Progress(TrainerCallback):

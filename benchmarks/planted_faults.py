@@ -11,10 +11,8 @@ found if "what stands out" has a line that names it. Any line for a healthy trai
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
+import functools
 import random
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 import rl_training.job.silence  # noqa: F401
 
 import torch
+from default_task import in_a_fork
 from faults import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
 from trl import GRPOConfig, GRPOTrainer
 
@@ -68,24 +67,6 @@ def train(planted: Planted, folder: Path, seed: int) -> None:
         with attach(trainer, records, probes, whole_prompts=True):
             trainer.train()
     (folder / "done").touch()
-
-
-def in_a_fork(planted: Planted, folder: Path, seed: int) -> None:
-    """Train in a fork of this process, which has imported everything. Its output goes to `folder`/log."""
-
-    def work() -> None:
-        with open(folder / "log", "wb") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            try:
-                train(planted, folder, seed)
-            except BaseException:
-                traceback.print_exc()
-
-    folder.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
 
 
 def folders(out: Path, seed: int) -> Iterator[tuple[str, Planted, Path]]:
@@ -140,7 +121,7 @@ def main() -> None:
     for seed in chosen.seed:
         for name, planted, folder in folders(chosen.out, seed) if chosen.only != "judge" else ():
             if not (folder / "done").exists():
-                in_a_fork(planted, folder, seed)
+                in_a_fork(folder, functools.partial(train, planted, folder, seed))
                 print(name, "trained" if (folder / "done").exists() else f"failed: see {folder / 'log'}", flush=True)
         if chosen.only != "train":
             print(f"\nSeed {seed}\n")

@@ -11,14 +11,12 @@ anew with each seed. The trainings are plain trl.GRPOTrainer runs on three tasks
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
-import multiprocessing
-import os
 import random
 import re
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ import rl_training.job.silence  # noqa: F401
 
 import numpy as np
 import torch
+from default_task import in_a_fork
 from faults import SETTINGS
 from trl import GRPOConfig, GRPOTrainer
 
@@ -284,25 +283,7 @@ def train(training: Training, folder: Path) -> None:
     trainer = GRPOTrainer(model, training.rewards(), args, train_dataset=task.train_dataset, processing_class=tokenizer)
     with attach(trainer, Records(folder / "logs"), ["simple", "measured", "gns"], whole_prompts=True):
         trainer.train()
-
-
-def in_a_fork(training: Training, folder: Path) -> None:
-    """Train in a fork of this process, which has imported everything. Its output goes to `folder`/log."""
-
-    def work() -> None:
-        with open(folder / "log", "wb") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            try:
-                train(training, folder)
-                (folder / "done").touch()
-            except BaseException:
-                traceback.print_exc()
-
-    folder.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
+    (folder / "done").touch()
 
 
 def judge_trainings(out: Path, names: list[str]) -> None:
@@ -313,7 +294,7 @@ def judge_trainings(out: Path, names: list[str]) -> None:
         if names and name not in names:
             continue
         if not (folder / "done").exists():
-            in_a_fork(training, folder)
+            in_a_fork(folder, functools.partial(train, training, folder))
         text = first_lines(folder)
         first = opening(read_run(folder))
         print(f"| {name} | {training.settings['max_steps']} | {first.headline}{first.evidence} {first.advice} | "
