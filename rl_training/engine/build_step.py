@@ -91,7 +91,7 @@ def build_step(
             limits,
             one_fold=loop.one_fold_limit(step_recorder.probes) if batch.num_folds < 2 else None,
             other_terms=other_terms,
-            relative_rewards=None if limits.split_prompts else checks.rewards.limit(joined.rollout, ranks),
+            relative_rewards=checks.relative_rewards(joined.rollout, limits, ranks),
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -206,7 +207,8 @@ class StepRecorder:
 
         If one microbatch has a sampler's log-probabilities, on-policy microbatches without them get the policy's own,
         for a ratio of 1. An off-policy microbatch without them makes those of the whole step unknown. One microbatch
-        without rewards makes all rewards unknown, and so for which responses were truncated.
+        without rewards makes all rewards unknown, and so for which responses were truncated. The values of reward
+        functions are kept if all microbatches of all ranks have the same ones.
         """
         rollouts = self.rollouts
         local_flags = [
@@ -217,8 +219,12 @@ class StepRecorder:
             any(rollout.rewards is None for rollout in rollouts),
             any(rollout.truncated is None for rollout in rollouts),
         ]
+        names_of_rewards = [tuple(rollout.rewards_by_name) for rollout in rollouts]
+        digest = float(zlib.crc32(repr(names_of_rewards[0]).encode()) % 2**20)  # its square is exact in fp64
+        local_flags += [len({*names_of_rewards}) > 1, 1.0, digest, digest**2]
         flags = torch.tensor(local_flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
-        sampled, old, off_policy, unknown, unrewarded, untold = ranks.reduce(flags).tolist()
+        sampled, old, off_policy, unknown, unrewarded, untold, *of_names = ranks.reduce(flags).tolist()
+        differ, num_ranks, digests, squares = of_names
         names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
         filled = []
         for rollout, scores in zip(rollouts, self.scores, strict=True):
@@ -229,6 +235,8 @@ class StepRecorder:
             joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
         if untold:
             joined = dataclasses.replace(joined, truncated=None)
+        if differ or digests**2 != num_ranks * squares:
+            joined = dataclasses.replace(joined, rewards_by_name={})
         return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
     def join_scores(self, rollout: Rollout) -> Scores:

@@ -47,6 +47,11 @@ class RewardCheck:
         if num_groups:
             is_equal = high - low <= TOLERANCE * largest
             self._log_chance = self._log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
+        return self.known_limit
+
+    @property
+    def known_limit(self) -> Limit | None:
+        """The limit by the steps so far."""
         return RELATIVE_REWARDS if self._log_chance < math.log(MAX_CHANCE) else None
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.reward_check import RewardCheck
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.limit import Limit
+from rl_training.step.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,16 @@ class StepChecks:
     padding: PaddingCheck = field(default_factory=PaddingCheck)
     terms: TermsCheck = field(default_factory=TermsCheck)
     rewards: RewardCheck = field(default_factory=RewardCheck)
+
+    def relative_rewards(self, rollout: Rollout, limits: Limits, ranks: Ranks) -> Limit | None:
+        """Return the limit if rewards are relative to their group, else None. Collective.
+
+        Only independent groups are evidence: copies, and groups that an earlier step has shown, are not counted again.
+        """
+        if limits.split_prompts:
+            return None
+        is_repeated = limits.reused or limits.copied_groups
+        return self.rewards.known_limit if is_repeated else self.rewards.limit(rollout, ranks)
 
     def sampling_limit(self, rollout: Rollout, loop: LoopSpec, edit_limit: Limit | None) -> Limit | None:
         """Return the limit if these are not samples of the policy that is trained and scored, else None. Collective.

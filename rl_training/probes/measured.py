@@ -277,10 +277,10 @@ def _add_to_sums(
     state: WeightsBefore, changes: Mapping[str, Estimate], last_step: int
 ) -> tuple[WeightsBefore, dict[str, Estimate]]:
     """Return the state with these changes over `last_step` added to its sums, and the sums as estimates by name."""
-    sums = state.sums.add(list(changes.values()), last_step + 1 - state.step)
+    sums = state.sums.add(changes, last_step + 1 - state.step)
     first = state.first or state.step
-    estimates = sums.estimates(list(changes.values()), last_step + 1 - first)
-    of_names = dict(zip(map(_name_of_sum, changes), estimates, strict=True))
+    estimates = sums.estimates(changes, last_step + 1 - first)
+    of_names = {_name_of_sum(name): estimate for name, estimate in estimates.items()}
     return dataclasses.replace(state, sums=sums, first=first), of_names
 
 

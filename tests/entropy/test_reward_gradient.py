@@ -20,6 +20,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import Reading, attach
 from rl_training.engine.reward_check import RewardCheck
+from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.length_and_reward import reward_gradient
 from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
@@ -170,6 +171,16 @@ def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> N
     assert check.limit(alike, ALONE) is None
     flat = rewarded([[1.0, 1.0]] * 10)
     assert all(RewardCheck().limit(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
+
+
+@pytest.mark.parametrize("again", ["reused", "copied_groups"])
+def test_groups_that_are_there_again_are_no_further_evidence(again: str) -> None:
+    checks, alike = StepChecks(), rewarded([[0.0, 1.0]] * 10)
+    repeated = Limits(**{again: Limit(again, "there again")})
+    assert [checks.relative_rewards(alike, repeated, ALONE) for _ in range(5)] == [None] * 5
+    fresh = [checks.relative_rewards(alike, Limits(), ALONE) is None for _ in range(3)]
+    assert fresh == [True, True, False]
+    assert checks.relative_rewards(alike, repeated, ALONE) is RELATIVE_REWARDS  # as known from before
 
 
 def test_groups_on_two_processes_are_compared_with_each_other() -> None:

@@ -252,3 +252,19 @@ def test_truncated_responses_are_known_on_every_process_or_on_none() -> None:
         return step.join_rollouts(ranks).truncated is None
 
     assert CountingRanks().run(joined) == [True, True]
+
+
+@pytest.mark.parametrize("second", [(), ("length",), ("format", "right")])
+def test_values_of_reward_functions_are_known_on_every_process_or_on_none(second: tuple[str, ...]) -> None:
+    """Otherwise the processes would sum tables of different widths."""
+
+    def names(ranks: Ranks) -> list[str]:
+        of_rank = second if ranks.number else ("right", "format")
+        rollout = dataclasses.replace(rollout_of(2), rewards_by_name={name: torch.zeros(2) for name in of_rank})
+        zeros = torch.zeros_like(rollout.completion_mask).float()
+        step = StepRecorder(1, [], rollouts=[rollout], scores=[Scores(zeros, zeros, rollout.completion_mask)])
+        return [*step.join_rollouts(ranks).rewards_by_name]
+
+    assert CountingRanks().run(names) == [[], []]
+    second = ("right", "format")
+    assert CountingRanks().run(names) == [["right", "format"]] * 2
