@@ -114,9 +114,9 @@ class StepDriver:
     def begin(self, number: int) -> None:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
         self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
-        self._residual_test.begin()
         if self.open_step.probes:
             with self._clock.timed():
+                self._residual_test.begin()
                 refuse_other_parameters(self._loop.shard)
                 if self._predictions is not None:
                     self._predictions.begin()

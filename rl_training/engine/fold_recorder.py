@@ -92,10 +92,11 @@ class FoldRecorder:
         self._reduction.num_late_gradients = self.peak_bytes = 0
         self._groups, self._sqrt_metric = groups, sqrt_metric
         num_folds = groups[-1].folds.stop
-        self._caught = [
-            torch.zeros(num_folds, len(columns), dtype=self.layout.dtype, device=self.layout.device)
-            for columns in self.layout.sampled_columns
-        ]
+        if keep_rows or sqrt_metric is not None:
+            self._caught = [
+                torch.zeros(num_folds, len(columns), dtype=self.layout.dtype, device=self.layout.device)
+                for columns in self.layout.sampled_columns
+            ]
         if keep_rows:
             self.rows = Rows(self.layout, num_folds, self._dtype, self._device)
         if sqrt_metric is not None:

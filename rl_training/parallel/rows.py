@@ -7,6 +7,7 @@ need not be zeros before.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class Rows:
             widths = [BLOCK * number for number in blocks]
             self._scales = [torch.empty(count, number, dtype=layout.dtype, device=device) for number in blocks]
         self._parts: Vector = [torch.empty(count, width, dtype=self.dtype, device=device) for width in widths]
-        self._written: set[tuple[int, int, int]] = set()  # (fold, bucket, first column)
+        self._num_written = Counter[tuple[int, int, int]]()  # how often, by (fold, bucket, first column)
 
     @classmethod
     def holding(cls, layout: Layout, vectors: Vector) -> Rows:
@@ -103,8 +104,11 @@ class Rows:
 
     @property
     def rounding(self) -> float:
-        """A generous bound on the distance that rounding moves a row, relative to its norm."""
-        return 0.05 if self.dtype == torch.int8 else 0.0
+        """A generous bound on the distance that rounding moves a row, relative to its norm.
+
+        In 8 bits each addition rounds the row once more, so the distance grows with their root.
+        """
+        return 0.05 * max(self._num_written.values(), default=1) ** 0.5 if self.dtype == torch.int8 else 0.0
 
     def receiver(self, folds: range) -> Receiver:
         """Return the receiver that adds to the rows of these folds."""
@@ -112,13 +116,14 @@ class Rows:
 
     def replace(self, folds: range, vector: Vector) -> None:
         """Write a vector, (folds, n) per bucket, over the rows of these folds."""
-        self._written = {key for key in self._written if key[0] not in folds}
+        for key in [key for key in self._num_written if key[0] in folds]:
+            del self._num_written[key]
         for bucket, values in enumerate(vector):
             self._take(folds, bucket, 0, values)
 
     def complete(self) -> None:
         """Write zeros where nothing has arrived."""
-        arrived = {(fold, bucket) for fold, bucket, _ in self._written}
+        arrived = {(fold, bucket) for fold, bucket, _ in self._num_written}
         for bucket, part in enumerate(self._parts):
             for tensor in (part, *self._scales[bucket : bucket + 1]):
                 for fold in range(len(self)):
@@ -163,8 +168,8 @@ class Rows:
 
     def _take(self, folds: range, bucket: int, first: int, values: Tensor) -> None:
         """Write or add (folds, n)."""
-        is_first = (folds.start, bucket, first) not in self._written
-        self._written.update((fold, bucket, first) for fold in folds)
+        is_first = not self._num_written[folds.start, bucket, first]
+        self._num_written.update((fold, bucket, first) for fold in folds)
         rows, columns = slice(folds.start, folds.stop), slice(first, first + values.shape[1])
         if self.dtype != torch.int8:
             target = self._parts[bucket][rows, columns]

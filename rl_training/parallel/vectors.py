@@ -318,23 +318,6 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
-    """Add a multiple of `vector` to `target` in place."""
-    for part, summand in zip(target, vector, strict=True):
-        part.add_(summand.to(part.device), alpha=factor)
-
-
-def copy(target: Vector, vector: Vector) -> None:
-    """Copy one or several vectors into `target`."""
-    for part, source in zip(target, vector, strict=True):
-        part.copy_(source)
-
-
-def rows_of(rows: Vector, indices: range) -> Vector:
-    """Return views of consecutive rows of vectors that are (F, n) per bucket."""
-    return [part[indices.start : indices.stop] for part in rows]
-
-
 def join(vectors: Sequence[Tensor]) -> Tensor:
     """Concatenate vectors into one, (n,). A single vector is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

@@ -59,6 +59,7 @@ class ScoreCheck:
     def __init__(self, batch: Batch, policy: Policy, test: ResidualTest | None = None) -> None:
         self._batch, self._policy, self._test = batch, policy, test
         self._is_sampler = test is not None and batch.rollout.sampling_logps is not None
+        self._log_ratios = _known_log_ratios(batch) if self._is_sampler else None
         # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
@@ -66,8 +67,7 @@ class ScoreCheck:
         """Compare scores of some rows on this rank, computed as training computes them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
         if self._test is not None:
-            log_ratios = self._batch.log_ratios() if self._is_sampler else None
-            of_rows = None if log_ratios is None else log_ratios[rows]
+            of_rows = None if self._log_ratios is None else self._log_ratios[rows]
             self._test.add(rows, fresh, of_rows, self._batch.rollout.untested)
 
     def score_and_compare(self, rows: Tensor) -> None:
@@ -178,6 +178,14 @@ class ScoreCheck:
     def _rows_for_noise(self) -> Tensor:
         """Return the first response to each of a few prompts."""
         return (response_index(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
+
+
+def _known_log_ratios(batch: Batch) -> Tensor | None:
+    """Return log π − log μ per token, (B, T), nan where the sampler gave none: who drew that token is unknown."""
+    log_ratios, sampling_logps = batch.log_ratios(), batch.rollout.sampling_logps
+    if log_ratios is None or sampling_logps is None:
+        return None
+    return log_ratios.masked_fill(sampling_logps.isnan(), torch.nan)
 
 
 def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:

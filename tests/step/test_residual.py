@@ -23,8 +23,10 @@ from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, MeasuredStepProbe, SamplerProbe, SimpleEntropyProbe
 from rl_training.statistics.martingale import bound
 from rl_training.step import residual
+from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_TOKENS, NOT_DRAWN, RANDOM_PASSES, REUSED, UNTESTED
 from rl_training.step.residual import ResidualSums, ResidualTest
+from rl_training.step.score_check import ScoreCheck
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -208,6 +210,22 @@ def test_weighted_tokens_of_a_known_sampler_have_mean_zero_and_the_policys_own_d
             weighted, plain = weighted + (logs is not None) * share, plain + (logs is None) * share
     assert weighted == pytest.approx(0.0, abs=1e-12)
     assert plain > 0.1
+
+
+def test_tokens_of_which_the_sampler_gave_no_log_probability_are_not_tested() -> None:
+    """Their ratio counts as 1 elsewhere, but who drew them is unknown."""
+    logps, ones = torch.full((2, 3), -1.0, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+    scores, sampling_logps = Scores(logps, 0.5 * ones, ones, ones), logps.clone()
+    sampling_logps[0, 1] = torch.nan
+    batch: Any = SimpleNamespace(fold=torch.zeros(1), scores=scores)
+    batch.rollout = SimpleNamespace(sampling_logps=sampling_logps, on_policy=True, untested=False)
+    batch.log_ratios = lambda: Batch.log_ratios(batch)
+    policy: Any = SimpleNamespace(scorer=None)
+    test = ResidualTest(ResidualSums(), 1.0)
+    ScoreCheck(batch, policy, test).compare(torch.arange(2), scores)
+    test.decide(torch.clone, None, is_sampler=True)
+    assert test._step is not None
+    assert (test._step.tokens, test._step.residual) == (5.0, -2.5)
 
 
 def test_two_ranks_test_all_tokens_together() -> None:
