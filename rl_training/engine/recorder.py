@@ -211,7 +211,7 @@ class StepRecorder:
         functions are kept if all microbatches of all ranks have the same ones.
         """
         rollouts = self.rollouts
-        local_flags = [
+        local_flags: list[float] = [
             any(rollout.sampling_logps is not None for rollout in rollouts),
             any(rollout.old_logps is not None for rollout in rollouts),
             not all(rollout.on_policy for rollout in rollouts),
