@@ -31,7 +31,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.recorder import SeenPrompts, StepRecorder
 from rl_training.engine.requirements import Requirements, announcement, needs_of
-from rl_training.engine.step_checks import StepChecks
+from rl_training.engine.step_checks import ChecksState, StepChecks
 from rl_training.engine.timing import ENGINE, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
@@ -68,6 +68,7 @@ class StepDriver:
         self._passes: Passes | None = None
         self._update_state = UpdateState()  # the predictions' state while no training runs
         self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
+        self._checks = StepChecks()
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
@@ -88,7 +89,7 @@ class StepDriver:
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
-        self._checks = StepChecks()
+        self._checks = StepChecks.of(values[StepChecks.name])
         self._clock = Clock(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
         self._residual_test = ResidualTest(
@@ -301,9 +302,11 @@ class StepDriver:
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        return {**self._states.initial(), self.name: UpdateState(), ResidualTest.name: ResidualSums()}
+        engine = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: ChecksState()}
+        return {**self._states.initial(), **engine}
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
-        return {**self._states.values, self.name: update, ResidualTest.name: self._residual_test.run}
+        engine = {self.name: update, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
+        return {**self._states.values, **engine}

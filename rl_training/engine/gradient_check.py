@@ -103,17 +103,26 @@ class TermsCheck:
     The folds take turns. Each comparison costs a forward pass and a backward over the fold, and nothing if its weights
     are all 0. With dropout it costs twice as much: two recomputed gradients show how far dropout alone moves one, and
     another term is found only beyond that.
+
+    Args:
+        count: The number of measured steps so far.
+        distance: Of the latest comparison, if it has found another term: relative to the norm. 0 if it has not.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self.limit: Limit | None = None  # result of the latest comparison
+    def __init__(self, count: int = 0, distance: float = 0.0) -> None:
+        self.count = count
+        self.distance = distance
         self.allows_slices = True  # False once a loss term is known that hides the gradient of a part of a microbatch
+
+    @property
+    def limit(self) -> Limit | None:
+        """The result of the latest comparison."""
+        return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
 
     @property
     def is_due(self) -> bool:
         """Whether the current measured step is compared."""
-        count = self._count + 1
+        count = self.count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
     def slicing_limit(self, has_slices: bool, other_terms: Limit | None) -> Limit | None:
@@ -140,21 +149,21 @@ class TermsCheck:
             rows: The folds' gradients, if they are kept.
             squares: (F,), their square norms over all ranks.
         """
-        is_due, self._count = self.is_due, self._count + 1
+        is_due, self.count = self.is_due, self.count + 1
         if is_due:
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
             microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
             groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
-            comparison = _compare_group(batch, passes, rows, groups[self._count % len(groups)], squares)
+            comparison = _compare_group(batch, passes, rows, groups[self.count % len(groups)], squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             tolerance += 0.0 if rows is None else rows.rounding
             allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
             allowed += NOISE_FACTOR * comparison.noise
             distance = comparison.distance
             if comparison.is_same_policy and distance > allowed:
-                self.limit = OTHER_GRADIENT.formatted(distance=distance / comparison.norm)
+                self.distance = distance / comparison.norm
             elif comparison.is_same_policy and not comparison.noise:
-                self.limit = None  # with dropout, a term that was found may just be hidden this time
+                self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
         return self.limit
 
 

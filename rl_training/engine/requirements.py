@@ -17,6 +17,7 @@ import torch
 
 from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.probe import Probe
+from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
@@ -61,7 +62,7 @@ class Requirements:
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
-        names = [ENGINE, ResidualTest.name, *(probe.name for probe in probes)]
+        names = [ENGINE, ResidualTest.name, StepChecks.name, *(probe.name for probe in probes)]
         duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")

@@ -27,10 +27,14 @@ TOLERANCE = 1e-5  # relative to the largest reward: rewards in fp32, minus a mea
 
 
 class RewardCheck:
-    """Compares the groups' mean rewards at each measured step."""
+    """Compares the groups' mean rewards at each measured step.
 
-    def __init__(self) -> None:
-        self._log_chance = 0.0  # log probability that the latest consecutive steps with equal means are chance
+    Args:
+        log_chance: Log probability that the latest consecutive steps with equal means are chance.
+    """
+
+    def __init__(self, log_chance: float = 0.0) -> None:
+        self.log_chance = log_chance
 
     def limit(self, rollout: Rollout, ranks: Ranks) -> Limit | None:
         """Return the limit if rewards are relative to their group, else None; the same on every rank. Collective.
@@ -46,13 +50,13 @@ class RewardCheck:
         low, high, largest = float(by_rank[:, 2].min()), float(by_rank[:, 3].max()), float(by_rank[:, 4].max())
         if num_groups:
             is_equal = high - low <= TOLERANCE * largest
-            self._log_chance = self._log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
+            self.log_chance = self.log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
         return self.known_limit
 
     @property
     def known_limit(self) -> Limit | None:
         """The limit by the steps so far."""
-        return RELATIVE_REWARDS if self._log_chance < math.log(MAX_CHANCE) else None
+        return RELATIVE_REWARDS if self.log_chance < math.log(MAX_CHANCE) else None
 
 
 def _local_summary(rollout: Rollout) -> Tensor:

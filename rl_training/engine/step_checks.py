@@ -15,12 +15,33 @@ from rl_training.step.limits import Limits
 
 
 @dataclass(frozen=True)
+class ChecksState:
+    """What earlier steps have shown: the arguments of TermsCheck and RewardCheck."""
+
+    count: int = 0
+    distance: float = 0.0
+    log_chance: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepChecks:
     """The checks of a training run, each with what earlier steps have shown."""
+
+    name = "checks"  # key of its state in a checkpoint
 
     padding: PaddingCheck = field(default_factory=PaddingCheck)
     terms: TermsCheck = field(default_factory=TermsCheck)
     rewards: RewardCheck = field(default_factory=RewardCheck)
+
+    @classmethod
+    def of(cls, state: ChecksState) -> StepChecks:
+        """Return the checks that continue from a state."""
+        return cls(terms=TermsCheck(state.count, state.distance), rewards=RewardCheck(state.log_chance))
+
+    @property
+    def state(self) -> ChecksState:
+        """What a resumed run needs."""
+        return ChecksState(self.terms.count, self.terms.distance, self.rewards.log_chance)
 
     def relative_rewards(self, rollout: Rollout, limits: Limits, ranks: Ranks) -> Limit | None:
         """Return the limit if rewards are relative to their group, else None. Collective.

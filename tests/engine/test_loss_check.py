@@ -220,7 +220,7 @@ def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() 
     check, due = TermsCheck(), []
     for number in range(1, 2 * EVERY + 2):
         due += [number] * check.is_due
-        check._count += 1
+        check.count += 1
     assert due == [1, 2, 4, 8, EVERY, 2 * EVERY]
 
 
