@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-real test test-plain test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
+.PHONY: demo demo-real test test-plain test-vllm test-verl test-verl-loop lint docs linkcheck compat newest-libraries clean
 
 # Index for torch alone. Empty: PyPI, as for everything else, whose torch for Linux includes gigabytes of CUDA. An
 # additional index (PIP_EXTRA_INDEX_URL) could replace any other package of PyPI too.
@@ -130,10 +130,16 @@ $(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml
 	grep '^torch==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
-	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
+	touch $@
+
+# At each call, since what is newest changes. torch too, which an earlier call with TORCH=newest has replaced.
+newest-libraries: export PYTHONPATH =
+newest-libraries: $(COMPAT)/installed
 	$(if $(filter newest,$(TORCH)),$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --no-deps \
 	  --upgrade $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch)
-	touch $@
+	$(if $(filter newest,$(TORCH)),,$(call torch_first,$(COMPAT),constraints.txt))
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check \
+	  $(if $(filter newest,$(TORCH)),,--constraint $(COMPAT)/constraints.txt) --upgrade $(LIBRARIES)
 
 compat: $(addprefix compat-,$(TRLS))
 	@echo "All of it holds with trl $(TRLS): see \"When TRL changes\" in CONTRIBUTING.md."
@@ -141,7 +147,7 @@ compat: $(addprefix compat-,$(TRLS))
 # An older version lies in a folder of its own, which Python searches first.
 compat-%: export PYTHONPATH = $(abspath $(COMPAT))/trl-$*
 compat-%: export HF_HUB_OFFLINE = 1
-compat-%: $(COMPAT)/installed
+compat-%: newest-libraries
 	test $* = newest || $(COMPAT)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(COMPAT)/trl-$* trl==$*
 	$(COMPAT)/bin/python -c "from importlib.metadata import version; print(*(n + '==' + version(n) for n in 'torch $(LIBRARIES)'.split()))"
 	$(COMPAT)/bin/python -m pytest -k 'not setup_cfg and not constraints_file' \

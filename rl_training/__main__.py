@@ -12,12 +12,13 @@ import sys
 
 from rl_training.version import VERSION
 
+RUNS_SCRIPT = "attach"  # the command whose errors and working folder are those of a script
 # Command name → module and function that do the work, imported when the command runs, and a description.
 COMMANDS = {
     "train": ("rl_training.job.commands", "train", "train with GRPO and probes"),
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
     "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
-    "attach": ("rl_training.hosts.trl.launcher", "main", "run your own script with probes on its trl.GRPOTrainer"),
+    RUNS_SCRIPT: ("rl_training.hosts.trl.launcher", "main", "run your own script with probes on its trl.GRPOTrainer"),
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
     "kernel": ("rl_training.offline.kernel.command", "main", "print and redraw the kernels of an analysis"),
     "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
@@ -31,11 +32,14 @@ MEANT = {"compare": "report", "offline": "analyze"}
 
 
 def command(name: str) -> None:
-    """Run a command with the arguments in sys.argv, and exit as described in job/errors.py."""
+    """Run a command with the arguments in sys.argv, and exit as described in job/errors.py, or as its script does."""
+    module, function, _ = COMMANDS[name]
+    if name == RUNS_SCRIPT:
+        getattr(importlib.import_module(module), function)()
+        return
     _leave_out_working_folder()
     from rl_training.job.errors import run_command  # only then, since this imports
 
-    module, function, _ = COMMANDS[name]
     run_command(lambda: getattr(importlib.import_module(module), function)())
 
 
@@ -58,12 +62,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         sys.argv = sys.argv[1:]  # the command reads its own arguments
-        if name == "attach":  # errors and the working folder are the script's
-            from rl_training.hosts.trl import launcher
-
-            launcher.main()
-        else:
-            command(name)
+        command(name)
     elif name in ("-h", "--help"):
         print(_help())
     elif name == "--version":

@@ -20,14 +20,20 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        place = sys.meta_path.index(self)
+        del sys.meta_path[place]  # the others are asked
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(place, self)  # until the module is imported: it may only have been looked for
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
-                self._then(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

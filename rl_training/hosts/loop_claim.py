@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.parallel.ranks import all_ranks
+from rl_training.hosts.first_rank import on_first_rank
 from rl_training.parallel.state_tensors import from_tensors, tensors_by_name
 from rl_training.records.claim import RecordsClaim, numbers_of, run_id_in, split_logs
 from rl_training.records.jsonl import Records
 
 STATE = "measured_loop"  # key of the training's id among the states of probes
-ID_DIGITS = 16  # of an id, in hexadecimal
 
 
 class LoopClaim:
@@ -43,13 +42,10 @@ class LoopClaim:
         """
         if self._is_held:
             return
-        error: UserError | None = None
-        try:
-            if self._claim is not None:
-                self._run_id = self._claim.begin(self._wanted_id(self._claim, number))
-        except UserError as raised:
-            error = raised
-        self._agree(error, device)
+        claim = self._claim
+        self._run_id = on_first_rank(
+            lambda: self._run_id if claim is None else claim.begin(self._wanted_id(claim, number)), device
+        )
         self._is_held = True
 
     def _wanted_id(self, claim: RecordsClaim, number: int) -> str:
@@ -57,20 +53,6 @@ class LoopClaim:
         if self._run_id or number == 1:  # of an earlier `with` of this loop
             return self._run_id
         return self._loaded_id or _id_of_named(claim)
-
-    def _agree(self, error: UserError | None, device: torch.device) -> None:
-        """Raise the error of rank 0 on all ranks, or tell them the id of the training."""
-        ranks = all_ranks()
-        if ranks.count > 1:
-            digits = [int(digit, 16) for digit in self._run_id.rjust(ID_DIGITS, "0")] if ranks.number == 0 else []
-            values = [float(error is not None), float(bool(self._run_id)), *(digits or [0] * ID_DIGITS)]
-            mine = torch.tensor(values, device=device, dtype=torch.float32)
-            failed, has_id, *digits = ranks.reduce(mine if ranks.number == 0 else torch.zeros_like(mine)).int().tolist()
-            self._run_id = "".join(f"{digit:x}" for digit in digits) if has_id else ""
-            if failed and error is None:
-                raise UserError("the first process cannot write its records, and says why")
-        if error is not None:
-            raise error
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -111,10 +93,10 @@ def _id_of_named(claim: RecordsClaim) -> str:
         UserError: If folders with numbers hold trainings too, so that it could be any of them.
     """
     folder, logs = split_logs(claim.requested)
-    found = numbers_of(folder, logs)
-    if len(found) > 1:
+    folders = numbers_of(folder, logs)
+    if len(folders) > 1:
         raise UserError(
-            f"{', '.join(map(str, found))} each hold a training, and nothing says which one this loop resumes: save "
+            f"{', '.join(map(str, folders))} each hold a training, and nothing says which one this loop resumes: save "
             "measured.state_dict() in your checkpoint and give it to load_state_dict(...), or move the others away"
         )
     return run_id_in(claim.requested)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 from collections.abc import Iterable
@@ -33,12 +34,17 @@ SCALED = (
 )
 
 
-def refuse_devices_without_float64(device: torch.device) -> None:
-    """Raise UserError for a device on which probes cannot sum in float64 and restore random streams."""
+def refuse_devices_without_float64(device: torch.device, cpu: str = "") -> None:
+    """Raise UserError for a device on which probes cannot sum in float64 and restore random streams.
+
+    Args:
+        device: The device.
+        cpu: The setting of the trainer that trains on the CPU; "" if there is none.
+    """
     if device.type in ("mps", "xpu"):
         raise UserError(
             "probes sum in float64 and restore the device's random stream, which they cannot on "
-            f"{device.type.upper()}: train on a CUDA GPU or on the CPU (use_cpu=True), or without probes"
+            f"{device.type.upper()}: train on a CUDA GPU or on the CPU{f' ({cpu})' * bool(cpu)}, or without probes"
         )
 
 
@@ -52,8 +58,9 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         optimizer: As the loop steps it.
     """
     as_probes(probes)
-    refuse_devices_without_float64(next(iter(module.parameters())).device)
     refuse_what_is_no_language_model(module)
+    for parameter in itertools.islice(module.parameters(), 1):
+        refuse_devices_without_float64(parameter.device)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
         raise UserError("a second backward silently corrupts DDP's static_graph: switch it off")

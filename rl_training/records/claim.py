@@ -165,10 +165,10 @@ def _numbered(requested: Path) -> Iterator[Path]:
     """Yield the requested folder and those with a number appended to its name, as far as they exist."""
     number_of = re.compile(rf"{re.escape(requested.name)}-([1-9]\d*)")
     with contextlib.suppress(OSError):
-        found = {
+        by_number = {
             int(match[1]): path for path in requested.parent.iterdir() if (match := number_of.fullmatch(path.name))
         }
-        yield from [requested, *(found[number] for number in sorted(found))]
+        yield from [requested, *(by_number[number] for number in sorted(by_number))]
 
 
 def _locked(folder: Path, fix: str) -> ExitStack:

@@ -1,4 +1,4 @@
-"""Refuse an adapter whose patterns of module names never end.
+"""Refuse an adapter whose patterns of module names never end, or take more memory than there is.
 
 PEFT matches `target_modules` and its like as regular expressions against the name of every module. One such as
 `(([a-z]+)*)*x` takes longer than anybody waits. So they are tried in a process of their own first, for a limited time.
@@ -43,7 +43,7 @@ KEYS = ("rank_pattern", "alpha_pattern")
 
 
 def refuse_endless_patterns(adapter: Any, where: str, names: Iterable[str] = ()) -> None:
-    """Raise UserError if a pattern of module names in an adapter's settings takes too long.
+    """Raise UserError if a pattern of module names in an adapter's settings takes too long, or cannot be matched.
 
     Args:
         adapter: The settings: a mapping, or an object with them as attributes. Anything else has none.
@@ -52,11 +52,11 @@ def refuse_endless_patterns(adapter: Any, where: str, names: Iterable[str] = ())
     """
     settings = adapter if isinstance(adapter, Mapping) else getattr(adapter, "__dict__", {})
     patterns = [pattern for pattern in _patterns_in(settings) if not PLAIN.issuperset(pattern)]
-    endless = _first_endless(patterns, sorted({*TYPICAL, *names})) if patterns else None
-    if endless is not None:
+    unfit, why = _first_unfit(patterns, sorted({*TYPICAL, *names})) if patterns else ("", "")
+    if why:
         raise UserError(
-            f"{where}: the pattern {endless[:200]!r} of module names takes over {MAX_SECONDS:.0f} s to match: give "
-            "names of modules, such as target_modules=[q_proj,v_proj], or all-linear"
+            f"{where}: the pattern {unfit[:200]!r} of module names {why}: give names of modules, such as "
+            "target_modules=[q_proj,v_proj], or all-linear"
         )
 
 
@@ -68,14 +68,16 @@ def _patterns_in(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from (key for key in settings.get(name) or () if isinstance(key, str))
 
 
-def _first_endless(patterns: list[str], names: list[str]) -> str | None:
-    """Return the first pattern that is not matched with all names in time, or None."""
+def _first_unfit(patterns: list[str], names: list[str]) -> tuple[str, str]:
+    """Return the first pattern that is not matched with all names, and why not; ("", "") if all are."""
     command = [sys.executable, "-I", "-S", "-c", TRIAL]
     given = json.dumps([patterns, names]).encode()
     try:
         subprocess.run(command, input=given, timeout=MAX_SECONDS, capture_output=True, check=True)
     except subprocess.TimeoutExpired as error:
-        return patterns[min(len((error.stdout or b"").splitlines()), len(patterns) - 1)]
-    except subprocess.CalledProcessError:  # it ran out of memory, or of its stack
-        return patterns[0]
-    return None
+        done, why = error.stdout, f"takes over {MAX_SECONDS:.0f} s to match"
+    except subprocess.CalledProcessError as error:  # it ran out of memory, or of its stack
+        done, why = error.stdout, "cannot be matched"
+    else:
+        return "", ""
+    return patterns[min(len((done or b"").splitlines()), len(patterns) - 1)], why

@@ -19,11 +19,11 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.errors import UserError
+from rl_training.records.files.limited import read_text
 from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 from rl_training.tasks.tiny import TINY_PATH
 
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_ADAPTER_BYTES = 2**20  # of its settings, a few KB
 IMPLEMENTATION = "_implementation"  # end of the settings of a config.json that can name a kernel from the Hub
 
 
@@ -89,9 +89,7 @@ def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
         names: Names of the modules that its patterns are matched with, as far as they are known.
     """
     file = folder / ADAPTER_CONFIG
-    if file.is_file() and file.stat().st_size > MAX_ADAPTER_BYTES:
-        raise UserError(f"{file} has more than {MAX_ADAPTER_BYTES / 1e6:.0f} MB, which no adapter's settings need")
-    adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    adapter = json.loads(read_text(file)) if file.is_file() else {}
     if not isinstance(adapter, dict):
         raise UserError(f"{file} holds no settings of an adapter: repair it")
     if adapter.get("megatron_config"):

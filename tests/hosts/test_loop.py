@@ -386,7 +386,7 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     ),
     "other probes": (
         lambda loop, model: loop.load_state_dict({"gns": {}}),
-        r"state is of the probes \['gns'\], but the loop has \['engine', 'residual', 'simple'\]: use the same probes",
+        r"state is of the probes \['gns'\], but the loop has \['checks', .*'simple'\]: use the same probes",
     ),
 }
 
@@ -486,6 +486,8 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"SimpleNamespace is not a torch\.optim\.Optimizer: pass the one inside"):
         measured_loop(model, SimpleNamespace(step=None), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"^ReLU is not a Hugging Face causal language model"):
+        measured_loop(torch.nn.ReLU(), optimizer, [], **shape)
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)
 

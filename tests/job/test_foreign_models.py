@@ -146,6 +146,22 @@ def test_an_adapter_is_refused_for_a_pattern_that_never_ends_and_for_no_other(
         refuse_endless_patterns({"target_modules": ["q_proj"], **changes}, "adapter", ["model.layers.0.mlp.up_proj"])
 
 
+def test_a_pattern_whose_trial_crashes_is_named_and_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = adapter_patterns.TRIAL.replace(
+        "    for expression", "    if pattern == 'b*': sys.exit(1)\n    for expression"
+    )
+    monkeypatch.setattr(adapter_patterns, "TRIAL", trial)
+    with pytest.raises(UserError, match=r"^adapter: the pattern 'b\*' of module names cannot be matched: give names"):
+        refuse_endless_patterns({"target_modules": ["a*", "b*"]}, "adapter")
+
+
+def test_an_adapter_with_settings_of_any_size_is_refused_before_it_is_read(folder: Path) -> None:
+    with open(folder / "adapter_config.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=r"adapter_config.json has more than 1 MB, which no such file needs"):
+        load_causal_lm(folder)
+
+
 def test_a_chat_template_cannot_access_python_objects(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(ESCAPE)
     _, tokenizer = load_causal_lm(folder)

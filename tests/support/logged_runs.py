@@ -28,6 +28,7 @@ def log_run(
     steps: int = 40,
     estimates: Mapping[str, Callable[[int], Estimate]] | None = None,
     settings: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
     **curves: Curve | float,
 ) -> Path:
     """Write a run whose steps log LOGGED, except for the given curves, and return its folder.
@@ -35,10 +36,11 @@ def log_run(
     Args:
         estimates: By name, the estimate of a probe as a function of the step.
         settings: Fields of GRPOConfig in addition to SETTINGS.
+        others: Further settings, beside those of the trainer.
         curves: Logged values as functions of the step, or constants. Write "__" for "/" in their names.
     """
     records = Records(folder / "logs")
-    records.start(0, {**SETTINGS, "trainer": {**SETTINGS["trainer"], **(settings or {})}})
+    records.start(0, {**SETTINGS, **(others or {}), "trainer": {**SETTINGS["trainer"], **(settings or {})}})
     for step in range(1, steps + 1):
         metrics = {name.replace("__", "/"): curve(step) if callable(curve) else curve for name, curve in curves.items()}
         records.write_metrics(step, {**LOGGED, **metrics})

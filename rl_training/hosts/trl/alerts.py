@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -41,7 +43,12 @@ class Alerts(TrainerCallback):
             from rl_training.records.report.series import read_run
             from rl_training.records.report.standing_out import standing_out
         self._find: Callable[[], list[Line]] = lambda: standing_out(read_run(run.folder))
-        self._sent: set[str] = set()
+        self._sent: set[tuple[str, str]] = set()  # names of a line and of the tracker that has it
+        self._next = FIRST
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin anew: each training in a `with` block has records of its own."""
+        self._sent.clear()
         self._next = FIRST
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,30 +56,33 @@ class Alerts(TrainerCallback):
         if all_ranks().number != 0 or state.global_step < self._next:
             return
         self._next = state.global_step + max(FIRST, int(SHARE * state.global_step))
-        try:
-            for line in self._find():
-                if line.name not in self._sent:
-                    self._sent.add(line.name)
-                    send(f"{state.global_step} steps: {line.name.replace('_', ' ')}", line.text)
-        except Exception as error:  # training goes on
-            logger.warning_once(f"alerts could not be made ({type(error).__name__}: {error}); the report has them")
+        with _going_on():
+            lines, receivers = self._find(), senders()
+            for line, (tracker, send) in itertools.product(lines, receivers.items()):
+                if (line.name, tracker) not in self._sent:
+                    with _going_on():
+                        send(f"{state.global_step} steps: {line.name.replace('_', ' ')}", line.text)
+                        self._sent.add((line.name, tracker))  # one that fails is sent again the next time
 
 
-def send(title: str, text: str) -> None:
-    """Send an alert to each tracker that has a run in this process, or print it if none has."""
-    senders = _senders()
-    for sender in senders:
-        sender(title, text)
-    if not senders:
-        logger.warning(text)
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """Let training go on after an error, which is logged."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning_once(f"alerts could not be made ({type(error).__name__}: {error}); the report has them")
 
 
-def _senders() -> list[Send]:
-    """Return the functions that alert, of the trackers that the script has imported and that have a run."""
+def senders() -> dict[str, Send]:
+    """Return the function that alerts, by tracker, of those that the script has imported and that have a run.
+
+    If none has, the text is logged.
+    """
     wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
-    senders: list[Send] = []
+    by_tracker: dict[str, Send] = {}
     if wandb is not None and wandb.run is not None:
-        senders.append(wandb.run.alert)
+        by_tracker["wandb"] = wandb.run.alert
     if trackio is not None and trackio.context_vars.current_run.get() is not None:
-        senders.append(trackio.alert)
-    return senders
+        by_tracker["trackio"] = trackio.alert
+    return by_tracker or {"log": lambda title, text: logger.warning(text)}

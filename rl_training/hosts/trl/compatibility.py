@@ -174,7 +174,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raise UserError, with the fix, if probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
-    refuse_devices_without_float64(trainer.accelerator.device)
+    refuse_devices_without_float64(trainer.accelerator.device, "use_cpu=True")
     args, state = trainer.args, trainer.accelerator.state
     if why := cannot_train(trainer.accelerator.device):
         raise UserError(why)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
+from rl_training.hosts.first_rank import on_first_rank
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, Records
@@ -28,16 +28,7 @@ def on_main_process(work: Callable[[], Result]) -> Result:
     Raises:
         UserError: On all ranks, if the function raised one.
     """
-    result, refusal = None, ""
-    if PartialState().is_main_process:
-        try:
-            result = work()
-        except UserError as error:
-            refusal = str(error)
-    result, refusal = broadcast_object_list([result, refusal])
-    if refusal:
-        raise UserError(refusal)
-    return result
+    return on_first_rank(work, PartialState().device)  # which lets the processes join, if they have not yet
 
 
 class RunFolder:

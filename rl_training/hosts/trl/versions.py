@@ -74,6 +74,7 @@ KNOWN_SETTINGS = {
 }  # fmt: skip
 
 
+@functools.cache  # asked for twice per microbatch, and metadata is read from a file
 def is_installed(since: str) -> bool:
     """Return whether a library is installed in this version or a later one, given as in "trl 1.8.0"."""
     library, version = since.split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -21,6 +22,7 @@ GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buf
           "logger": "logger"}  # fmt: skip
 SINGLE_OPTION_GROUPS = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
+SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
 OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
 OPEN_GROUPS = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
 
@@ -66,8 +68,15 @@ def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -
     if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
         return run_dir
     values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
-    name = INVALID_IN_FOLDER_NAME.sub("", ",".join(values))
+    name = _folder_name(",".join(values))
     return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
+
+
+def _folder_name(values: str) -> str:
+    """Return the part of a folder's name for values: with a digest of them if it lacks more of them than syntax."""
+    name = INVALID_IN_FOLDER_NAME.sub("", values)
+    is_whole = INVALID_IN_FOLDER_NAME.search(SYNTAX.sub("", values)) is None
+    return name if is_whole else f"{name},{hashlib.sha256(values.encode()).hexdigest()[:6]}"
 
 
 def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:

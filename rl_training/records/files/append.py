@@ -8,6 +8,9 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from rl_training.errors import UserError
+
+MAX_LINE_BYTES = 1 << 24  # a hundred times the longest line written, a response with its prompt
 BLOCK = 1 << 16  # bytes read at once while looking for the last line
 
 
@@ -20,11 +23,12 @@ def append_whole(path: Path, data: bytes) -> None:
 
     Raises:
         OSError: If it cannot be written, for example on a full disk. The file then ends as before.
+        UserError: If the last line has more than MAX_LINE_BYTES.
     """
     with open(path, "a+b", buffering=0) as file:  # unbuffered: nothing is left to be written when it is closed
         size = file.seek(0, os.SEEK_END)
         if path.suffix != ".gz" and size:
-            size, data = _mended(file, size, data)
+            size, data = _mended(path, file, size, data)
         try:
             left = memoryview(data)
             while left:
@@ -35,9 +39,9 @@ def append_whole(path: Path, data: bytes) -> None:
             raise
 
 
-def _mended(file: FileIO, size: int, data: bytes) -> tuple[int, bytes]:
+def _mended(path: Path, file: FileIO, size: int, data: bytes) -> tuple[int, bytes]:
     """Remove a cut line from the end of the file, and return its size and the data to append."""
-    last, start = _last_line(file, size)
+    last, start = _last_line(path, file, size)
     if not last:
         return size, data
     if is_whole(last):
@@ -46,7 +50,7 @@ def _mended(file: FileIO, size: int, data: bytes) -> tuple[int, bytes]:
     return start, data
 
 
-def _last_line(file: FileIO, size: int) -> tuple[bytes, int]:
+def _last_line(path: Path, file: FileIO, size: int) -> tuple[bytes, int]:
     """Return what follows the last line break, and where it begins."""
     rest, start = b"", size
     while start:
@@ -57,8 +61,8 @@ def _last_line(file: FileIO, size: int) -> tuple[bytes, int]:
         if at >= 0:
             return block[at + 1 :] + rest, begin + at + 1
         rest, start = block + rest, begin
-        if len(rest) > 1 << 24:  # no line is as long, so it is cut off nowhere
-            break
+        if len(rest) > MAX_LINE_BYTES:
+            raise UserError(f"{path}: its last line has over {MAX_LINE_BYTES >> 20} MiB: fix or delete that line")
     return rest, start
 
 

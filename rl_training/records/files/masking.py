@@ -124,7 +124,8 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
         if masked == MASK:  # the value of the flag before it
             secrets.append(word)
         elif masked != word:
-            secrets += [word.partition("=")[2]] * masked.endswith(f"={MASK}") + _secrets_named(word)
+            value = word.partition("=")[2]
+            secrets += [value] * masked.endswith(f"={MASK}") + _secrets_named(word) + secrets_of_form(value)
     bare = (value.strip("'\"") for value in secrets)
     return [value for value in dict.fromkeys(bare) if len(value) >= MIN_SECRET_LENGTH]
 

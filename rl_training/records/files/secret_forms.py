@@ -24,10 +24,9 @@ TOKENS = re.compile(
     re.DOTALL,
 )
 # Prose may hold "Bearer bonds" and "Basic arithmetic", so within a text a digit must follow.
-HEADER = re.compile(r"\b(Bearer|Basic)(\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{6,}")
-HEADER_ALONE = re.compile(r"((?:Bearer|bearer)\s+|(?:Basic|Token)\s+(?=\S*[\d=]))\S+")
-ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/?#]+|[^\s/:@?#]*:(?!\d+(?:/|$))[^\s@]+)@")
-USER = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://([^\s/?#]+|[^\s/:@?#]*:(?!\d+(?:/|$))[^\s@]+)@")
+HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)(?=[\w.~+/=-]*\d)([\w.~+/=-]{6,})")
+HEADER_ALONE = re.compile(r"((?:Bearer|bearer)\s+|(?:Basic|Token)\s+(?=\S*[\d=]))(\S+)")
+ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?#]+|[^\s/:@?#]*:(?!\d+(?:/|$))[^\s@]+)@")
 PARAMETER = re.compile(r"(?<=[?&;])(?P<name>[\w.-]+)=(?P<value>[^&\s;'\"]+)")  # of an address
 OPENS = {"key", "sig", "signature", "code", "auth"}  # parameters of addresses that are secrets by themselves
 HOOK = re.compile(  # an address that anyone who knows it may write to
@@ -44,15 +43,17 @@ def mask_forms(text: str) -> str:
         return HEADER_ALONE.sub(rf"\1{MASK}", text)
     text = ADDRESS.sub(rf"\1{MASK}@", _mask_fields(text))
     text = HOOK.sub(rf"\1{MASK}", PARAMETER.sub(_mask_parameter, text) if "?" in text else text)
-    return TOKENS.sub(MASK, HEADER.sub(rf"\1\2{MASK}", text))
+    return TOKENS.sub(MASK, HEADER.sub(rf"\1{MASK}", text))
 
 
 def secrets_of_form(text: str) -> list[str]:
     """Return the secrets in a text that are recognized by their form, to mask them elsewhere too."""
-    users = [match[1] for match in USER.finditer(text)]
+    alone = HEADER_ALONE.fullmatch(text)
+    headers = [match[2] for match in ([alone] if alone else HEADER.finditer(text))]
+    users = [match[2] for match in ADDRESS.finditer(text)]
     hooks = [match[2] for match in HOOK.finditer(text)]
     tokens = [match[0] for match in TOKENS.finditer(text)]
-    return [*tokens, *hooks, *users, *(user.partition(":")[2] for user in users)]
+    return [*tokens, *hooks, *headers, *users, *(user.partition(":")[2] for user in users)]
 
 
 def _mask_parameter(match: re.Match[str]) -> str:

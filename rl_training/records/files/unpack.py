@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl_training.errors import UserError
-from rl_training.records.files.append import is_whole
+from rl_training.records.files.append import MAX_LINE_BYTES, is_whole
 from rl_training.records.files.limited import read_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 1 << 24  # a hundred times the longest line written, a response with its prompt
 MAX_BYTES = 1 << 28  # largest size of a whole file, unpacked
 _READ_BYTES = 1 << 14  # read at a time; gzip expands them at most a thousandfold
 _MEMBER = b"\x1f\x8b\x08\x00"  # first bytes of a gzip member

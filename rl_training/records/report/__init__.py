@@ -35,7 +35,7 @@ from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import Run, read_run
-from rl_training.records.report.summary import FURTHER, step_numbers, summarize
+from rl_training.records.report.summary import step_numbers, summarize
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
@@ -62,7 +62,7 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
         sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP,
-        further=FURTHER, own_metrics=own_metrics,
+        own_metrics=own_metrics,
     )  # fmt: skip
 
 

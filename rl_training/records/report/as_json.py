@@ -11,14 +11,13 @@ from rl_training.records.files.printable import all_printable
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import settings_in
 from rl_training.records.report.series import Run
-from rl_training.records.report.verdict import judge
 
 VERSION = 1
 
 
 def first_lines(run: Run) -> dict[str, Any]:
     """Return the verdict on a run, what to change, and what stands out, without control characters."""
-    first, verdict = opening(run), judge(run)
+    first = opening(run)
     lines = [
         {"name": line.name, "since": line.since, "evidence": line.evidence, "advice": line.setting,
          "settings": settings_in(line.setting)}
@@ -27,7 +26,7 @@ def first_lines(run: Run) -> dict[str, Any]:
     written: dict[str, Any] = all_printable({
         "schema": "rl_training.report", "version": VERSION, "run": run.name,
         "steps": {"first": run.steps[0], "last": run.last_step, "logged": len(run.steps)},
-        "verdict": {"kind": verdict.kind, "since": verdict.since, "headline": first.headline,
+        "verdict": {"kind": first.kind, "since": first.since, "headline": first.headline,
                     "evidence": first.evidence.strip(" :")},
         "advice": first.advice, "settings": settings_in(first.advice),
         "stands_out": lines, "predictions": first.further,

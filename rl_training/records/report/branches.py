@@ -30,7 +30,7 @@ def branch_commands(run: Run) -> list[str]:
     set_up = SetUp.of(run)
     if set_up.kind == TRL:
         return _attached_branches(run, set_up)
-    checkpoints, names = checkpoints_of(run.folder), preferred_interventions(run)
+    checkpoints, names = checkpoints_of(run.folder), [name for name, _ in preferred_interventions(run)]
     if not checkpoints or not names:
         return []
     already = run.settings.get("intervention") or []
@@ -49,13 +49,13 @@ def branch_commands(run: Run) -> list[str]:
 
 def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     """Return the lines that continue an attached trainer from a checkpoint: as it is, and with an intervention."""
-    names = preferred_interventions(run)
-    if not names:
+    preferred = preferred_interventions(run)
+    if not preferred:
         return []
-    effect = next(effect for effect in effects_of(run) if names[0].endswith(_with_strength(effect)))
+    name, effect = preferred[0]
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
-    plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', names[0])}"
+    plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
     return [
         f"# Twice, each with a trainer made anew, from a checkpoint that it has saved; max_steps above {step}.",
@@ -70,27 +70,23 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     ]
 
 
-def _with_strength(effect: Effect) -> str:
-    """Return the ending of an effect's name in `preferred_interventions`."""
-    return f"{effect.bare_name}:{effect.halves_at.value:.2g}" if math.isfinite(effect.halves_at.value) else effect.name
-
-
-def preferred_interventions(run: Run) -> list[str]:
-    """Return values of `intervention` that halve the fall or keep entropy, at most MAX_PROPOSALS, the cheapest.
+def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:
+    """Return values of `intervention` that halve the fall or keep entropy, the cheapest MAX_PROPOSALS, with effects.
 
     There are none if entropy does not fall.
     """
     named = run.probe("interventions").get("which")
     which = [str(name) for name in named] if isinstance(named, list) else []
-    chosen = []
+    chosen: dict[str, Effect] = {}
     for effect in effects_of(run) if is_falling(run) else ():
         # The name as configured, with its file or module.
         text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
         if math.isfinite(effect.halves_at.value):
-            chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
+            text = f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}"
+            chosen.setdefault(text, effect)
         elif effect.delta_h.bounds()[0] > 0:
-            chosen.append(text)
-    return list(dict.fromkeys(chosen))[:MAX_PROPOSALS]
+            chosen.setdefault(text, effect)
+    return [*chosen.items()][:MAX_PROPOSALS]
 
 
 def quote_list(names: Sequence[str]) -> str:

@@ -33,6 +33,8 @@ END = 0.05  # share of the curve that its first and last level average
 class BrokenLine:
     """A curve without its noise.
 
+    If it was fitted to logarithms, `values` and `noise` are logarithmic, and with them `now_error` and `slope`.
+
     Args:
         steps: First step of each bin.
         last: Last step.

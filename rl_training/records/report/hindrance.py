@@ -7,6 +7,7 @@ from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.report.series import Run, finite
 
 FORWARD = "delta_h/forward"
+NO_BAR = "no error bar: "  # prefix of a reason, which the sentence says itself
 
 
 def early_end(run: Run) -> str:
@@ -20,7 +21,6 @@ def hindrance(run: Run) -> str:
     rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""
-    finite_forward = finite(rows)
-    reason = rows["reason"].iloc[-1] or "too few prompts in a step"
-    what = "No step has a prediction" if finite_forward.empty else "No prediction has an error bar"
+    reason = str(rows["reason"].iloc[-1]).removeprefix(NO_BAR) or "too few prompts in a step"
+    what = "No step has a prediction" if finite(rows).empty else "No prediction has an error bar"
     return f"{what}: {reason}."

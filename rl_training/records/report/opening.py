@@ -20,6 +20,8 @@ class Opening:
     """The first lines of a report.
 
     Args:
+        kind: The kind of the verdict; or, if a line that stands out says all there is, its name.
+        since: Step since which that holds.
         headline: What reward and entropy have done; or, if measuring ended early, that.
         evidence: The rest of that sentence.
         advice: The one thing to change.
@@ -27,6 +29,8 @@ class Opening:
         lines: What stands out.
     """
 
+    kind: str
+    since: int
     headline: str
     evidence: str
     advice: str
@@ -41,12 +45,14 @@ def opening(run: Run) -> Opening:
     whole = next((line for line in lines if line.headline and line.since <= run.steps[0]), None)
     if whole is not None:  # since the first step: nothing else is to be said of this run
         lines = [line for line in lines if line is not whole]
-        first = Opening(whole.headline, f": {whole.evidence}", as_a_change(whole), further, lines)
+        first = Opening(
+            whole.name, whole.since, whole.headline, f": {whole.evidence}", as_a_change(whole), further, lines
+        )
     else:
         change = advice(run, verdict, lines)
         if hindrance(run) and change in (NOTHING, NOTHING_YET):
             change += " To get predictions, do what the next sentence says."
-        first = Opening(verdict.headline, verdict.evidence, change, further, lines)
+        first = Opening(verdict.kind, verdict.since, verdict.headline, verdict.evidence, change, further, lines)
     ended = on_one_line(early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
 

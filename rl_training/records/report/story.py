@@ -137,7 +137,7 @@ class Story:
 
     reward: Reward | None
     entropy: Entropy | None
-    parts: list[Reward]  # of several reward functions
+    parts: list[Reward]  # of several reward functions, paid or watched (weight 0); a penalty is meant to fall
     held_out: list[Reward]
     first: int
     last: int
@@ -145,9 +145,9 @@ class Story:
     @classmethod
     def of(cls, run: Run) -> Story:
         rewards, spread = run.logged("reward"), _spread(run)
-        parts = reward_functions(run)
-        top = _top(run, rewards, parts)
-        several = parts if len(parts) > 1 else {}
+        parts, weights = reward_functions(run), reward_weights(run)
+        top = _top(rewards, parts, weights)
+        several = {name: part for name, part in parts.items() if len(parts) > 1 and weights.get(name, 1.0) >= 0}
         return cls(
             read_reward("reward", rewards, spread, top),
             read_entropy(run),
@@ -219,17 +219,31 @@ def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
     return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
 
 
+def reward_weights(run: Run) -> dict[str, float]:
+    """Return the weight of each of the trainer's reward functions, by name; empty if no weights are recorded."""
+    set_up = SetUp.of(run)
+    data, weights = set_up.settings.get("data"), set_up.trainer("reward_weights")
+    recorded = data.get("rewards") if isinstance(data, dict) else None
+    names = recorded if isinstance(recorded, list) else [*reward_functions(run)]  # logged in the trainer's order
+    if not isinstance(weights, list) or len(weights) != len(names):
+        return {}
+    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True) if _is_number(weight)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _held_out(run: Run) -> list[pd.Series[float]]:
     rows = [rows["value"] for rows in findings.held_out_rewards(run).values()]
     return [values for values in (run.logged("eval_reward"), *rows) if len(values)]
 
 
-def _top(run: Run, rewards: pd.Series[float], parts: dict[str, pd.Series[float]]) -> float:
+def _top(rewards: pd.Series[float], parts: dict[str, pd.Series[float]], weights: dict[str, float]) -> float:
     """Return the highest possible reward: the sum of weights, if all rewards lie in [0, 1]; else nan."""
     curves = parts.values() if len(parts) > 1 else [rewards]
     if any(len(curve) and not (curve.min() >= 0 and curve.max() <= 1 + 1e-6) for curve in curves):
         return math.nan
-    weights = SetUp.of(run).trainer("reward_weights") if len(parts) > 1 else None
-    if isinstance(weights, list) and len(weights) == len(parts):
-        return float(sum(max(float(weight), 0.0) for weight in weights))
+    if len(parts) > 1 and parts.keys() <= weights.keys():
+        return sum(max(weights[name], 0.0) for name in parts)
     return float(max(len(parts), 1))

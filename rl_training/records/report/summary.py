@@ -20,8 +20,6 @@ STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a ste
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
-# Lines below the first screen: of the naive product, and of how prompts were drawn.
-FURTHER = ("accepted prompts", "naive product", "predicted / measured", "naive / measured")
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 

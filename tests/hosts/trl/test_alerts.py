@@ -65,14 +65,44 @@ def test_without_a_tracker_the_line_is_logged_and_a_failing_one_does_not_end_tra
 ) -> None:
     sys.modules["wandb"].run = None
     sys.modules["trackio"].context_vars.current_run.set(None)
-    alerts.send("title", "the text of a line")
+    alerts.senders()["log"]("title", "the text of a line")
     assert caplog.messages[-1] == "the text of a line"
-    monkeypatch.setattr(alerts, "send", lambda title, text: 1 / 0)
+    monkeypatch.setattr(alerts, "senders", lambda: {"log": lambda title, text: 1 / 0})
     trainer = make_trainer(**PLAIN | {"reward": constant, "max_steps": 12})
     with attach(trainer, tmp_path / "run", "ess", alerts=True):
         trainer.train()
     assert [line for line in caplog.messages if line.startswith("alerts could not be made (ZeroDivisionError")]
     assert trainer.state.global_step == 12
+
+
+def test_an_alert_that_fails_is_sent_again_and_to_no_tracker_twice(
+    make_trainer: Any, tmp_path: Path, trackers: dict[str, list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([ConnectionError("no network")])
+
+    def alert(title: str, text: str) -> None:
+        for error in failures:
+            raise error
+        trackers["wandb"].append((title, text))
+
+    sys.modules["wandb"].run = SimpleNamespace(alert=alert)
+    monkeypatch.setattr(alerts, "FIRST", 2)
+    trainer = make_trainer(**PLAIN | {"reward": constant, "max_steps": 8})
+    with attach(trainer, tmp_path / "run", "ess", alerts=True):
+        trainer.train()
+    names = {tracker: [title.split(": ")[1] for title, _ in sent] for tracker, sent in trackers.items()}
+    assert "equal" in names["trackio"]
+    assert sorted(names["wandb"]) == sorted(names["trackio"]) == sorted({*names["trackio"]})
+
+
+def test_a_second_training_in_the_same_block_is_alerted_of_too(
+    make_trainer: Any, tmp_path: Path, trackers: dict[str, list[tuple[str, str]]]
+) -> None:
+    trainer = make_trainer(**PLAIN | {"reward": constant, "max_steps": 4})
+    with attach(trainer, tmp_path / "run", "ess", alerts=True):
+        for _ in range(2):
+            trainer.train()
+    assert [title for title, _ in trackers["trackio"]] == ["3 steps: equal"] * 2
 
 
 def test_alerts_without_a_folder_are_refused(make_trainer: Any) -> None:

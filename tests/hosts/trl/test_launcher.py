@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,8 @@ def test_a_function_is_called_once_the_module_is_imported_and_not_before(tmp_pat
     seen: list[Any] = []
     finders = [*sys.meta_path]
     after_import("imported_later", lambda module: seen.append(module.value))
+    assert seen == []
+    assert importlib.util.find_spec("imported_later") is not None  # looked for and not imported, as by a check for it
     assert seen == []
     module: Any = importlib.import_module("imported_later")
     assert (seen, module.value, sys.meta_path) == ([3], 3, finders)

@@ -151,7 +151,14 @@ def test_versions_are_compared_by_their_numbers(monkeypatch: pytest.MonkeyPatch)
         ("1.9.9", False),
     ):
         monkeypatch.setattr(versions.metadata, "version", lambda library, installed=installed: installed)
-        assert is_installed("trl 1.14.3") == since, installed
+        assert is_installed.__wrapped__("trl 1.14.3") == since, installed
+
+
+def test_the_metadata_of_a_library_is_read_once_per_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(versions.metadata, "version", lambda library: asked.append(library) or "2.0")
+    assert [is_installed("trl 1.99.7") for _ in range(3)] == [True] * 3
+    assert asked == ["trl"]
 
 
 def test_a_trl_whose_loss_needs_a_gpu_is_refused_on_the_cpu_in_one_line(make_trainer, monkeypatch) -> None:

@@ -279,3 +279,11 @@ def test_each_job_of_a_sweep_has_a_folder_that_names_its_values(run_dir: str, wo
     swept = words[-1:]
     assert sweep_folder(run_dir, words, swept) == folder
     assert sweep_folder(run_dir, words, []) == run_dir
+
+
+def test_jobs_of_a_sweep_whose_values_differ_in_what_no_folder_name_holds_have_different_folders() -> None:
+    typed = ["data.path=/a/b", "data.path=/ab", "data.path=a/b", "data.path=ab", "data.path='a b'"]
+    folders = [sweep_folder("runs/run", [word], [word]) for word in typed]
+    assert len({*folders}) == len(typed), folders
+    assert folders[3] == "runs/run,path=ab"
+    assert all("/" not in folder.removeprefix("runs/") for folder in folders)

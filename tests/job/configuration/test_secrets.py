@@ -238,6 +238,12 @@ def test_a_secret_is_recognized_by_its_form_whatever_its_setting_is_called(text:
         assert [*without_secrets({text: 1})] == [MASK]
 
 
+@pytest.mark.parametrize("word", [f"--header=Token {LETTERS}", f"Bearer {LETTERS}", f"curl -H 'Basic {LETTERS}'"])
+def test_the_secret_of_a_header_on_the_command_line_is_masked_wherever_else_it_stands(word: str) -> None:
+    known = secrets_in([word], {})
+    assert LETTERS not in mask_line(f"401 for {LETTERS} at host", known)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -9,6 +9,7 @@ import pytest
 from full_disk import files_of_at_most
 
 from rl_training.errors import UserError
+from rl_training.records.files.append import MAX_LINE_BYTES
 from rl_training.records.jsonl import METRICS_FILE, Records, iterate_rollouts, read_metrics
 
 STEPS = range(1, 4)
@@ -51,6 +52,17 @@ def test_a_line_that_a_kill_has_cut_off_does_not_harm_the_next_step(tmp_path: Pa
         file.write('{"step": 4, "note": "' + "a" * long)
     write(tmp_path, 4, 5)
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_nothing_is_appended_to_a_last_line_longer_than_any_record(tmp_path: Path) -> None:
+    """Where it begins is not looked for, so that it can be neither kept whole nor removed."""
+    write(tmp_path, 1)
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(b"x" * (MAX_LINE_BYTES + (1 << 20)))
+    before = (tmp_path / METRICS_FILE).stat().st_size
+    with pytest.raises(UserError, match=r"metrics.jsonl: its last line has over 16 MiB: fix or delete that line$"):
+        write(tmp_path, 2)
+    assert (tmp_path / METRICS_FILE).stat().st_size == before
 
 
 def test_a_first_line_that_a_kill_has_cut_off_is_removed(tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ def test_json_has_what_stands_out_with_the_step_and_the_settings(tmp_path: Path,
         assert all(setting in line["advice"] for setting in line["settings"])
 
 
+def test_a_line_that_is_the_verdict_gives_the_kind_and_the_step_of_the_headline(tmp_path: Path, capsys) -> None:
+    run = log_run(tmp_path / "run", reward=0.0, reward_std=0.0, frac_reward_zero_std=1.0)
+    said = printed(run, capsys)["verdict"]
+    assert (said["kind"], said["since"]) == ("equal", 1)
+    assert said["headline"] == "Nothing has been learned from rewards"
+
+
 def test_every_field_is_documented_and_no_other(tmp_path: Path, capsys) -> None:
     run = log_run(tmp_path / "run", entropy=ENTROPY, reward=REWARD, completions__clipped_ratio=0.9)
     page = (ROOT / "docs" / "reference" / "run_folder.md").read_text(encoding="utf-8")

@@ -28,13 +28,14 @@ from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.charts import BLUE, Series, draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
+from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.preview import preview
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate, stderr_limit
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -353,6 +354,23 @@ def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
     assert rows["change of entropy"] == (MISSING, "one measured step: there is no later batch to compare it with")
     assert not {"measured ΔH", "predicted ΔH", "naive product", "predicted / measured", "naive / measured"} & {*rows}
     assert "one measured step: there is no later batch" in text
+
+
+def test_too_few_prompts_for_an_error_bar_are_said_once_in_the_opening(tmp_path: Path) -> None:
+    few = stderr_limit(2)
+    assert few is not None
+    records = Records(tmp_path / "logs")
+    for step in (1, 2):
+        records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
+        records.write_estimates(step, 1, "simple", {"delta_h/forward": Estimate(-1e-3, num_samples=2, reason=few)})
+    said = "No prediction has an error bar: it needs 4 folds of whole prompts, the step has 2."
+    assert hindrance(read_run(tmp_path)) == said
+
+
+def test_the_summary_is_one_table_above_the_charts_below_the_first_screen(tmp_path: Path) -> None:
+    page = write_report(record_run(tmp_path, [1, 2, 3])).read_text(encoding="utf-8")
+    assert page.count('<table class="summary">') == 1
+    assert page.index("<td>naive product</td>") < page.index("<nav")
 
 
 def test_with_gaps_the_measured_change_is_kept_and_sums_have_a_reason(tmp_path: Path) -> None:

@@ -138,6 +138,24 @@ def test_a_fall_of_held_out_reward_or_of_one_reward_function_counts_under_a_risi
         assert "form rose" in judged.evidence
 
 
+@pytest.mark.parametrize(("weights", "kind"), [([1.0, -0.5], SPENT), ([1.0, 0.0], PART), ([1.0, 0.5], PART)], ids=str)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_penalty_that_falls_is_no_fall_and_a_watched_reward_that_falls_is_one(
+    tmp_path: Path, weights: list[float], kind: str, recorded: bool
+) -> None:
+    """Whether the run records the names of its functions, as an attached trainer does, or only logs them."""
+    names = {"data": {"rewards": ["right", "long"]}} if recorded else {}
+    folder = log_run(
+        tmp_path, settings={"reward_weights": weights}, others=names,
+        entropy=noisy(falling, 0.005, 1), reward=noisy(rising, 0.03, 2),
+        rewards__right__mean=noisy(rising, 0.03, 3), rewards__long__mean=noisy(lambda step: 0.6 - 0.01 * step, 0.03, 4),
+    )  # fmt: skip
+    judged = judge(read_run(folder))
+    assert judged.kind == kind, judged.headline
+    if kind == PART:
+        assert judged.headline == "The reward function long has fallen"
+
+
 def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_has_an_action(tmp_path: Path) -> None:
     assert {state.kind for state in STATES} - set(ACTIONS) == {LEARNED, SPENT, RISES, STEADY, UNKNOWN}
     for name, (kind, entropy, reward) in CASES.items():

@@ -10,6 +10,7 @@ from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
+from rl_training.records.report.story import reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
@@ -33,9 +34,10 @@ NOTHING_LEARNED = "Nothing has been learned from rewards"
 def not_a_number(records: RunRecords) -> Line | None:
     """Report a reward that is nan, or a reward function that is."""
     names = [name for name in records.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    last = records.reward.index.max() if len(records.reward) else math.inf
+    steps = [step for step in records.run.steps if step <= last]
     for name in [*names, "reward"]:
-        values = records.run.rows(name, METRICS_FILE)["value"]
-        values = values.reindex([step for step in records.run.steps if step <= max(records.reward.index, default=step)])
+        values = records.run.rows(name, METRICS_FILE)["value"].reindex(steps)
         since = first_of_trailing(values.isna())
         missing = values[values.index >= since] if since is not None else values.iloc[:0]
         if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(METRICS_FILE):
@@ -47,10 +49,12 @@ def not_a_number(records: RunRecords) -> Line | None:
 
 
 def another_reward_falls(records: RunRecords) -> Line | None:
-    """Report that the steps raise the reward that is paid, and lower one of the reward functions, paid or watched."""
-    paid = records.run.estimates(REWARD_SUM)
+    """Report that the steps raise the reward that is paid, and lower a reward function, paid or watched; no penalty."""
+    paid, weights = records.run.estimates(REWARD_SUM), reward_weights(records.run)
     for metric in (name for name in records.run.names() if name.startswith(f"{REWARD_SUM}/")):
         function = metric.removeprefix(f"{REWARD_SUM}/")
+        if weights.get(function, 0.0) < 0:
+            continue
         spread = records.run.logged(f"rewards/{function}/std").head(MIN_STEPS).mean()
         least = MIN_FALL * (spread if spread > 0 else 1.0)
         sums = records.run.estimates(metric)
