@@ -54,16 +54,15 @@ def build_step(
     other_terms = limits.other_terms
     copies = Copies() if limits.split_prompts else find_copies(joined.rollout, joined.scores, ranks)
     if copies.limit:
-        mixed_prompts = limits.mixed_prompts or copies.limit
         shared = copies.limit if copies.on_several_ranks else None
         limits = dataclasses.replace(
-            limits, mixed_prompts=mixed_prompts, copied_groups=copies.limit, copied_on_ranks=shared
+            limits, mixed_prompts=copies.limit, copied_groups=copies.limit, copied_on_ranks=shared
         )
     wants_gradients = Need.FOLD_GRADIENTS in needs
     folds, fold, is_recomputed = choose_folds(
         ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, wants_gradients, copies
     )
-    batch = _make_batch(step_recorder, joined, folds, fold, copies.unit, ranks)
+    batch = _make_batch(step_recorder, joined, folds, fold, copies, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     fold_gradients = rows_limit = None
     if not is_recomputed:
@@ -101,7 +100,7 @@ def _make_batch(
     joined: JoinedMicrobatches,
     folds: Sequence[FoldGroup],
     fold: Tensor,
-    unit: Tensor | None,
+    copies: Copies,
     ranks: Ranks,
 ) -> Batch:
     """Return the step's sequences, with fold sizes summed over all ranks. Collective."""
@@ -116,5 +115,6 @@ def _make_batch(
         fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
         responses_per_prompt=step_recorder.responses_per_prompt,
         loss_settings=step_recorder.loss_settings,
-        unit=unit,
+        unit=copies.unit,
+        response=copies.response,
     )

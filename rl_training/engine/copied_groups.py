@@ -3,15 +3,17 @@
 A copy is no further sample. Folds and units of error bars are made of distinct groups, each with all its copies, so
 that no copy lies in another fold than its original.
 
-Two groups are copies if their prompts and all their responses have the same tokens, in the same order, unless that is
-likely by chance. After a group of a prompt, whose responses have the probability p, another group of the same prompt
-equals it with probability p. O repeated groups where E are expected have at most the probability (e E / O)^O exp(−E)
-(Chernoff's bound for a Poisson variable), which is small unless a certain policy answers few prompts.
+Two groups are copies if their prompts and their responses have the same tokens, wherever their rows lie, unless that is
+likely by chance. If a group's responses have the probability p, another group of the same prompt has the same responses
+with probability n p, where n is the number of their different orders. O repeated groups where E are expected have at
+most the probability (e E / O)^O exp(−E) (Chernoff's bound for a Poisson variable), which is small unless a certain
+policy answers few prompts.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ class Copies(NamedTuple):
     """Which groups of a step are copies of each other."""
 
     unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
+    response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
     on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
     limit: Limit | None = None  # says how many groups are distinct; None: all
 
@@ -44,32 +47,37 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
         scores: Their scores.
     """
     prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
-    keys = _keys(rollout, prompt_of_row, len(prompts))
+    of_prompts, of_rows = _hashes_of_rows(rollout)
+    keys = of_rows.new_zeros(2, len(prompts)).index_add_(1, prompt_of_row, torch.stack([of_prompts, of_rows]))
     if rollout.images is not None:  # the same tokens may belong to different images
         keys[1] += 1 + ranks.number + ranks.count * torch.arange(len(prompts), device=keys.device)
     logps = scores.logps.double().masked_fill(scores.mask == 0, 0.0).sum(dim=1)
-    logps = logps.new_zeros(len(prompts)).index_add_(0, prompt_of_row, logps)
     width = int(ranks.max(logps.new_tensor([len(prompts)])))
     padding = (0, width - len(prompts))
     all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
-    all_logps = ranks.gather(nn.functional.pad(logps, padding)).flatten().tolist()
-    groups = [(tuple(key), logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]
-    distinct = {key for key, _ in groups}
-    if len(distinct) == len(groups) or _is_chance(groups):
+    distinct, total = {tuple(key) for key in all_keys if any(key)}, sum(map(any, all_keys))
+    if len(distinct) == total:
+        return Copies()
+    orders = logps.new_tensor(_log_orders(prompt_of_row.tolist(), of_rows.tolist()))
+    logps = nn.functional.pad(orders.index_add(0, prompt_of_row, logps), padding)
+    all_logps = ranks.gather(logps).flatten().tolist()
+    if _is_chance([(tuple(key), logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]):
         return Copies()
     local_keys = [tuple(key) for key in keys.t().tolist()]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
     num_of_ranks = int(ranks.reduce(logps.new_tensor([len(numbers)])))
     unit_of_prompt = torch.tensor([numbers[key] for key in local_keys], device=prompt_of_row.device)
-    limit = COPIED_GROUPS.formatted(distinct=len(distinct), total=len(groups))
-    return Copies(unit_of_prompt[prompt_of_row], len(distinct) < num_of_ranks, limit)
+    limit = COPIED_GROUPS.formatted(distinct=len(distinct), total=total)
+    unit = unit_of_prompt[prompt_of_row]
+    return Copies(unit, _numbers_of_responses(unit, prompt_of_row, of_rows), len(distinct) < num_of_ranks, limit)
 
 
 def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:
     """Return whether so many repeated groups may be chance.
 
     Args:
-        groups: Of each group its key, which begins with that of its prompt, and the log-probability of its responses.
+        groups: Of each group its key, which begins with that of its prompt, and the log-probability of its responses in
+            any order.
     """
     expected, probabilities = 0.0, dict[int, float]()
     for (prompt, _), logp in groups:
@@ -82,13 +90,43 @@ def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:
     return observed * (1.0 + math.log(max(expected, 1e-300) / observed)) - expected > math.log(MAX_CHANCE)
 
 
-def _keys(rollout: Rollout, prompt_of_row: Tensor, num_prompts: int) -> Tensor:
-    """Return hashes of each group's prompt and of all its tokens, (2, prompts) int64, which padding does not change."""
+def _hashes_of_rows(rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Return hashes of each row's prompt and of all its tokens, (B,) int64 each, which padding does not change.
+
+    Sums of them over the rows of a group do not depend on the rows' order.
+    """
     prompts = _hash(rollout.prompt_ids.flip(1), rollout.prompt_mask.flip(1))
     rows = prompts * ROW_BASE + _hash(rollout.completion_ids, rollout.token_mask)
-    powers = torch.full_like(rows, ROW_BASE).cumprod(0)[response_index(rollout.prompt_index)]
-    hashes = torch.stack([prompts, rows ^ (rows >> 29)]) * powers
-    return hashes.new_zeros(2, num_prompts).index_add_(1, prompt_of_row, hashes)
+    return _mixed(prompts), _mixed(rows)
+
+
+def _log_orders(prompt_of_row: Sequence[int], of_rows: Sequence[int]) -> list[float]:
+    """Return, for each group, the logarithm of the number of different orders of its responses, (prompts,).
+
+    Args:
+        prompt_of_row: The group of each row, from 0.
+        of_rows: The hash of each row's tokens.
+    """
+    sizes, equal = Counter(prompt_of_row), Counter(zip(prompt_of_row, of_rows, strict=True))
+    orders = [math.lgamma(sizes[group] + 1) for group in range(len(sizes))]
+    for (group, _), count in equal.items():
+        orders[group] -= math.lgamma(count + 1)
+    return orders
+
+
+def _numbers_of_responses(unit: Tensor, prompt_of_row: Tensor, of_rows: Tensor) -> Tensor:
+    """Return a number for each row, (B,), equal for a response and its copies in other groups of its unit."""
+    order = of_rows.argsort(stable=True)
+    order = order[prompt_of_row[order].argsort(stable=True)]  # by group, and in a group by hash
+    places = torch.empty_like(order)
+    places[order] = response_index(prompt_of_row[order])
+    return unit * (int(places.max()) + 1) + places
+
+
+def _mixed(hashes: Tensor) -> Tensor:
+    """Return hashes whose sums are hashes too, unlike those of the linear `_hash`."""
+    hashes = (hashes ^ (hashes >> 29)) * BASE
+    return (hashes ^ (hashes >> 32)) * ROW_BASE
 
 
 def _hash(ids: Tensor, mask: Tensor) -> Tensor:

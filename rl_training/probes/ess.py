@@ -24,11 +24,9 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
 from rl_training.statistics.limit import Limit
-from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
@@ -49,7 +47,7 @@ class EffectiveSampleSizeProbe(Probe):
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         batch, split = step.batch, ctx.limits.split_prompts
-        distinct = _number_of_distinct(batch)
+        distinct = batch.response
         order = batch.rollout.prompt_index.argsort()  # puts each prompt's responses next to each other
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
@@ -92,16 +90,13 @@ class EffectiveSampleSizeProbe(Probe):
         return Reading(measured=estimates)
 
 
-def _number_of_distinct(batch: Batch) -> Tensor | None:
-    """Return a number for each sequence, (B,), equal for copies; None if no group of responses has copies."""
-    if batch.unit is None:
-        return None
-    place = response_index(batch.rollout.prompt_index)
-    return batch.unit * batch.responses_per_prompt + place
-
-
 def _sum_of_copies(weights: Tensor, distinct: Tensor | None) -> Tensor:
-    """Return the weights, (B,), with those of copies added up: a sequence and its copies are one."""
+    """Return the weights, (B,), with those of copies added up: a sequence and its copies are one.
+
+    Args:
+        weights: (B,).
+        distinct: (B,), a number, equal for a sequence and its copies. None if no sequence has copies.
+    """
     if distinct is None:
         return weights
     numbers, number_of_row = distinct.unique(return_inverse=True)

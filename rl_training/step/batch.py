@@ -91,6 +91,7 @@ class Batch:
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None if unknown
     unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
+    response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
 
     @property
     def num_folds(self) -> int:

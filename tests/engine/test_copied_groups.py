@@ -30,25 +30,36 @@ def copies_of(groups: list[tuple[list[int], list[list[int]]]], logp: float = -1.
 
 A = ([5, 6], [[1] * 9, [2] * 8])
 B = ([5, 6], [[2] * 8, [1] * 9])  # the same responses in another order
+D = ([5, 6], [[2] * 9, [1] * 9])
 C = ([7, 5, 6], [[1] * 9, [2] * 8])
 
 
 def test_a_group_and_its_copies_are_one_unit() -> None:
-    found = copies_of([A, B, C, A])
+    found = copies_of([A, D, C, B])
     assert found.unit is not None
     assert found.unit.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert found.response is not None
+    a, b, *others, last_b, last_a = found.response.tolist()
+    assert (a, b) == (last_a, last_b)  # each response is matched with its copy
+    assert len({a, b, *others}) == 6
     assert found.limit is not None
     assert "only 3 of the 4 groups" in found.limit
     assert not found.on_several_ranks
-    assert copies_of([A, B, C]) == Copies()
-    assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 8, [0] * 9])]) == Copies()  # 0 is a token like any
+    assert copies_of([A, D, C]) == Copies()
+    assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 9, [0] * 7])]) == Copies()  # 0 is a token like any
 
 
 def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:
-    """At -.01 nats per token a group of 17 tokens recurs with probability .84. At -1 its recurrence is no chance."""
+    """At -.01 nats per token a group of 17 tokens recurs with probability .84. At -1 its recurrence is no chance.
+
+    A group of 16 different responses has 16! orders, so it recurs far more often than in the same order.
+    """
     assert copies_of([A, A, A], logp=-0.01) == Copies()
     assert copies_of([A, A, A], logp=-1.0).limit is not None
     assert copies_of([A, A, A], logp=float("nan")) == Copies()
+    many = ([5, 6], [[n] for n in range(16)])
+    assert copies_of([many, many], logp=-1.8) == Copies()
+    assert copies_of([many, ([5, 6], many[1][::-1])], logp=-3.0).limit is not None
 
 
 def test_copies_on_another_rank_are_found() -> None:

@@ -24,7 +24,6 @@ STEP = {"statistics", "parallel", "policy", "gradients", "optim", "step"}
 MEASURED = {*STEP, "entropy", "engine", "interventions", "probes"}
 BELOW = {
     "statistics": set(),
-    "tasks": set(),
     "parallel": {"statistics"},
     "policy": {"statistics", "parallel"},
     "gradients": {"statistics", "parallel", "policy"},
@@ -35,6 +34,7 @@ BELOW = {
     "interventions": {*STEP, "entropy", "engine"},
     "probes": MEASURED - {"probes"},
     "records": {"statistics", "parallel"},
+    "tasks": {"records"},  # to read files that somebody else may have written
     "evaluation": {"statistics", "parallel", "policy", "records", "tasks"},
     "hosts": {*MEASURED, "records"},
     "offline": {*MEASURED, "records", "hosts"},

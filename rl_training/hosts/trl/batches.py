@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -290,6 +291,37 @@ def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
     prompts = rows_as_bytes(inputs["prompt_ids"], inputs["prompt_mask"])
     digests = [hashlib.blake2b(prompt, digest_size=6).digest() for prompt in prompts]
     return inputs["prompt_ids"].new_tensor([int.from_bytes(digest, "big") for digest in digests])
+
+
+def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> list[int]:
+    """Return a number for each row, equal for responses to the same prompt, from 0.
+
+    Copies of a group of responses have a number each, wherever their rows lie, as in TRL's order. So if some prompt's
+    responses are such copies, all prompts' are dealt to groups of `group_size`, equal responses one by one.
+
+    Args:
+        prompts: Each row's prompt tokens.
+        keys: Hashes of each row's prompt and completion.
+        group_size: Number of responses that are generated to a prompt at a time.
+
+    >>> number_by_tokens([b"p", b"q", b"p", b"q", b"p", b"p"], [b"1", b"3", b"1", b"4", b"2", b"2"], group_size=2)
+    [0, 1, 2, 1, 0, 2]
+    """
+    num_groups = {prompt: size // group_size for prompt, size in Counter(prompts).items()}
+    is_copied = {prompt: count > 1 for prompt, count in num_groups.items()}
+    prompt_of, occurrences = dict(zip(keys, prompts, strict=True)), Counter(keys)
+    for key, prompt in prompt_of.items():
+        is_copied[prompt] = is_copied[prompt] and occurrences[key] % num_groups[prompt] == 0
+    if len(prompts) != group_size * sum(num_groups.values()) or not any(is_copied.values()):
+        num_groups = dict.fromkeys(num_groups, 1)
+    place = {key: place for place, key in enumerate(prompt_of)}
+    num_earlier, number_of = Counter[bytes](), dict[tuple[bytes, int], int]()
+    groups = [0] * len(prompts)
+    for row in sorted(range(len(prompts)), key=lambda row: place[keys[row]]):  # equal responses next to each other
+        prompt = prompts[row]
+        groups[row] = num_earlier[prompt] % num_groups[prompt]
+        num_earlier[prompt] += 1
+    return [number_of.setdefault(group, len(number_of)) for group in zip(prompts, groups, strict=True)]
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:

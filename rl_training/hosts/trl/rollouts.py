@@ -143,7 +143,7 @@ class Rollouts:
             self._add_tool_masks(output, responses)
         has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
         is_in_order = self._generated.matches_latest_order(keys)
-        numbers, group_size = self._number_prompts(prompts, is_in_order, has_images)
+        numbers, group_size = self._number_prompts(prompts, keys, is_in_order, has_images)
         output[batches.PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
         rewards = [None if response is None else response.reward for response in responses]
         if batches.REWARD in output or (
@@ -187,7 +187,9 @@ class Rollouts:
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
-    def _number_prompts(self, prompts: Sequence[bytes], is_in_order: bool, has_images: bool) -> tuple[list[int], int]:
+    def _number_prompts(
+        self, prompts: Sequence[bytes], keys: Sequence[bytes], is_in_order: bool, has_images: bool
+    ) -> tuple[list[int], int]:
         """Return the prompt number of each row, and the number of responses per prompt, 0 if prompts differ in it.
 
         Prompts are numbered in TRL's order, `num_generations` consecutive rows each. If the rows contradict that order,
@@ -195,6 +197,7 @@ class Rollouts:
 
         Args:
             prompts: Each row's prompt tokens, as bytes.
+            keys: Hashes of each row's prompt and completion.
             is_in_order: Whether rows are in the order of generation. TRL's order then holds even if prompts of a group
                 differ, because an environment may have told each response something else.
             has_images: Whether rows have images. Equal tokens may then be different prompts.
@@ -210,8 +213,7 @@ class Rollouts:
             return numbers, group_size
         if has_images:  # equal tokens may belong to different images
             return [*range(len(prompts))], 0
-        number_of: dict[bytes, int] = {}
-        numbers = [number_of.setdefault(prompt, len(number_of)) for prompt in prompts]
+        numbers = batches.number_by_tokens(prompts, keys, group_size)
         counts = {*Counter(numbers).values()}
         return numbers, counts.pop() if len(counts) == 1 else 0
 

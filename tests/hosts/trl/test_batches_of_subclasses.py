@@ -26,6 +26,7 @@ from rl_training.probes import (
     SamplerProbe,
     SimpleEntropyProbe,
 )
+from rl_training.statistics.kish import kish_size
 
 G = 4
 # Eight microbatches of one prompt each.
@@ -80,6 +81,11 @@ def half_of_the_prompts(out: dict[str, Any]) -> Tensor:
 def copied(count: int) -> Any:
     """Return the rows of a batch that is filled up with copies of its first `count` prompts."""
     return lambda out: torch.arange(len(out["advantages"])) % (G * count)
+
+
+def copied_in_turns(count: int) -> Any:
+    """Return the rows of such a batch in which groups and their copies take turns, response by response."""
+    return lambda out: copied(count)(out).view(-1, G).t().flatten()
 
 
 def unlike_numbers(out: dict[str, Any]) -> Tensor:
@@ -185,10 +191,13 @@ def test_prompts_with_unequal_numbers_of_responses_are_reported(make_trainer: An
 
 
 def test_errors_are_of_distinct_groups_in_a_batch_filled_up_with_copies(make_trainer: Any) -> None:
-    """Each of four prompts is there twice. Without copies the same four prompts give the same numbers and errors."""
+    """Each of four prompts is there twice. Without copies the same four prompts give the same numbers and errors.
+
+    The rows of a group and of its copy take turns, so that one looks like the other's next responses.
+    """
     eight, four = (
         measured(keeps(make_trainer, rows, max_steps=1), few_probes)
-        for rows in (copied(4), lambda out: torch.arange(4 * G))
+        for rows in (copied_in_turns(4), lambda out: torch.arange(4 * G))
     )
     for name in ("entropy/token", "delta_h/forward", "delta_h/reuse", "ess/advantage", "ess/importance"):
         estimate, expected = (estimates[name] for estimates, _ in (eight, four))
@@ -200,11 +209,20 @@ def test_errors_are_of_distinct_groups_in_a_batch_filled_up_with_copies(make_tra
 
 
 def test_too_few_distinct_groups_give_no_error_bar(make_trainer: Any) -> None:
-    estimates, _ = measured(keeps(make_trainer, copied(3), max_steps=1))
+    """The rows lie anywhere. In `ess` a response weighs as much as all its copies: two of the third prompt, or three."""
+    advantages: list[Tensor] = []
+
+    def copied_and_shuffled(out: dict[str, Any]) -> Tensor:
+        advantages.append(out["advantages"][: 3 * G])
+        return copied(3)(out)[torch.randperm(8 * G, generator=torch.Generator().manual_seed(0))]
+
+    estimates, _ = measured(keeps(make_trainer, copied_and_shuffled, max_steps=1))
     assert math.isfinite(estimates["entropy/token"].value)
     for name in ("entropy/token", "delta_h/forward", "sampler/kl"):
         assert math.isnan(estimates[name].stderr)
     assert estimates["entropy/token"].code == estimates["delta_h/forward"].code == "copied_groups"
+    expected = kish_size(advantages[0] * torch.tensor([3, 3, 2]).repeat_interleave(G))
+    assert estimates["ess/advantage"].value == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:
