@@ -34,7 +34,7 @@ BELOW = {
     "interventions": {*STEP, "entropy", "engine"},
     "probes": MEASURED - {"probes"},
     "records": {"statistics", "parallel"},
-    "tasks": {"records"},  # to read files that somebody else may have written
+    "tasks": {"statistics", "parallel", "records"},  # records to read files that somebody else may have written
     "evaluation": {"statistics", "parallel", "policy", "records", "tasks"},
     "hosts": {*MEASURED, "records"},
     "offline": {*MEASURED, "records", "hosts"},

@@ -209,7 +209,7 @@ def test_errors_are_of_distinct_groups_in_a_batch_filled_up_with_copies(make_tra
 
 
 def test_too_few_distinct_groups_give_no_error_bar(make_trainer: Any) -> None:
-    """The rows lie anywhere. In `ess` a response weighs as much as all its copies: two of the third prompt, or three."""
+    """The rows lie anywhere. In `ess` a response weighs what its copies do: two of the third prompt, else three."""
     advantages: list[Tensor] = []
 
     def copied_and_shuffled(out: dict[str, Any]) -> Tensor:
