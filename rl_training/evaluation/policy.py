@@ -29,10 +29,10 @@ from transformers import (
 
 from rl_training.errors import UserError
 from rl_training.evaluation.next_token import kl_divergences
+from rl_training.limited_files import read_text
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.records.files.limited import read_text
 from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 
 MAX_LOGITS_ON_CPU = 2**26  # most logits (tokens × vocabulary) at once on a CPU; more would not be faster

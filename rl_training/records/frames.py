@@ -15,9 +15,9 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.errors import UserError
+from rl_training.limited_files import MAX_RESULT_BYTES, read_text
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
-from rl_training.records.files.limited import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE

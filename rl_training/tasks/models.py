@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.errors import UserError
-from rl_training.records.files.limited import read_text
+from rl_training.limited_files import read_text
 from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 from rl_training.tasks.tiny import TINY_PATH
 

@@ -29,8 +29,8 @@ from rl_training.job.configuration.nested import differences
 from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
 from rl_training.job.objects.make import make
 from rl_training.job.run.evaluated_checkpoints import find_checkpoints
+from rl_training.limited_files import MAX_STATE_BYTES, read_bytes
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
-from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS

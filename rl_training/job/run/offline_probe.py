@@ -26,8 +26,8 @@ from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind, quote_value
+from rl_training.limited_files import read_text
 from rl_training.options import did_you_mean
-from rl_training.records.files.limited import read_text
 from rl_training.records.folder import CONFIG_FILE
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.

@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_training.entropy.importance import LOGP, sequence_totals
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
+from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
@@ -30,7 +31,6 @@ from rl_training.offline.settings import KernelSettings
 from rl_training.offline.truth import by_name
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
 from rl_training.records.json_values import to_json
 
 TEXTS_FILE = "kernel_texts.json"

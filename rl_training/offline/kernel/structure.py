@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.optim.updates import CAUSES
-from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
 from rl_training.records.json_values import from_json
 from rl_training.statistics.clusters import participation_ratio
 from rl_training.statistics.sketches import cosines

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rl_training.errors import UserError
-from rl_training.records.files.limited import read_text
+from rl_training.limited_files import read_text
 
 MAX_DEPTH = 50
 

@@ -15,8 +15,8 @@ import yaml
 from scipy.special import stdtrit
 
 from rl_training.errors import UserError
+from rl_training.limited_files import read_text
 from rl_training.records.evaluated import IN_TRAINING
-from rl_training.records.files.limited import read_text
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.printable import escape_surrogates
