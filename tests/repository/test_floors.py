@@ -34,7 +34,7 @@ BELOW = {
     "interventions": {*STEP, "entropy", "engine"},
     "probes": MEASURED - {"probes"},
     "records": {"statistics", "parallel"},
-    "tasks": {"statistics", "parallel", "records"},  # records to read files that somebody else may have written
+    "tasks": set(),
     "evaluation": {"statistics", "parallel", "policy", "records", "tasks"},
     "hosts": {*MEASURED, "records"},
     "offline": {*MEASURED, "records", "hosts"},
@@ -70,7 +70,18 @@ LIBRARIES = {
         "PIL", "pandas", "numpy", "scipy",
     },
 }  # fmt: skip
-TOP = {"__init__", "__main__", "attach", "errors", "extras", "options", "shadowing", "verl_plugin", "version"}
+TOP = {
+    "__init__",
+    "__main__",
+    "attach",
+    "errors",
+    "extras",
+    "limited_files",
+    "options",
+    "shadowing",
+    "verl_plugin",
+    "version",
+}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
