@@ -32,7 +32,7 @@ TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "del
 TOTALS += ["entropy/token", "entropy/sequence"]
 # Sequences per microbatch, number of microbatches, whether prompts are spread over them, and possible numbers of folds.
 LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
-    (4, 8, True, (None, 3, 4, 7)),
+    (4, 8, True, (None, 3, 7)),
     (4, 8, False, (None, 7)),
     (2, 18, True, (None, 4)),  # 9 prompts
     (12, 3, True, (None, 2)),
@@ -99,7 +99,7 @@ def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, S
 
 def test_no_total_depends_on_how_prompts_are_split_into_microbatches() -> None:
     """X includes all responses of a prompt, so it does not matter which come first."""
-    cuts = [(4, 8, False, None), (4, 8, True, 5), (32, 1, False, None), (1, 32, True, None)]
+    cuts = [(4, 8, False, None), (4, 8, True, None), (32, 1, False, None), (1, 32, True, None)]
     first, *others = (totals(*cut, responses=G) for cut in cuts)
     for other in others:
         assert other == pytest.approx(first, rel=1e-5, abs=1e-9)

@@ -24,6 +24,7 @@ def spare_trainings() -> None:
     - Installed libraries and their versions, which accelerate and `attach` look up repeatedly, are cached.
     - The default task, whose rows no training changes, is made once for this process and its forks. Its model is read
       once and copied.
+    - git is asked only once for the commit of a folder.
     - One process draws all pictures. If it fails, the picture is drawn again in a new process. Page templates are
       compiled once.
     - libyaml reads the settings, and a command composes them once. Hydra would first compose them to see whether they
@@ -37,6 +38,10 @@ def spare_trainings() -> None:
         page._run = lambda program, text="": ask(program, page.VEGA_LITE, text) or run(program, text)
         for name in page.PAGES.list_templates(["html"]):  # for the forks
             page.PAGES.get_template(name)
+    if origin := sys.modules.get("rl_training.records.provenance"):
+        origin._commit = functools.cache(origin._commit)
+        for folder in (Path(origin.__file__).parent, Path.cwd()):  # for the forks
+            origin._commit(folder)
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()

@@ -76,23 +76,34 @@ class Run:
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
     @cached_property
+    def _by_step(self) -> pd.DataFrame:
+        return self.table.set_index("step")
+
+    @cached_property
+    def _is_finite(self) -> np.ndarray:
+        """Which rows of the table have a finite value."""
+        return np.isfinite(self.table["value"].to_numpy())
+
+    @cached_property
     def _tables(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
         """A cache of tables, because a report asks for most of them many times."""
         return {}
 
+    def _taken(self, source: str, name: str, finite_only: bool) -> pd.DataFrame:
+        numbers = self.row_numbers.get((source, name))
+        key = (source, name, finite_only) if numbers is not None else ("", "", False)  # all without rows are one table
+        if key not in self._tables:
+            numbers = np.empty(0, dtype=int) if numbers is None else numbers
+            self._tables[key] = self._by_step.iloc[numbers[self._is_finite[numbers]] if finite_only else numbers]
+        return self._tables[key]
+
     def rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Return this metric's rows by step, empty if it was not recorded. Do not change the table: it is cached."""
-        key = source, name, False
-        if key not in self._tables:
-            self._tables[key] = self.table.iloc[self.row_numbers.get((source, name), [])].set_index("step")
-        return self._tables[key]
+        return self._taken(source, name, finite_only=False)
 
     def finite_rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Return the rows of this metric with a finite value, by step. Do not change the table: it is cached."""
-        key = source, name, True
-        if key not in self._tables:
-            self._tables[key] = finite(self.rows(name, source))
-        return self._tables[key]
+        return self._taken(source, name, finite_only=True)
 
     def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
         """Return this metric's estimates by step."""
@@ -171,7 +182,8 @@ def read_config(folder: Path) -> str | None:
     config = folder / CONFIG_FILE
     if not config.is_file():
         return None
-    settings, masked = _settings_with_secrets(folder), settings_in(folder)
+    settings = _settings_with_secrets(folder)
+    masked = without_secrets(settings)
     as_it_stands = read_text(config)
     return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
 
@@ -255,13 +267,20 @@ def missing_notes(quantities: Mapping[str, pd.DataFrame], values: bool = True, b
     for label, rows in quantities.items():
         ends.setdefault(ending_reason(rows), []).append(label)
     lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
+    if not bands or not any(_lacks_bars(rows) for rows in quantities.values()):
+        return lines
     finite_rows = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
     has_bar = finite_rows[finite_rows["stderr"].notna()]
     first_bars = {label: rows.index.min() for label, rows in has_bar.groupby("label")}
     # The steps before the first error bar, of which there are none without any.
     is_warm_up = finite_rows.index < finite_rows["label"].map(first_bars).astype(float)
     without = finite_rows[finite_rows["stderr"].isna() & (finite_rows["reason"] != "") & ~is_warm_up]
-    for reason, rows in without.groupby("reason", sort=False) if bands else ():
+    for reason, rows in without.groupby("reason", sort=False):
         span = f"steps {rows.index.min()}–{rows.index.max()}"
         lines.append(f"error bars of {', '.join(rows['label'].unique())}, {span} – {reason}")
     return lines
+
+
+def _lacks_bars(rows: pd.DataFrame) -> bool:
+    """Return whether some finite value has no error bar for a reason."""
+    return bool((np.isfinite(rows["value"]) & rows["stderr"].isna() & (rows["reason"] != "")).any())

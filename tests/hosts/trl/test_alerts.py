@@ -43,7 +43,7 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, str]]
 def test_a_run_without_a_signal_is_alerted_once_in_the_reports_words_and_trains_the_same(
     make_trainer: Any, tmp_path: Path, trackers: dict[str, list[tuple[str, str]]]
 ) -> None:
-    settings = PLAIN | {"reward": constant, "max_steps": 12}
+    settings = PLAIN | {"reward": constant, "max_steps": 7}
     silent = make_trainer(**settings)
     with attach(silent, probes="ess"):
         expected = outcome(silent)
@@ -68,11 +68,11 @@ def test_without_a_tracker_the_line_is_logged_and_a_failing_one_does_not_end_tra
     alerts.senders()["log"]("title", "the text of a line")
     assert caplog.messages[-1] == "the text of a line"
     monkeypatch.setattr(alerts, "senders", lambda: {"log": lambda title, text: 1 / 0})
-    trainer = make_trainer(**PLAIN | {"reward": constant, "max_steps": 12})
+    trainer = make_trainer(**PLAIN | {"reward": constant, "max_steps": 4})
     with attach(trainer, tmp_path / "run", "ess", alerts=True):
         trainer.train()
     assert [line for line in caplog.messages if line.startswith("alerts could not be made (ZeroDivisionError")]
-    assert trainer.state.global_step == 12
+    assert trainer.state.global_step == 4
 
 
 def test_an_alert_that_fails_is_sent_again_and_to_no_tracker_twice(
