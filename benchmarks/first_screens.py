@@ -1,7 +1,10 @@
-"""Pictures of the first screen of reports, of runs in which something is wrong: docs/figures/report_NAME.png.
+"""Pictures of first screens, docs/figures/report_NAME.png: of reports, of a comparison and of a dashboard.
 
     OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER                          trains runs
     OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only train      trains others
+    rl-training train -m trainer.learning_rate=3e-4,1e-3 run_dir=FOLDER/lr               a sweep
+    timeout -s KILL 45 rl-training train run_dir=FOLDER/killed resume=auto trainer.save_steps=5
+    rl-training train run_dir=FOLDER/killed resume=auto trainer.save_steps=5             continues the killed run
     python benchmarks/first_screens.py FOLDER                                            needs Chromium
 
 `--browser` names its program. The pictures are twice as wide as they are shown.
@@ -12,13 +15,19 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import rl_training.job.silence  # noqa: F401
 
 from PIL import Image
 
+from rl_training.records.compare.page import write_comparison
 from rl_training.records.report import write_report
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -29,7 +38,11 @@ RUNS = {  # by name of the picture: folder of the run, height of the first scree
     "report_bonus": ("entropy_bonus_3", 720),
     "report_sampler": ("fault_top_p_.7/seed_0", 365),
     "report_batch": ("fault_two_prompts_a_step/seed_0", 450),
+    "report_compared": ("lr", 745),
+    "report_dashboard": ("killed", 485),
 }
+TAGS = "delta_h/cumulative_%7Centropy/token"  # a regular expression
+PORT = 6097
 WIDTH, SCALE, COLOURS = 900, 2, 64
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -38,14 +51,49 @@ FLAGS = (
 )  # fmt: skip
 
 
-def photograph(page: Path, picture: Path, height: int, browser: str) -> None:
+def photograph(page: str, picture: Path, height: int, browser: str) -> None:
     """Write the top of a page as a PNG with few colours."""
     with tempfile.TemporaryDirectory() as profile:
         size = f"--window-size={WIDTH},{height}"
-        command = [browser, *FLAGS, size, f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
+        command = [browser, *FLAGS, size, f"--user-data-dir={profile}", f"--screenshot={picture}", page]
         subprocess.run(command, check=True, capture_output=True)
     with Image.open(picture) as image:
         image.convert("RGB").quantize(COLOURS).save(picture, optimize=True)
+
+
+@contextmanager
+def first_screen(name: str, folder: Path) -> Iterator[str]:
+    """Yield the address of a run's report, of the comparison of a folder's runs, or of a run's TensorBoard."""
+    run = RUNS[name][0]
+    with tempfile.TemporaryDirectory() as temporary:  # the records stay as they are
+        copy = Path(temporary) / run.split("/")[0]
+        shutil.copytree(folder / run, copy, ignore=shutil.ignore_patterns("*state"))
+        if name == "report_compared":
+            yield write_comparison([copy], copy / "comparison.html")[0].as_uri()
+        elif name == "report_dashboard":
+            with tensorboard(copy) as address:
+                yield f"{address}/#scalars&_smoothingWeight=0&tagFilter={TAGS}"
+        else:
+            yield write_report(copy).as_uri()
+
+
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[str]:
+    """Serve a folder with TensorBoard, and yield the address once it answers."""
+    address = f"http://localhost:{PORT}"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(PORT)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(60):
+                time.sleep(1)
+                try:
+                    urllib.request.urlopen(f"{address}/data/runs")
+                    break
+                except OSError:
+                    continue
+            yield address
+        finally:
+            server.terminate()
 
 
 def main() -> None:
@@ -56,12 +104,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     chosen = parser.parse_args()
     for name in chosen.only:
-        run, height = RUNS[name]
-        with tempfile.TemporaryDirectory() as temporary:  # the records stay as they are
-            copy = shutil.copytree(
-                chosen.folder / run, Path(temporary) / run.split("/")[0], ignore=shutil.ignore_patterns("state")
-            )
-            photograph(write_report(copy), chosen.out / f"{name}.png", height, chosen.browser)
+        with first_screen(name, chosen.folder) as address:
+            photograph(address, chosen.out / f"{name}.png", RUNS[name][1], chosen.browser)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What probes cost in a large training: the figures of docs/explanation/at_size.md, from shapes alone, on any machine.
 
-    python benchmarks/scale.py                                    # all rows of the page
+    python benchmarks/scale.py --models 7B                        # the rows of the page; without --models, others too
     python benchmarks/scale.py --models 7B --processes 64 --probes simple --rows bfloat16 --folds 4
 
 One process of several (a fake process group) runs the engine and FSDP2 on a simulated GPU (pretend_gpu.py), with

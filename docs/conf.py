@@ -19,6 +19,7 @@ os.environ |= {"TQDM_DISABLE": "1", "COLUMNS": "110"}
 
 from docutils import nodes  # noqa: E402
 from generate import llms_txt, write_reference  # noqa: E402
+from terms import FORWARD, anchor, meanings, split_at_terms  # noqa: E402
 
 from rl_training.version import VERSION  # noqa: E402
 
@@ -55,6 +56,7 @@ linkcheck_anchors = False
 linkcheck_ignore = [f"{REPOSITORY}/.*"]  # new files are not in the repository yet
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
+MEANINGS = meanings()
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):\n")
 
 
@@ -95,12 +97,51 @@ def without_bars(app: object, doctree: nodes.document) -> None:
                 output.parent.remove(output)
 
 
+def link_terms(app: Any, doctree: nodes.document, page: str) -> None:
+    """Link the first use of each of the glossary's terms on a page."""
+    if app.builder.format != "html" or page in ("reference/glossary", "reference/api", "reference/settings"):
+        return
+    seen: set[str] = set()
+    known = {anchor(term): term for term in MEANINGS}
+    for node in list(doctree.findall(lambda node: isinstance(node, nodes.Text | nodes.literal | nodes.reference))):
+        if isinstance(node, nodes.reference):  # a page's own link
+            _, is_glossary, place = (node.get("refuri") or "").partition("glossary.html")
+            seen |= {known[place[1:]]} if is_glossary and place[1:] in known else set()
+        elif _is_prose(node):
+            code = isinstance(node, nodes.literal)
+            uses = "Forward and backward" if code and node.astext() in FORWARD - seen else ""
+            pieces = [(node.astext(), uses)] if code else split_at_terms(node.astext(), seen)
+            linked = [_term(app, page, node, text, term) if term else nodes.Text(text) for text, term in pieces]
+            seen |= FORWARD if uses else set()
+            if any(term for _, term in pieces):
+                node.parent.replace(node, linked)
+
+
+def _is_prose(node: nodes.Node) -> bool:
+    """Return whether a node is text of a paragraph or a table, outside of links and code."""
+    outside = (nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.raw, nodes.math)
+    parent, is_inside = node.parent, False
+    while parent is not None:
+        if isinstance(parent, outside):
+            return False
+        is_inside = is_inside or isinstance(parent, nodes.paragraph | nodes.caption)
+        parent = parent.parent
+    return is_inside
+
+
+def _term(app: Any, page: str, node: nodes.Node, text: str, term: str) -> nodes.reference:
+    place = f"{app.builder.get_relative_uri(page, 'reference/glossary')}#{anchor(term)}".rstrip("#")
+    inner = node.deepcopy() if isinstance(node, nodes.literal) else nodes.Text(text)
+    return nodes.reference("", "", inner, internal=True, refuri=place, reftitle=MEANINGS[term], classes=["term"])
+
+
 def write_index_for_programs(app: Any, exception: Exception | None) -> None:
     if exception is None and app.builder.name == "html":
         Path(app.outdir, "llms.txt").write_text(llms_txt(), encoding="utf-8")
 
 
 def setup(app: Any) -> None:
+    app.connect("doctree-resolved", link_terms)
     app.connect("doctree-read", without_bars)
     app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
     app.connect("autodoc-process-docstring", escape_docstring, priority=400)  # napoleon's is 500

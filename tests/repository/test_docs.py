@@ -186,14 +186,18 @@ def test_the_guides_probe_equals_the_gradient_share_of_long_responses(tmp_path: 
     assert estimate.stderr > 0.0
 
 
-@pytest.fixture(scope="module")
-def generate() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def module_of_docs(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> Any:
+    return module_of_docs("generate")
 
 
 def test_committed_generated_texts_are_up_to_date(generate: Any) -> None:
@@ -226,6 +230,22 @@ def test_glossary_terms_are_few_and_linked() -> None:
     linked = set(re.findall(r"glossary\.md#([\w-]+)", pages))
     assert linked <= anchors
     assert len(linked) >= 8
+
+
+def test_the_first_use_of_a_term_is_found_and_has_a_meaning_to_show() -> None:
+    terms = module_of_docs("terms")
+    meanings = terms.meanings()
+    assert {*terms.USES, "Forward and backward"} <= meanings.keys()
+    assert {term for term, meaning in meanings.items() if len(meaning) < 20 or re.search(r"[*`]|\]\(", meaning)} == set()
+    seen = {"Fold"}
+    text = "Folds, PSR ± 2, `ess/noise scale`; a noise scale, samplers and the sampler's trapezoids"
+    pieces = terms.split_at_terms(text, seen)
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [(piece, term) for piece, term in pieces if term] == [
+        ("PSR", "PSR, NSR"), ("±", "±"), ("noise scale", "Noise scale"), ("samplers", "Sampler and trainer"),
+        ("trapezoids", "Trapezoid"),
+    ]  # fmt: skip
+    assert terms.split_at_terms("PSR, a sampler, a fold", seen) == [("PSR, a sampler, a fold", "")]
 
 
 def test_every_setting_has_a_description(generate: Any) -> None:
