@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/stories.py --out FOLDER                          trains runs
     OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only train      trains others
     rl-training train -m trainer.learning_rate=3e-4,1e-3 run_dir=FOLDER/lr               a sweep
-    timeout -s KILL 45 rl-training train run_dir=FOLDER/killed resume=auto trainer.save_steps=5
-    rl-training train run_dir=FOLDER/killed resume=auto trainer.save_steps=5             continues the killed run
+    rl-training train run_dir=FOLDER/my_run resume=auto trainer.save_steps=5 &           is killed after step 13
+    until grep -q '"step": 13' FOLDER/my_run/logs/metrics.jsonl; do sleep 1; done; kill -KILL $!
+    rl-training train run_dir=FOLDER/my_run resume=auto trainer.save_steps=5             goes on from step 10
     python benchmarks/first_screens.py FOLDER                                            needs Chromium
 
 `--browser` names its program. The pictures are twice as wide as they are shown.
@@ -31,31 +32,31 @@ from rl_training.records.compare.page import write_comparison
 from rl_training.records.report import write_report
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
-RUNS = {  # by name of the picture: folder of the run, height of the first screen in pixels
-    "report_too_large_a_step": ("rate_3e_3", 700),
-    "report_lost": ("rate_1e_3_long_chains", 205),
-    "report_hacked": ("loophole", 620),
-    "report_bonus": ("entropy_bonus_3", 720),
-    "report_sampler": ("fault_top_p_.7/seed_0", 365),
-    "report_batch": ("fault_two_prompts_a_step/seed_0", 450),
-    "report_compared": ("lr", 745),
-    "report_dashboard": ("killed", 485),
+RUNS = {  # by name of the picture: folder of the run, width and height of the first screen in pixels
+    "report_too_large_a_step": ("rate_3e_3", 900, 700),
+    "report_lost": ("rate_1e_3_long_chains", 900, 205),
+    "report_hacked": ("loophole", 900, 620),
+    "report_bonus": ("entropy_bonus_3", 900, 720),
+    "report_sampler": ("fault_top_p_.7/seed_0", 900, 365),
+    "report_batch": ("fault_two_prompts_a_step/seed_0", 900, 450),
+    "report_compared": ("lr", 900, 775),
+    "report_dashboard": ("my_run", 1060, 500),
 }
-TAGS = "delta_h/cumulative_%7Centropy/token"  # a regular expression
+TAGS = "entropy/token%7Ccumulative_predicted"  # a regular expression
 PORT = 6097
-WIDTH, SCALE, COLOURS = 900, 2, 64
+SCALE, COLOURS = 2, 64
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=30000",
-    f"--force-device-scale-factor={SCALE}",
+    "--run-all-compositor-stages-before-draw", f"--force-device-scale-factor={SCALE}",
 )  # fmt: skip
 
 
-def photograph(page: str, picture: Path, height: int, browser: str) -> None:
+def photograph(page: str, picture: Path, size: tuple[int, int], browser: str) -> None:
     """Write the top of a page as a PNG with few colours."""
     with tempfile.TemporaryDirectory() as profile:
-        size = f"--window-size={WIDTH},{height}"
-        command = [browser, *FLAGS, size, f"--user-data-dir={profile}", f"--screenshot={picture}", page]
+        window = f"--window-size={size[0]},{size[1]}"
+        command = [browser, *FLAGS, window, f"--user-data-dir={profile}", f"--screenshot={picture}", page]
         subprocess.run(command, check=True, capture_output=True)
     with Image.open(picture) as image:
         image.convert("RGB").quantize(COLOURS).save(picture, optimize=True)
@@ -81,8 +82,8 @@ def first_screen(name: str, folder: Path) -> Iterator[str]:
 def tensorboard(folder: Path) -> Iterator[str]:
     """Serve a folder with TensorBoard, and yield the address once it answers."""
     address = f"http://localhost:{PORT}"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(PORT)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder.name, "--port", str(PORT)]
+    with subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(60):
                 time.sleep(1)
@@ -105,7 +106,7 @@ def main() -> None:
     chosen = parser.parse_args()
     for name in chosen.only:
         with first_screen(name, chosen.folder) as address:
-            photograph(address, chosen.out / f"{name}.png", RUNS[name][1], chosen.browser)
+            photograph(address, chosen.out / f"{name}.png", RUNS[name][1:], chosen.browser)
 
 
 if __name__ == "__main__":

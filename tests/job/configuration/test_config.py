@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -183,6 +184,29 @@ def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL) if page.suffix == ".md" else [text]
         assert not re.findall(r"(?<!['\"\w.])[\w.]+=\[.*", "\n".join(blocks)), page
+
+
+def documented_commands() -> list[str]:
+    """Return the commands of all pages that train, analyze or evaluate, without their comments."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [
+        block for page in pages for block in re.findall(r"```(?:bash)?\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return sorted({line.split("  #")[0].strip() for line in lines if re.search(JOB_TYPED, line)})
+
+
+JOB_TYPED = r"^(?:rl-training|(?:\w+=\S+ )*accelerate launch .*-m rl_training) (train|analyze|evaluate) (.*)"
+
+
+@pytest.mark.parametrize("line", documented_commands())
+def test_every_documented_command_composes(line: str) -> None:
+    found = re.search(JOB_TYPED, line)
+    assert found
+    job, words = {"analyze": "offline"}.get(found[1], found[1]), shlex.split(found[2])
+    if "-m" in words:  # a sweep over the values between commas
+        words = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in words if word != "-m"]
+    composed(job, *(word for word in words if word != "…"))
 
 
 def test_resuming_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
