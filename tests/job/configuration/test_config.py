@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from rl_training import Probe
 from rl_training.errors import UserError
+from rl_training.job.commands import analyze, evaluate, train
 from rl_training.job.configuration import composition
 from rl_training.job.configuration.checks import accumulation_steps, check_settings
 from rl_training.job.configuration.hydra_errors import explain
@@ -200,13 +201,17 @@ JOB_TYPED = r"^(?:rl-training|(?:\w+=\S+ )*accelerate launch .*-m rl_training) (
 
 
 @pytest.mark.parametrize("line", documented_commands())
-def test_every_documented_command_composes(line: str) -> None:
+def test_every_documented_command_composes(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = re.search(JOB_TYPED, line)
     assert found
-    job, words = {"analyze": "offline"}.get(found[1], found[1]), shlex.split(found[2])
+    words = [word for word in shlex.split(found[2]) if word != "…"]
     if "-m" in words:  # a sweep over the values between commas
         words = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in words if word != "-m"]
-    composed(job, *(word for word in words if word != "…"))
+    typed: list[str] = []
+    monkeypatch.setattr(sys, "argv", [found[1], *words])
+    monkeypatch.setattr(composition.hydra, "main", lambda **_: lambda job: lambda: typed.extend(sys.argv[1:]))
+    {"train": train, "analyze": analyze, "evaluate": evaluate}[found[1]]()
+    composed({"analyze": "offline"}.get(found[1], found[1]), *typed)
 
 
 def test_resuming_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
