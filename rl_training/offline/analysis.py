@@ -41,4 +41,5 @@ def analyse_and_write(
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)
         print_table(analysis, restored, path)
+    restored.passes.reduction.close()
     return analysis

@@ -26,7 +26,7 @@ nan: −g is zero if no response of U has an advantage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,13 @@ from torch import Tensor
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.fresh_sample import TARGETS, weights_of_buffer, without_blocks
-from rl_training.gradients.loss_weights import gradient_of
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 from rl_training.optim.adamw import AdamWState
-from rl_training.optim.updates import CAUSES, split_products
-from rl_training.parallel.vectors import CHUNK_SIZE_CPU, Layout, dot
+from rl_training.optim.updates import CAUSES, OptimizerPiece
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
@@ -59,7 +58,7 @@ class FirstOrder:
     labels: tuple[str, ...]
     over_evaluation: Replicates  # (labels, 2), leaving out blocks of E
     over_update: Replicates  # (labels, 2), leaving out folds of U
-    direction: Tensor  # (2, P), X̄ per token and per sequence
+    direction: tuple[Vector, Vector]  # this process's entries of X̄, per token and per sequence
 
     @property
     def value(self) -> Tensor:
@@ -81,51 +80,70 @@ def predict(
 
     Every microbatch of E takes one forward and two backwards.
     """
-    layout = Layout(restored.parameters)
-    splits = Attribution(list(restored.parameters))
+    splits = Attribution(restored.layout.names)
     blocks = evaluation.blocks(microbatch_size)
-    mask = evaluation.scores.mask
-    sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=mask.device)
-    direction = update.delta.new_zeros(2, len(update.delta))
-    parameters = list(restored.parameters.values())
-    weights = weights_of_buffer(evaluation, TARGETS)
     block = blocks.number[evaluation.score_rows]
-    for number in block.unique().tolist():
-        for rows in (block == number).nonzero().squeeze(1).split(microbatch_size):
-            with restored.policy.measuring():
-                fresh = restored.policy.score(evaluation.rollout, rows)
-                token, sequence = (weight.of_rows(rows, fresh.logps.shape[1]) for weight in weights)
-                gradients = [
-                    gradient_of(fresh, target.logps, target.entropies, parameters, keep_graph=target is token)
-                    for target in (token, sequence)
-                ]
-            mean = torch.stack([torch.cat(layout.vector(gradient)) for gradient in gradients])
-            mean /= evaluation.num_sequences
-            direction += mean
-            products = split_products(update.in_pieces(), [layout.split(x) for x in mean], len(parameters))
-            sums[number] += _by_label(splits, products)
-            progress(len(rows) * restored.num_ranks)
-    direction = restored.reduce(direction)
-    over_evaluation = without_blocks(restored.reduce(sums), mask, blocks)
+    rows_of_blocks = [(block == number).nonzero().squeeze(1) for number in block.unique()]
+    passes = [part for rows in rows_of_blocks for part in rows.split(microbatch_size)]
+    shares = torch.full((len(block), 1), 1.0 / evaluation.num_sequences, device=block.device)
+    direction = restored.layout.zeros(), restored.layout.zeros()
+    products = list[Tensor]()  # of each pass, (ranks, labels, 2)
+    sizes = iter([len(rows) for rows in passes])
+
+    def multiply(gradients: list[Vector]) -> None:
+        products.append(_products(splits, update, update.whole.gradient, gradients))
+        for total, of_ranks in zip(direction, gradients, strict=True):
+            for bucket, rows in zip(total, of_ranks, strict=True):
+                bucket += rows.sum(dim=0)
+        progress(next(sizes, 0) * restored.num_ranks)
+
+    with restored.policy.measuring():
+        weights = weights_of_buffer(evaluation, TARGETS)
+        restored.passes.sum_by_rank(evaluation.rollout, passes, weights, shares, multiply)
+    by_pass = restored.reduce(torch.stack(products))[: len(passes), restored.rank]
+    by_block = by_pass.new_zeros(blocks.count, *by_pass.shape[1:])
+    by_block.index_add_(0, torch.stack([block[rows[0]] for rows in passes]), by_pass)
+    over_evaluation = without_blocks(restored.reduce(by_block), evaluation.scores.mask, blocks)
     return FirstOrder((WHOLE, *splits.labels), over_evaluation, without_folds(restored, update, direction), direction)
 
 
-def _by_label(splits: Attribution, products: Tensor) -> Tensor:
-    """Sum (causes + parameters, 2) products by label, (labels, 2): the whole step first, then its splits."""
-    return torch.cat([products[: len(CAUSES)].sum(dim=0, keepdim=True), splits.sum(products)])
-
-
-def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
+def without_folds(restored: RestoredTrainer, update: Update, direction: Sequence[Vector]) -> Replicates:
     """Return X̄·δθ by label, (labels, 2), with its value for the step without each fold of U. Collective."""
-    layout = Layout(restored.parameters)
-    splits = Attribution(list(restored.parameters))
-    directions = [layout.split(x) for x in direction]
-    count = len(layout.names)
-    value = _by_label(splits, split_products(update.in_pieces(), directions, count))
-    without = value.new_zeros(update.num_folds, *value.shape)
-    for k, fold in enumerate(update.local_folds):
-        without[fold] = _by_label(splits, split_products(update.without.parts(k), directions, count))
-    return Replicates(value, restored.reduce(without))
+    splits = Attribution(restored.layout.names)
+    clipped = update.without.clipped
+    whole = _products(splits, update, update.whole.gradient, direction)
+    without = [
+        _products(splits, update, lambda piece, fold=fold: clipped.without(fold, piece), direction)
+        for fold in range(update.batch.num_folds)
+    ]
+    value, *others = restored.reduce(torch.stack([whole, *without]))
+    return Replicates(value, torch.stack(others))
+
+
+def _products(
+    splits: Attribution, update: Update, gradient_of: Callable[[OptimizerPiece], Tensor], directions: Sequence[Vector]
+) -> Tensor:
+    """Return the products of some X with the step that a gradient makes, summed over this process's entries.
+
+    Args:
+        splits: The labels.
+        update: The step whose weights and optimizer states are used.
+        gradient_of: Returns the clipped gradient in a piece, (n,).
+        directions: The X, (…, n) per bucket each.
+
+    Returns:
+        (…, labels, directions) fp64: the whole step first, then its splits.
+    """
+    num_parameters = update.whole.pieces.spans[-1].parameter_indices.stop
+    shape = (*directions[0][0].shape[:-1], len(CAUSES), num_parameters, len(directions))
+    by_both = directions[0][0].new_zeros(shape, dtype=torch.float64)
+    for piece in update.whole.pieces:
+        gradient = gradient_of(piece)
+        for target, x in enumerate(directions):
+            by_both[..., piece.parameter_indices, target] += piece.effects(gradient, piece.of(x))
+    by_cause = by_both.sum(dim=-2)
+    by_label = splits.sum(torch.cat([by_cause, by_both.sum(dim=-3)], dim=-2))
+    return torch.cat([by_cause.sum(dim=-2, keepdim=True), by_label], dim=-2)
 
 
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
@@ -133,7 +151,7 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 
     This is the entropy predictor of Cui et al. Its scale is unknown: see entropy/advantage_covariance.py. Collective.
     """
-    terms = covariance_terms(update.scores, buffer.rollout.advantages)
+    terms = covariance_terms(update.batch.scores, buffer.rollout.advantages)
     by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])
     by_prompt = restored.reduce(by_prompt.index_add_(0, buffer.rollout.prompt_index, terms))
     total = by_prompt.sum(dim=0)
@@ -143,11 +161,13 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 # --- other preconditioners --------------------------------------------------------------------------------------------
 
 
-def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
-    """Predict δH₁ under each preconditioner, in nats. See the module docstring.
+def condition(restored: RestoredTrainer, update: Update, direction: Sequence[Vector]) -> list[dict[str, Any]]:
+    """Predict δH₁ under each preconditioner, in nats. See the module docstring. Collective.
 
     Args:
-        direction: X̄ per token and per sequence, (2, P).
+        restored: The restored trainer.
+        update: The step.
+        direction: X̄ per token and per sequence.
 
     Returns:
         One row per direction; no rows if the optimizer is not Adam:
@@ -156,55 +176,65 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
             delta_h1_same_gain            per token, at the real step's gain in reward; nan unless both gains are > 0
             cosine                        between the direction and the real step; nan if one of them is 0
     """
-    if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
+    if not all(isinstance(state, AdamWState) for state in (restored.optimizer.states or {}).values()):
         return []
-    gradient = update.clip * update.gradient
-    sqrt_v = _map_pieces(update, gradient, _sqrt_second_moment)
-    momentum = _map_pieces(
-        update, gradient, lambda state, piece_gradient: torch.lerp(piece_gradient, state.exp_avg, state.betas[0])
-    )
-    sizes = [param.numel() for param in restored.parameters.values()]
+    layout = restored.layout
+
+    def vector(function: Callable[[OptimizerPiece, Tensor], Tensor]) -> Vector:
+        """Return the vector of what `function` returns for each piece and its clipped gradient."""
+        out = layout.zeros()
+        for piece in update.whole.pieces:
+            piece.of(out).copy_(function(piece, update.whole.gradient(piece)))
+        return out
+
+    def per_tensor() -> Vector:
+        squares = [v.double().square().sum() for v in layout.by_name(vector(_second_moment_root)).values()]
+        sizes = [restored.shard.numel(name) for name in layout.names]
+        roots = (restored.reduce(torch.stack(squares)) / torch.tensor(sizes).to(squares[0])).sqrt()
+        momenta = layout.by_name(vector(_momentum)).values()
+        return layout.vector(-m / root for m, root in zip(momenta, roots, strict=True))
+
     # Their scale is arbitrary. Made one at a time, because each has an entry for every trainable parameter.
-    directions: dict[str, Callable[[], Tensor]] = {
+    directions: dict[str, Callable[[], Vector]] = {
         "adam": lambda: update.delta,
-        "momentum-free adam": lambda: update.parts.gradient,
-        "rms-only": lambda: torch.cat(
-            [-m / v.square().mean().sqrt() for m, v in zip(momentum.split(sizes), sqrt_v.split(sizes), strict=True)]
-        ),
-        "identity": lambda: -momentum,
-        "sgd": lambda: -gradient,
+        "momentum-free adam": lambda: vector(lambda piece, gradient: piece.delta(gradient).gradient),
+        "rms-only": per_tensor,
+        "identity": lambda: vector(lambda piece, gradient: -_momentum(piece, gradient)),
+        "sgd": lambda: vector(lambda _, gradient: -gradient),
     }
-    return [_compare(name, step(), update.delta, gradient, direction) for name, step in directions.items()]
+    return [_compare(restored, name, step(), update, direction) for name, step in directions.items()]
 
 
-def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
-    norm = math.sqrt(_inner(step, step))
-    real_norm = math.sqrt(_inner(real, real))
-    gain = -_inner(gradient, real)
-    own_gain = -_inner(gradient, step)
-    per_token = _inner(direction[TOKEN], step)
+def _compare(
+    restored: RestoredTrainer, name: str, step: Vector, update: Update, direction: Sequence[Vector]
+) -> dict[str, Any]:
+    real = update.delta
+    pairs = [(step, step), (real, real), (real, step), *((x, step) for x in direction)]
+    pairs += [(update.gradient, real), (update.gradient, step)]
+    products = restored.reduce(torch.stack([dot(a, b) for a, b in pairs])).tolist()
+    square, real_square, product, per_token, per_sequence, real_slope, slope = products
+    norm, real_norm = math.sqrt(square), math.sqrt(real_square)
     scale = real_norm / norm if norm > 0 else math.nan
+    both_gain = max(real_slope, slope) < 0.0  # the gradient is that of the loss
     return {
         "name": name,
         "delta_h1": scale * per_token,
-        "delta_h1_sequence": scale * _inner(direction[SEQUENCE], step),
-        "delta_h1_same_gain": gain / own_gain * per_token if own_gain > 0 and gain > 0 else math.nan,
-        "cosine": _inner(real, step) / (real_norm * norm) if real_norm * norm > 0 else math.nan,
+        "delta_h1_sequence": scale * per_sequence,
+        "delta_h1_same_gain": real_slope / slope * per_token if both_gain else math.nan,
+        "cosine": product / (real_norm * norm) if real_norm * norm > 0 else math.nan,
     }
 
 
-def _map_pieces(update: Update, gradient: Tensor, function: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
-    """Apply `function` to each piece's state and gradient, and concatenate the results, (P,)."""
-    return torch.cat([function(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
+def _momentum(piece: OptimizerPiece, gradient: Tensor) -> Tensor:
+    """Return m of this step, (n,)."""
+    assert isinstance(piece.state, AdamWState)
+    return torch.lerp(gradient, piece.state.exp_avg, piece.state.betas[0])
 
 
-def _sqrt_second_moment(state: AdamWState, gradient: Tensor) -> Tensor:
+def _second_moment_root(piece: OptimizerPiece, gradient: Tensor) -> Tensor:
     """Return √v̂ of this step, (n,)."""
+    state = piece.state
+    assert isinstance(state, AdamWState)
     beta2 = state.betas[1]
     second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)
     return (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
-
-
-def _inner(a: Tensor, b: Tensor) -> float:
-    """Return the inner product in fp64, computed part by part to save memory."""
-    return float(dot(list(a.split(CHUNK_SIZE_CPU)), list(b.split(CHUNK_SIZE_CPU))))

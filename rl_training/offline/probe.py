@@ -19,6 +19,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
@@ -118,11 +119,15 @@ def _buffer_numbers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer
         "avg_update_length": length,
         "avg_reward": reward,
         "zero_advantage": zero_advantage,
-        "clip_coefficient": update.clip,
-        "update_norm": float(update.delta.double().norm()),
-        "gradient_norm": float(update.gradient.double().norm()),
+        "clip_coefficient": update.whole.clip,
+        "update_norm": _norm(restored, update.delta),
+        "gradient_norm": _norm(restored, update.gradient),
     }
     return [(numbers, NOT_FINITE)]
+
+
+def _norm(restored: RestoredTrainer, vector: Vector) -> float:
+    return math.sqrt(restored.reduce(dot(vector, vector)))
 
 
 def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Numbers]:

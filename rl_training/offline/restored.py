@@ -14,7 +14,8 @@ these checks most mistakes show only after minutes of sampling ("element 0 of te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,16 +24,21 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
-from rl_training.hosts.trl.sharding import replicated
+from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.hosts.trl.versions import enable_checkpointing
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
 from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.parallel.ranks import all_ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import find_weights_flaw, state_folder, steps_taken
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
+from rl_training.step.passes import Passes
 
 T = TypeVar("T")
 # Loss types that, like Dr-GRPO's, are sums over sequences: divided by each sequence's tokens, or by all tokens of U.
@@ -43,22 +49,39 @@ NOT_READ = {"loss_type", "beta", "use_adaptive_entropy"}
 
 @dataclass(frozen=True)
 class RestoredTrainer:
-    """A trainer restored at a checkpoint. Nothing here changes its parameters, optimizer or random streams."""
+    """A trainer restored at a checkpoint. Nothing here changes its parameters, optimizer or random streams.
+
+    Each process keeps its own entries of every vector over the trainable parameters, as in training.
+    """
 
     trainer: GRPOTrainer
     checkpoint: Path
     step: int  # optimizer steps taken at the checkpoint
-    parameters: Mapping[str, nn.Parameter]  # trainable parameters by name
     optimizer: OptimizerView  # as it is before the next step
     policy: TrainerPolicy
+    passes: Passes  # sums the gradients of further passes over all processes
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trainable parameters by name."""
+        return self.shard.trained
+
+    @property
+    def shard(self) -> Shard:
+        return self.passes.reduction.shard
+
+    @property
+    def layout(self) -> Layout:
+        """The arrangement of this process's entries in vectors."""
+        return self.passes.layout
 
     @property
     def rank(self) -> int:
-        return self.trainer.accelerator.process_index
+        return self.passes.ranks.number
 
     @property
     def num_ranks(self) -> int:
-        return self.trainer.accelerator.num_processes
+        return self.passes.ranks.count
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +95,7 @@ class RestoredTrainer:
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks. Collective."""
-        return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
+        return self.passes.ranks.reduce(tensor)
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """Concatenate the ranks' values, and return them on every rank. Collective."""
@@ -80,6 +103,33 @@ class RestoredTrainer:
         if self.num_ranks > 1:
             torch.distributed.all_gather_object(parts, values)
         return [value for part in parts for value in part]
+
+    def whole(self, vector: Vector) -> Tensor:
+        """Return a vector's entries of all processes, parameter after parameter, (P,). Collective."""
+        shard = self.shard
+        parts = []
+        for name, entries in self.layout.by_name(vector).items():
+            start, stop = shard.entry_ranges[name][shard.rank]
+            parts.append(entries.new_zeros(shard.numel(name)))
+            parts[-1][start:stop] = entries
+        return self.reduce(torch.cat(parts))
+
+    @contextmanager
+    def stepped(self, delta: Vector, eta: float = 1.0) -> Iterator[None]:
+        """Add η δθ to the parameters inside the context, then restore them bitwise. Collective."""
+        weights = self.shard.copy_local_weights()
+        for name, entries in self.layout.by_name(delta).items():
+            weights[name] += (eta * entries).to(weights[name].dtype)
+        with self.policy.with_weights(weights):
+            yield
+
+
+def restored_trainer(trainer: GRPOTrainer, checkpoint: Path, step: int, policy: TrainerPolicy) -> RestoredTrainer:
+    """Return a trainer that holds a checkpoint's weights and optimizer as an analysis uses it."""
+    shard = shard_of(trainer)
+    policy.shard = shard
+    passes = Passes(policy, all_ranks(), FoldReduction(shard))
+    return RestoredTrainer(trainer, checkpoint, step, view_optimizer(shard), policy, passes)
 
 
 def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
@@ -113,9 +163,9 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     policy = TrainerPolicy(trainer)
     model.train()
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G2 and G3
-    optimizer = view_optimizer(replicated(trainer))
-    _refuse_other_moments(parameters, optimizer, checkpoint)
-    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
+    restored = restored_trainer(trainer, checkpoint, steps_taken(checkpoint), policy)
+    _refuse_other_moments(restored.shard, restored.optimizer, checkpoint)
+    return restored
 
 
 def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
@@ -217,7 +267,7 @@ def refuse_without_gradients(
         )
 
 
-def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
+def _refuse_other_moments(shard: Shard, optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
         raise UserError(f"the step after {checkpoint} has no formula: {optimizer.limit}")
     if optimizer.rounding_reason:
@@ -225,8 +275,9 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
             f"{optimizer.rounding_reason}, whose rounding changes the step: analyze with model.dtype=float32"
         )
     for name, state in optimizer.states.items():
-        moments = [moment for moment in vars(state).values() if isinstance(moment, Tensor)]
-        if state.is_fresh or any(len(moment) != parameters[name].numel() for moment in moments):
+        param = shard.optimized[name]
+        held = [value for value in shard.optimizer.state[param].values() if isinstance(value, Tensor) and value.dim()]
+        if state.is_fresh or any(moment.shape != param.shape for moment in held):
             raise UserError(
                 f"the optimizer's moments of {name} are missing or have the shape of another parameter: {checkpoint} "
                 "orders its parameters differently (set trainer.optim and trainer.weight_decay as in the run)"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -139,6 +140,8 @@ def write_log(
     if log.level == "none":
         return None
     summary, content = _contents(restored, analysis, log)  # on all processes, as each has some of the sequences
+    with_tensors = log.reaches("debug") and log.raw_tensors
+    tensors = {"_tensors.safetensors": save(_tensors(restored, analysis))} if with_tensors else {}
     checkpoint = restored.checkpoint.resolve()
     ending = f".json{'.gz' * log.compress}"
     place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
@@ -147,8 +150,7 @@ def write_log(
     if restored.rank == 0:
         stem = _unused_stem(place, stem)
         text = json.dumps(to_json(content), ensure_ascii=False).encode(errors="backslashreplace")
-        files = {"_tensors.safetensors": save(_tensors(analysis))} if log.reaches("debug") and log.raw_tensors else {}
-        files |= {
+        files = tensors | {
             ending: gzip.compress(text, mtime=0) if log.compress else text,
             "_config.yaml": yaml.safe_dump(dict(settings), sort_keys=False).encode(),
             "_summary.json": json.dumps(to_json(summary), indent=1).encode(),
@@ -245,12 +247,13 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
     ]
 
 
-def _tensors(analysis: Analysis) -> dict[str, Tensor]:
+def _tensors(restored: RestoredTrainer, analysis: Analysis) -> dict[str, Tensor]:
+    """Return the log's tensors, over all trainable parameters or the tokens of E. Collective."""
     update = analysis.update
-    mask = analysis.evaluation.scores.mask
-    tensors = {"delta": update.delta, "gradient": update.gradient, "mask": mask}
+    tensors = {"delta": restored.whole(update.delta), "gradient": restored.whole(update.gradient)}
+    tensors["mask"] = analysis.evaluation.scores.mask
     if analysis.first_order is not None:
-        tensors["direction"] = analysis.first_order.direction
+        tensors["direction"] = torch.stack([restored.whole(x) for x in analysis.first_order.direction])
     if analysis.truth is not None:
         tensors |= dict(zip(("logp_slopes", "entropy_slopes"), analysis.truth.slopes, strict=True))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -15,7 +15,6 @@ every token's slopes along δθ (central differences over ±SLOPE_STEP·δθ, tw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,6 +25,7 @@ from rl_training.entropy.per_decision import first_order_change, mean_entropy, p
 from rl_training.offline.buffers import SampledBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.parallel.vectors import Vector
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
@@ -86,12 +86,12 @@ class Truth:
 def measure(
     restored: RestoredTrainer,
     evaluation: SampledBuffer,
-    delta: Tensor,
+    delta: Vector,
     etas: Sequence[float],
     odd: bool,
     progress: Progress = silent,
 ) -> Truth:
-    """Measure the entropy change along δθ = `delta`, (P,). The parameters are restored bitwise. Collective.
+    """Measure the entropy change along δθ = `delta`. The parameters are restored bitwise. Collective.
 
     Args:
         etas: Multiples η of the step to measure.
@@ -100,19 +100,16 @@ def measure(
     before = evaluation.scores
     units = evaluation.units
 
-    def shifted(eta: float) -> AbstractContextManager[None]:
-        return restored.policy.shifted(by_name(restored, eta * delta))
-
     def scores(eta: float) -> Scores:
         """Return the scores of E's tokens at θ + η δθ, (N, L)."""
-        with shifted(eta):
+        with restored.stepped(delta, eta):
             moved = restored.policy.score_rollout(evaluation.rollout)
         progress(evaluation.num_sequences)
         return gather_scores(restored, moved, evaluation.score_rows, evaluation.num_sequences)
 
     def change(eta: float) -> MeasuredChange:
         def resample() -> Tensor:
-            with shifted(eta):
+            with restored.stepped(delta, eta):
                 return sequence_totals(sample_again(restored, evaluation))
 
         return measure_change(evaluation, scores(eta), resample)
@@ -133,10 +130,3 @@ def measure(
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
     """Return how many times `measure` scores all of E."""
     return 3 + len(etas) * (1 + odd)
-
-
-def by_name(restored: RestoredTrainer, flat: Tensor) -> dict[str, Tensor]:
-    """Split a vector over the trainable parameters, (P,), into tensors by parameter name."""
-    sizes = [param.numel() for param in restored.parameters.values()]
-    pieces = zip(restored.parameters.items(), flat.split(sizes), strict=True)
-    return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}

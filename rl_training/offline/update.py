@@ -8,22 +8,21 @@ over all sequences of U. Sequences with A_i = 0 count in the mean but need no ba
 and entropies are the derivatives of TRL's own loss, including entropy bonus and quantile.
 
 A fold is a run of consecutive prompts. There are at most MAX_FOLDS, and neither their number nor their prompts depend
-on the number of processes. So a fold's prompts may be on several processes; each process keeps the gradients of some
-of the folds.
+on the number of processes, so a fold's prompts may be on several of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
-from rl_training.gradients.loss_weights import LossWeights, gradient_of, rows_with_weight
+from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.trainer import GRPOTrainer
@@ -32,15 +31,13 @@ from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
-from rl_training.optim.adamw import clip_coefficient
-from rl_training.optim.formula import UpdateParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
-from rl_training.optim.updates import OptimizerPiece, OptimizerPieces
-from rl_training.parallel.rows import Rows
-from rl_training.parallel.vectors import Layout
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
+from rl_training.parallel.rows import Receiver, Rows
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
-from rl_training.statistics.jackknife import identity
+from rl_training.step.batch import Batch
 
 MAX_FOLDS = 16  # each takes a vector over the trainable parameters
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss
@@ -48,70 +45,59 @@ OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
 
 @dataclass(frozen=True)
 class Update:
-    """δθ and its parts: flat vectors over the trainable parameters, the same on every process."""
+    """The optimizer's step on U. Vectors hold this process's entries."""
 
-    gradient: Tensor  # (P,), mean over U, before clipping
-    clip: float  # clipping factor of the gradient
-    parts: UpdateParts  # (P,) each: momentum, gradient, decay
-    delta: Tensor  # (P,), their sum δθ
-    pieces: OptimizerPieces
-    without: LeaveOneOutUpdates  # the steps without each fold that this process keeps
-    local_folds: tuple[int, ...]  # the numbers of these folds
-    fold_prompts: Tensor  # (num_folds,), number of prompts in every fold, of all processes
-    scores: Scores  # of this process's part of U, at the checkpoint
+    batch: Batch  # this process's part of U, scored at the checkpoint
+    gradient: Vector  # mean over U, before clipping
+    delta: Vector  # δθ
+    without: LeaveOneOutUpdates  # the steps without each fold
 
     @property
-    def num_folds(self) -> int:
-        """The number of folds over all processes."""
-        return len(self.fold_prompts)
-
-    def in_pieces(self) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yield each piece with its entries of the step's parts, (n,) each."""
-        for piece in self.pieces:
-            yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
+    def whole(self) -> StepUpdate:
+        """δθ piece by piece, and the clipping factor."""
+        return self.without.whole
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
     """Compute the optimizer's step on U. Collective."""
-    rollout = update.rollout
-    group = update.responses_per_prompt
-    scores = restored.policy.score_rollout(rollout)
-    weights = _loss_weights(restored, rollout, scores)
-    has_weight = rows_with_weight([weights])
-    folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MAX_FOLDS)
-    fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
-    fold = fold_of_prompt[rollout.prompt_index]
-    fold_prompts = torch.bincount(fold_of_prompt)
-    local_folds = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
-    parameters = list(restored.parameters.values())
-    layout = Layout(restored.parameters)
-    mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
-    folds = mean.new_zeros(len(local_folds), len(mean), device="cpu" if memory.offload else None)
-    for number, size in enumerate(fold_prompts.tolist()):
-        gradient_of_fold = torch.zeros_like(mean)
-        rows = (has_weight & (fold == number)).nonzero().squeeze(1)
-        for batch in rows.split(memory.microbatch_size) if len(rows) else ():
-            fresh = restored.policy.score(rollout, batch)
-            row_weights = weights.of_rows(batch, fresh.logps.shape[1])
-            gradient = gradient_of(fresh, row_weights.logps, row_weights.entropies, parameters)
-            gradient_of_fold += torch.cat(layout.vector(gradient))
-        gradient_of_fold = restored.reduce(gradient_of_fold)
-        gradient_of_fold /= size * group
-        mean += (size / update.num_prompts) * gradient_of_fold
-        if number in local_folds:
-            folds[local_folds.index(number)] = gradient_of_fold
-        progress(size * group)
-    pieces = OptimizerPieces(layout, restored.parameters, restored.optimizer.states)
+    layout = restored.layout
+    batch = _batch_of(restored, update, memory.microbatch_size)
+    rows = Rows(layout, batch.num_folds, device="cpu" if memory.offload else None)
+
+    def receiver_of(_: int, folds: range) -> Receiver:
+        progress(int(batch.fold_sizes[folds.start]))
+        return rows.receiver(folds)
+
+    weights = [batch.loss_weights]
+    shares = (1.0 / batch.fold_sizes).to(batch.fold.device)[batch.fold].unsqueeze(1)
+    restored.passes.hand_on(batch, weights, shares, rows_with_weight(weights), receiver_of)
+    rows.complete()
+    gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm
-    clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
-    by_piece = [piece.delta(clip * mean[piece.flat]) for piece in pieces]
-    parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
-    sizes = fold_prompts[list(local_folds)]
-    num_prompts = float(fold_prompts.sum())
-    local_rows = Rows.holding(layout, layout.split(folds))
-    local_fold_means = fold_means(layout.split(mean), local_rows, sizes.double(), num_prompts)
-    without = LeaveOneOutUpdates(pieces, local_fold_means, max_norm, identity)
-    return Update(mean, clip, parts, parts.total, pieces, without, local_folds, fold_prompts, scores)
+    clip = float(clipping(restored.reduce(dot(gradient, gradient)), max_norm))
+    pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
+    folds = fold_means(gradient, rows, batch.fold_sizes)
+    without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, clip)
+    return Update(batch, gradient, compute_update(layout, without.whole), without)
+
+
+def _batch_of(restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: int) -> Batch:
+    """Score U, and cut it into folds. Collective."""
+    rollout = update.rollout
+    scores = restored.policy.score_rollout(rollout)
+    folds = plan_prompt_folds(update.num_prompts, num_folds=MAX_FOLDS)
+    fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts), folds)
+    rows = range(rollout.num_sequences)
+    return Batch(
+        rollout=rollout,
+        scores=scores,
+        loss_weights=_loss_weights(restored, rollout, scores),
+        microbatch_rows=tuple(rows[first : first + microbatch_size] for first in rows[::microbatch_size]),
+        folds=folds,
+        fold=fold_of_prompt.to(restored.device)[rollout.prompt_index],
+        fold_sizes=update.responses_per_prompt * fold_of_prompt.bincount().double(),
+        responses_per_prompt=update.responses_per_prompt,
+    )
 
 
 # --- training's loss on U ---------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rl_training.offline.first_order import condition
 from rl_training.optim.adamw import AdamWState
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, compute_update
+from rl_training.parallel.vectors import Layout
 
 BETAS, EPS, RATE, DECAY, STEPS, CLIP = (0.8, 0.9), 1e-2, 0.1, 0.2, 3, 0.5
 G, M, V = [0.6, -2.0, 1.0], [0.5, 0.3, -0.2], [0.04, 0.25, 1.0]  # two tensors, the first with two entries
@@ -22,14 +24,21 @@ def vector(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def asked() -> tuple[Any, Any, Tensor]:
+def asked() -> tuple[Any, Any, list[list[Tensor]]]:
     """Return the arguments of `condition`: a trainer of two tensors, its step for the gradient G, and X̄."""
-    state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
-    parts = state.delta(vector(THETA), CLIP * vector(G))
-    piece = SimpleNamespace(flat=slice(0, 3), state=state)
-    update = SimpleNamespace(gradient=vector(G), clip=CLIP, parts=parts, delta=parts.total, pieces=[piece])
-    restored = SimpleNamespace(parameters={"first": torch.zeros(2), "second": torch.zeros(1)})
-    return restored, update, vector(X[0] + X[1]).view(2, 3)
+    spans = {"first": slice(0, 2), "second": slice(2, 3)}
+    parameters = {name: vector(THETA[span]) for name, span in spans.items()}
+    states = {
+        name: AdamWState(vector(M[span]), vector(V[span]), STEPS, RATE, BETAS, EPS, DECAY)
+        for name, span in spans.items()
+    }
+    layout = Layout(parameters)
+    whole = StepUpdate(OptimizerPieces(layout, parameters, states), [vector(G)], CLIP)
+    update = SimpleNamespace(gradient=[vector(G)], delta=compute_update(layout, whole), whole=whole)
+    sizes = SimpleNamespace(numel=lambda name: len(parameters[name]))
+    optimizer = SimpleNamespace(states=states)
+    restored = SimpleNamespace(layout=layout, shard=sizes, optimizer=optimizer, reduce=torch.clone)
+    return restored, update, [[vector(x)] for x in X]
 
 
 def written_out() -> dict[str, list[float]]:
@@ -54,7 +63,7 @@ def dot(a: list[float], b: list[float]) -> float:
 def test_each_direction_is_scaled_to_the_real_steps_length_or_gain(name: str) -> None:
     restored, update, direction = asked()
     row = {row["name"]: row for row in condition(restored, update, direction)}[name]
-    step, real, g = written_out()[name], update.delta.tolist(), [CLIP * value for value in G]
+    step, real, g = written_out()[name], update.delta[0].tolist(), [CLIP * value for value in G]
     length = math.sqrt(dot(real, real) / dot(step, step))
     assert row["delta_h1"] == pytest.approx(length * dot(X[0], step), rel=1e-9)
     assert row["delta_h1_sequence"] == pytest.approx(length * dot(X[1], step), rel=1e-9)

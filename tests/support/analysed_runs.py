@@ -78,11 +78,6 @@ def close(a: Tensor, b: Tensor) -> float:
     return float((a - b).double().norm() / b.double().norm())
 
 
-def joined(parts: Any) -> Tensor:
-    """Join the pieces of an update into one vector, (P,)."""
-    return torch.cat([by_cause.total[0] for _, by_cause in parts])
-
-
 def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
     """Return a copy of the run whose first checkpoint has been tampered with."""
     copy = tmp_path / "run_2"

@@ -8,7 +8,7 @@ but their x̄ is not the gradient of the policy's entropy, and shares of the ent
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rl_training.offline.kernel.structure import EVALUATION, SEQUENCES_FILE, UPD
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
-from rl_training.offline.truth import by_name
+from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
@@ -58,13 +58,12 @@ def add_kernel(
     scores = analysis.evaluation.scores if is_own_step else restored.policy.score_rollout(evaluation)
     weights = surrogate_weights(scores.entropies, scores.mask, evaluation.prompt_index, "token", "buffer")
     if is_own_step:
-        entropy_gradient = analysis.first_order.direction[TOKEN]
+        entropy_gradient = restored.whole(analysis.first_order.direction[TOKEN])
     else:
         batches = rows.batches(range(evaluation.num_sequences))
         total = torch.stack([rows.sum(evaluation, batch, *weights).double() for batch in batches]).sum(dim=0)
         entropy_gradient = (total / evaluation.num_sequences).float()
-    longest = restored.trainer.max_completion_length
-    inputs = KernelInputs(evaluation, *weights, entropy_gradient, update, analysis.update, longest)
+    inputs = KernelInputs.of_step(restored, evaluation, weights, entropy_gradient, update, analysis.update)
     metadata = {
         "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
@@ -109,7 +108,7 @@ def _fixed(
 
 
 def write_sequences(
-    restored: RestoredTrainer, data_rows: Sequence[dict[str, Any]], delta: Tensor, evaluation: Rollout,
+    restored: RestoredTrainer, data_rows: Sequence[dict[str, Any]], delta: Vector, evaluation: Rollout,
     update: Rollout, folder: Path,
 ) -> None:  # fmt: skip
     """Write one line per sequence, E's first. Collective; the main process writes.
@@ -119,25 +118,24 @@ def write_sequences(
 
     Args:
         data_rows: The row of the data set that each sequence of E answers, (N_E,).
-        delta: The step δθ, (P,).
+        delta: The step δθ.
     """
     rewards = rewards_of(restored, data_rows, evaluation)
-    if restored.rank != 0:
-        return
     assert update.rewards is not None
-    shift = by_name(restored, delta)
     rows = [
-        *_lines(restored, EVALUATION, evaluation, rewards, shift),
-        *_lines(restored, UPDATE, update, update.rewards, shift),
+        *_lines(restored, EVALUATION, evaluation, rewards, delta),
+        *_lines(restored, UPDATE, update, update.rewards, delta),
     ]
-    write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
+    if restored.rank == 0:
+        write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
 
 
 def _lines(
-    restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
+    restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, delta: Vector
 ) -> list[dict[str, Any]]:
+    """Return a line for each sequence. Collective."""
     totals = sequence_totals(restored.policy.score_rollout(rollout))
-    with restored.policy.shifted(shift):
+    with restored.stepped(delta):
         changes = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
     lines = []
     for row in range(rollout.num_sequences):

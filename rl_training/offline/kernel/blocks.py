@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,9 @@ from rl_training.gradients.loss_weights import gradient_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.offline.kernel.sequence_gradients import SequenceGradients
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
+from rl_training.optim.updates import CAUSES
 from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -47,22 +48,46 @@ class KernelInputs:
     entropy_weights: Tensor  # (N_E, T), u
     entropy_gradient: Tensor  # (P,), x̄
     update: Rollout  # U, N_U sequences with their advantages
-    step: Update  # the optimizer's step on U
+    gradient: Tensor  # (P,), the mean over U, before clipping
+    clip: float  # its clipping factor
+    parts: Tensor  # (3, P), the parts of the step, in the order of CAUSES
+    sqrt_metric: Tensor  # √M, (P,): the step multiplies its own clipped gradient by −M
     max_length: int  # L of the loss
 
-    @cached_property
-    def sqrt_metric(self) -> Tensor:
-        """√M, (P,): the step multiplies its own clipped gradient by −M."""
-        sqrt_metric = torch.empty_like(self.step.gradient)
-        for piece in self.step.pieces:
-            factor = piece.state.gradient_factor(piece.param, self.step.clip * self.step.gradient[piece.flat])
-            sqrt_metric[piece.flat] = (-factor).sqrt()
-        return sqrt_metric
+    @classmethod
+    def of_step(
+        cls,
+        restored: RestoredTrainer,
+        evaluation: Rollout,
+        weights: tuple[Tensor, Tensor],
+        entropy_gradient: Tensor,
+        update: Rollout,
+        step: Update,
+    ) -> KernelInputs:
+        """Return the inputs for the optimizer's step on U. Collective."""
+        layout = restored.layout
+        sqrt_metric, *parts = (layout.zeros() for _ in range(1 + len(CAUSES)))
+        for piece in step.whole.pieces:
+            gradient = step.whole.gradient(piece)
+            piece.of(sqrt_metric).copy_((-piece.state.gradient_factor(piece.param, gradient)).sqrt())
+            for vector, part in zip(parts, piece.delta(gradient), strict=True):
+                piece.of(vector).copy_(part)
+        return cls(
+            evaluation,
+            *weights,
+            entropy_gradient,
+            update,
+            gradient=restored.whole(step.gradient),
+            clip=step.whole.clip,
+            parts=torch.stack([restored.whole(part) for part in parts]),
+            sqrt_metric=restored.whole(sqrt_metric),
+            max_length=restored.trainer.max_completion_length,
+        )
 
     @property
     def scale(self) -> float:
         """The factor c /(N_U L)."""
-        return self.step.clip / (self.update.num_sequences * self.max_length)
+        return self.clip / (self.update.num_sequences * self.max_length)
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
@@ -216,7 +241,7 @@ def check_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
     Args:
         total: Σ_j A_j W_j, (P,) fp64.
     """
-    expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
+    expected = -inputs.update.num_sequences * inputs.max_length * inputs.gradient.double()
     if expected.any():  # it is 0 if no sequence has an advantage
         _require_close(
             total, expected, rows.tolerance_factor,

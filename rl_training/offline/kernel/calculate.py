@@ -120,7 +120,6 @@ class _Calculation:
         self._identity = self._kernel_identity()
         sizes = {name: param.numel() for name, param in rows.parameters.items()}
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
-        self._parts = torch.stack(inputs.step.parts)
 
     def has(self, name: str) -> bool:
         """Return whether the folder already has this file.
@@ -209,7 +208,7 @@ class _Calculation:
             sq_norms: |√M W|², (n,).
             products: W·δθ by cause, (n, 3).
         """
-        products = row_products(rows, self._parts)
+        products = row_products(rows, self._inputs.parts)
         rows *= self._inputs.sqrt_metric
         parts = list(rows.split(COLUMNS, dim=1))
         return {"sketches": self._sketch(rows), "sq_norms": dot(parts, parts), "products": products}
@@ -239,16 +238,15 @@ class _Calculation:
     def join(self, more_metadata: Mapping[str, str]) -> None:
         """Check the sum over all pairs, join the blocks in one file, and remove the blocks' files."""
         inputs = self._inputs
-        step = self._inputs.step
         files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
         joined = _joined([load_file(path) for path in files])
         by_rows = joined.pop(GRADIENT_PART)
         joined["advantages"] = inputs.update.advantages.double().cpu()
-        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._parts)[0].tolist()
+        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._inputs.parts)[0].tolist()
         limit = min(self._rows.tolerance_factor, MAX_PAIRS_TOLERANCE_FACTOR) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
             **self._identity,
-            "clip_coefficient": repr(step.clip),
+            "clip_coefficient": repr(inputs.clip),
             **check_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
             **{f"delta_h/part/{cause}": repr(value) for cause, value in zip(CAUSES, by_cause, strict=True)},
             **more_metadata,

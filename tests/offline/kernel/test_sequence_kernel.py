@@ -26,7 +26,6 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sharding import replicated
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel.at_checkpoint import add_kernel
@@ -34,11 +33,11 @@ from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, check_id
 from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
 from rl_training.offline.probe import analyse
-from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.restored import RestoredTrainer, restored_trainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.update import make_update
 from rl_training.optim.adamw import AdamWState
-from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.optim.state import OptimizerView
 from rl_training.statistics.sketches import cosines
 from rl_training.tasks.arithmetic import arithmetic
 
@@ -80,18 +79,17 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
         trainer.train()
     trainer.optimizer.zero_grad()
     trainer.current_gradient_accumulation_steps = 1  # restore() sets this too
-    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
-    restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer)), policy)
+    restored = restored_trainer(trainer, Path(), 2, policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
     update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), Memory(4))
     scores = policy.score_rollout(of_e)
     evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1))
-    direction = predict(restored, evaluation, update, 4).direction[TOKEN]
+    direction = restored.whole(predict(restored, evaluation, update, 4).direction[TOKEN])
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
-    return Case(trainer, restored, KernelInputs(of_e, *weights, direction, of_u, update, max_length=L_MAX))
+    return Case(trainer, restored, KernelInputs.of_step(restored, of_e, weights, direction, of_u, update))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
