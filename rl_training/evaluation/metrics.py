@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.evaluation.pass_at_k import majority_vote, pass_at_k
+from rl_training.evaluation.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
-from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
-from rl_training.statistics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
 Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
@@ -55,7 +55,7 @@ def response_metrics(
         reward_range: Lowest and highest reward that a response can earn. None if unknown.
 
     Raises:
-        ValueError: `max_k` exceeds the number of responses per prompt.
+        UserError: `max_k` exceeds the number of responses per prompt.
     """
     sampled, greedy = group_by_row(responses)
     rewards = _value_table(sampled, lambda r: r.reward)

@@ -1,9 +1,8 @@
-"""Numbers from samples: estimates with errors, by the jackknife, over prompts and over steps.
+"""Numbers from samples: estimates with errors, by the jackknife, over runs and over steps.
 
 estimate.py, limit.py                  a number with its error, or the reason why it is missing: read these first
 jackknife.py                           errors of functions of sums over independent units
 running_variance.py, running_pairs.py  averages over steps
-prompt_means.py, pass_at_k.py, welch.py, calibration.py    errors over prompts, runs and steps
+welch.py, calibration.py               errors over runs and steps
 noise_scale.py, kish.py                how much of a batch is noise, and how many sequences count
-clusters.py, sketches.py               matrices of inner products
 """

@@ -57,11 +57,11 @@ LIBRARIES = {
         "torch", "safetensors", "rich", "numpy", "jinja2", "markupsafe", "wandb",
         "wandb_workspaces", "pandas", "scipy", "yaml",
     },
-    "evaluation": {"torch", "transformers", "peft", "numpy"},
+    "evaluation": {"torch", "transformers", "peft", "numpy", "scipy"},
     "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", "tqdm", *LOOPS},  # deepspeed only while it trains
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "scipy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
         "torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors", "tqdm", "reasoning_gym",
     },

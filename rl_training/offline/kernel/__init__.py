@@ -5,6 +5,6 @@ Read in this order:
     at_checkpoint.py        computes the kernel of an analysis and writes its sequences
     calculate.py            computes a kernel in blocks under a memory budget, and writes its files
     blocks.py               multiplies many long rows; sequence_gradients.py computes these rows
-    structure.py            summarizes a finished kernel
+    structure.py            summarizes a finished kernel, by sketches.py and clusters.py
     report.py, command.py   the page, and `rl-training kernel`
 """

@@ -49,13 +49,13 @@ from rl_training.offline.kernel.blocks import (
     row_products,
     weighted_sum,
 )
+from rl_training.offline.kernel.sketches import CountSketches
 from rl_training.offline.kernel.structure import KERNEL_FILE
 from rl_training.offline.settings import KernelSettings
 from rl_training.optim.updates import CAUSES
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import Rollout
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.statistics.sketches import CountSketches
 
 BLOCK_FILE = "block-{:05d}.safetensors"
 GRADIENT_PART = "gradient_part"  # a tensor of the first block

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from rl_training.offline.kernel.clusters import average_linkage
 from rl_training.offline.kernel.structure import (
     CLASSES,
     OTHER_PROMPT,
@@ -37,7 +38,6 @@ from rl_training.records.json_values import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.statistics.clusters import average_linkage
 
 PAGE = "kernel.html"
 EVOLUTION = "evolution.html"

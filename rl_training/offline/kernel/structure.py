@@ -27,10 +27,10 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.limited_files import MAX_STATE_BYTES, read_text
+from rl_training.offline.kernel.clusters import participation_ratio
+from rl_training.offline.kernel.sketches import cosines
 from rl_training.optim.updates import CAUSES
 from rl_training.records.json_values import from_json
-from rl_training.statistics.clusters import participation_ratio
-from rl_training.statistics.sketches import cosines
 
 SAME_TEXT = "same text"
 SAME_PROMPT = "same prompt, other text"

@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.offline.kernel.blocks import plan_blocks, row_products, weighted_sum
-from rl_training.statistics.sketches import COLUMNS, CountSketches, cosines, inner_products
+from rl_training.offline.kernel.sketches import COLUMNS, CountSketches, cosines, inner_products
 
 
 def rows(count: int, length: int, seed: int) -> Tensor:

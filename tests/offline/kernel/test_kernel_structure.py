@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_training.offline.kernel.clusters import average_linkage, participation_ratio
 from rl_training.offline.kernel.command import run
 from rl_training.offline.kernel.report import PAGE, write_evolution
+from rl_training.offline.kernel.sketches import CountSketches
 from rl_training.offline.kernel.structure import (
     CLASSES,
     KERNEL_FILE,
@@ -34,8 +36,6 @@ from rl_training.offline.kernel.structure import (
     predictions,
     top_pairs,
 )
-from rl_training.statistics.clusters import average_linkage, participation_ratio
-from rl_training.statistics.sketches import CountSketches
 
 NUM_E, NUM_U, SIZE, CLIP, LENGTH = 4, 6, 3000, 0.5, 10
 CHROMIUM = shutil.which("chromium")

@@ -31,6 +31,7 @@ from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel.at_checkpoint import add_kernel
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, check_identity
 from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
+from rl_training.offline.kernel.sketches import cosines
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer, restored_trainer
@@ -38,7 +39,6 @@ from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Set
 from rl_training.offline.update import make_update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView
-from rl_training.statistics.sketches import cosines
 from rl_training.tasks.arithmetic import arithmetic
 
 NUM_E, NUM_U = 7, 10

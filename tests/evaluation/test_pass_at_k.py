@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
+from rl_training.evaluation.pass_at_k import majority_vote, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
+
 
 def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
     """Return the unbiased estimate of pass@k for each prompt, (P,) fp64, between 0 and 1.
@@ -27,12 +29,12 @@ def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
         k: 1 … n.
 
     Raises:
-        ValueError: If k is not in 1 … n. Fewer than k responses give no unbiased estimate.
+        UserError: If k is not in 1 … n. Fewer than k responses give no unbiased estimate.
 
     Example: two right responses of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
     """
     if not 1 <= k <= num_responses:
-        raise ValueError(f"pass@{k} needs k between 1 and the number of responses per prompt, {num_responses}")
+        raise UserError(f"pass@{k} needs k between 1 and the number of responses per prompt, {num_responses}")
     i = torch.arange(1, num_responses + 1, dtype=torch.float64, device=num_right.device)
     taken = i > (num_responses - num_right).unsqueeze(1)  # (P, n), the factors of each prompt's product
     return 1 - torch.where(taken, 1 - k / i, 1.0).prod(dim=1)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rl_training.statistics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
+from rl_training.evaluation.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
 
 def test_the_standard_error_of_a_mean_equals_the_value_by_hand() -> None:
