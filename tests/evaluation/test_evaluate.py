@@ -31,8 +31,8 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
-from rl_training.job.run.evaluation import evaluate, print_table
-from rl_training.job.run.evaluation_plan import fingerprint, read_plan
+from rl_training.job.run.evaluation import evaluate, read_evaluation
+from rl_training.job.run.evaluation_results import fingerprint, print_table
 from rl_training.records import evaluated
 from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.arithmetic import arithmetic
@@ -161,25 +161,25 @@ def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: s
 def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     with pytest.raises(ValueError, match="has no checkpoints"):
-        read_plan(composed("evaluate", f"run={tmp_path}"))
+        read_evaluation(composed("evaluate", f"run={tmp_path}"))
 
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    plan = read_plan(composed("evaluate", *asked))
-    plan.start()
-    evaluated.write_step(plan.folder, 1, {}, {}, [])
+    evaluation = read_evaluation(composed("evaluate", *asked))
+    evaluation.start()
+    evaluated.write_step(evaluation.folder, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
-        read_plan(composed("evaluate", *asked, "evaluation.temperature=0.5")).start()
-    read_plan(composed("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
+        read_evaluation(composed("evaluate", *asked, "evaluation.temperature=0.5")).start()
+    read_evaluation(composed("evaluate", *asked, "evaluation.batch_size=1")).start()
 
 
 def test_an_evaluation_without_any_result_does_not_block_the_corrected_command(run, tmp_path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_plan(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
-    plan = read_plan(composed("evaluate", *asked))
-    plan.start()
-    assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
+    read_evaluation(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    evaluation = read_evaluation(composed("evaluate", *asked))
+    evaluation.start()
+    assert json.loads((evaluation.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
 
 
 def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) -> None:
@@ -187,31 +187,37 @@ def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) ->
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    plan = read_plan(composed("evaluate", f"run={tmp_path}"))
-    evaluated.write_step(plan.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
-    assert plan.pending() == {}
+    evaluation = read_evaluation(composed("evaluate", f"run={tmp_path}"))
+    evaluated.write_step(evaluation.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
+    assert evaluation.pending() == {}
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
-    assert plan.pending() == {1: checkpoint}
+    assert evaluation.pending() == {1: checkpoint}
 
 
 def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenizer(run: Path, tmp_path: Path) -> None:
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    plan = read_plan(composed("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
-    assert (plan.folder.name, plan.prefix, plan.options.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
+    evaluation = read_evaluation(
+        composed("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
+    )
+    assert (evaluation.folder.name, evaluation.prefix, evaluation.options.max_completion_length) == (
+        "gsm8k",
+        "evaluation/gsm8k/",
+        512,
+    )
     loaded = policy.load_policy(
-        plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
+        evaluation.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
     with pytest.raises(ValueError, match="it was made for another task"):
-        list(generate_responses(loaded, plan.task(), [[(0, 0)]], 0, {}))
+        list(generate_responses(loaded, evaluation.task, [[(0, 0)]], 0, {}))
 
 
 def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
-    plan = read_plan(composed("evaluate", *asked))
-    assert plan.checkpoints == {0: bare}
-    assert (plan.options.max_completion_length, plan.options.temperature, plan.run) == (36, 1.0, None)
+    evaluation = read_evaluation(composed("evaluate", *asked))
+    assert evaluation.checkpoints == {0: bare}
+    assert (evaluation.options.max_completion_length, evaluation.options.temperature, evaluation.run) == (36, 1.0, None)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])

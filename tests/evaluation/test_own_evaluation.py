@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import attach, evaluate
 from rl_training.evaluation.responses import tokenize
 from rl_training.job.run.evaluation import evaluate as evaluate_command
-from rl_training.job.run.evaluation_plan import read_plan
+from rl_training.job.run.evaluation import read_evaluation
 from rl_training.job.run.own_evaluation import policy_of
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
@@ -42,10 +42,10 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
 ) -> None:
     asked = [f"run={run}", f"output={tmp_path}", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
     assert evaluate_command(composed("evaluate", *asked)) == 1
-    plan, task = read_plan(composed("evaluate", *asked)), arithmetic()
+    expected_of, task = read_evaluation(composed("evaluate", *asked)), arithmetic()
     trainer = make_trainer(
-        **PLAIN | {"max_completion_length": plan.options.max_completion_length},
-        temperature=plan.options.temperature,
+        **PLAIN | {"max_completion_length": expected_of.options.max_completion_length},
+        temperature=expected_of.options.temperature,
         reward=task.reward,
         trainer_arguments={"eval_dataset": task.eval_dataset},
     )
@@ -54,7 +54,7 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
     with pytest.raises(ValueError, match="step 2 failed: "):
         evaluate(
             trainer,
-            [*plan.checkpoints.values()],
+            [*expected_of.checkpoints.values()],
             tmp_path / "own",
             given_answer=task.given_answer,
             reward_range=task.reward_range,
@@ -63,7 +63,7 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
         )
     assert torch.equal(trained_weights(trainer), before)
     assert trainer.model.training
-    expected, table = read_table(plan.folder), read_table(tmp_path / "own" / "evaluations" / "default")
+    expected, table = read_table(expected_of.folder), read_table(tmp_path / "own" / "evaluations" / "default")
     assert {"kl/token", "majority", "pass_at_4"} <= {*table["metric"]}
     assert table["metric"].tolist() == expected["metric"].tolist()
     assert table["value"].tolist() == expected["value"].tolist()

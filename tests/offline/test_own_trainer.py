@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, analyze, attach
 from rl_training.job.run.analysis import result_files
-from rl_training.job.run.evaluation_plan import read_plan
+from rl_training.job.run.evaluation import read_evaluation
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
@@ -100,4 +100,4 @@ def test_commands_refuse_an_attached_run_with_the_function_to_call(
         with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
             result_files({"checkpoint": str(named), "runs_dir": str(tmp_path), "name": "default", "output": None})
     with pytest.raises(ValueError, match=r"a trainer made by a script.*evaluate\(trainer, CHECKPOINTS, "):
-        read_plan(composed("evaluate", f"run={tmp_path / 'run'}"))
+        read_evaluation(composed("evaluate", f"run={tmp_path / 'run'}"))

@@ -18,7 +18,8 @@ from rl_training import OfflineEntropyProbe
 from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.run_settings import resolve_branch, run_settings
 from rl_training.job.objects.trainer import build_restored
-from rl_training.job.run.evaluation_plan import EvaluationPlan, read_plan
+from rl_training.job.run.evaluation import read_evaluation
+from rl_training.job.run.evaluation_results import Evaluation
 
 SECRET = "hf_of_the_reader"
 TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # the code that an attack would run
@@ -82,8 +83,8 @@ def analyse(run: Path, *words: str) -> object:
         return build_restored(run_settings(checkpoint, words), checkpoint)
 
 
-def evaluate(run: Path, *words: str) -> EvaluationPlan:
-    return read_plan(OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)}))
+def evaluate(run: Path, *words: str) -> Evaluation:
+    return read_evaluation(OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)}))
 
 
 def branch(run: Path, *words: str) -> DictConfig:

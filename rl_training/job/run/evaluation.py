@@ -1,65 +1,43 @@
-"""Evaluates each checkpoint in a separate process; measures, writes, logs and shows the results.
+"""`rl-training evaluate`: reads which checkpoints to evaluate and how, and evaluates each in a separate process.
 
 Several processes (accelerate launch, torchrun) work on one checkpoint at a time, each on its share of the batches; the
-main process measures and writes. A single process evaluates `evaluation.jobs` checkpoints in parallel.
+main process measures and writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import queue
-import sys
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from omegaconf import DictConfig
-from tqdm import tqdm
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response
-from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.run_folder import on_main_process
-from rl_training.job.configuration.stored import unmarked
-from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
-from rl_training.job.run.evaluation_plan import (
-    CheckpointResponses,
-    EvaluationPlan,
-    fingerprint,
-    merge_results,
-    read_plan,
-    run_worker,
-)
-from rl_training.records.evaluated import TABLE_FILE, consolidate, estimates_in, largest_pass_at, read_table, write_step
+from rl_training.job.configuration.checks import check_evaluation
+from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
+from rl_training.job.objects.make import make
+from rl_training.job.run.evaluation_results import OUTPUT_HINT, Evaluation
+from rl_training.job.run.evaluation_worker import Work, merge_results
+from rl_training.records.checkpoints import steps_taken
+from rl_training.records.config import is_of_attached_run
+from rl_training.records.files.links import leads_out_of_its_run, refuse_links_out
 from rl_training.records.files.lock import locked
-from rl_training.records.files.masking import mask_line
-from rl_training.records.files.printable import printable
-from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report import write_report
-from rl_training.records.report.writing import format_estimate
-from rl_training.statistics.estimate import Estimate
+from rl_training.records.files.masking import without_masks, without_secrets
+from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
+from rl_training.tasks.task import as_task
 
-# Column titles of the table in the terminal, by metric.
-COLUMNS = {
-    "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
-    "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
-}  # fmt: skip
-OUTPUT_HINT = "give another folder with output=FOLDER"
+GROUPS = ("model", "adapter", "data")
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
 
 def evaluate(cfg: DictConfig) -> int:
-    """Evaluate the checkpoints that the configuration names.
+    """Evaluate the checkpoints that the configuration names. Collective.
 
     Returns:
         The exit code: 0, or 1 if a checkpoint or a metric failed.
@@ -67,191 +45,147 @@ def evaluate(cfg: DictConfig) -> int:
     Raises:
         UserError: For every mistake in the configuration.
     """
-    plan = read_plan(cfg)
+    evaluation = read_evaluation(cfg)
     state = PartialState(cpu=True, timeout=PATIENCE)  # on the CPU: worker processes do the work, these only communicate
-    if plan.options.jobs > 1 and state.num_processes > 1:
-        raise UserError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
-    evaluation: Evaluation | None = None
     with contextlib.ExitStack() as lock:
+        with contextlib.ExitStack() as progress:
 
-        def start() -> dict[int, Path]:
-            nonlocal evaluation
-            lock.enter_context(locked(plan.folder.parent, OUTPUT_HINT))
-            plan.start()
-            evaluation = Evaluation(plan, state.num_processes)
-            return evaluation.pending
+            def start() -> dict[int, Path]:
+                lock.enter_context(locked(evaluation.folder.parent, OUTPUT_HINT))
+                pending = evaluation.start()
+                progress.enter_context(evaluation.progress(pending, state.num_processes))
+                return pending
 
-        _evaluate_all(plan, on_main_process(start), evaluation)
-        code = evaluation.close() if evaluation else 0
-    return on_main_process(lambda: code)
-
-
-def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Evaluation | None) -> None:
-    """Evaluate the pending checkpoints, `jobs` at once. Collective.
-
-    Args:
-        plan: What to evaluate.
-        pending: Checkpoints to evaluate, by step.
-        evaluation: Receives the results on the main process; None on the others.
-    """
-    state, devices, stopped = PartialState(), queue.SimpleQueue[str](), threading.Event()
-    for job in range(plan.options.jobs):
-        devices.put(_device(state.local_process_index + job))
-
-    def on_responses(num_responses: int) -> None:
-        if stopped.is_set():  # this worker was still starting when the others were killed
-            raise RuntimeError("stopped")
-        if evaluation:
-            evaluation.bar.update(num_responses)
-
-    def evaluate_checkpoint(step: int) -> tuple[int, CheckpointResponses]:
-        device = devices.get()
-        result = run_worker(plan, pending[step], device, state.process_index, state.num_processes, on_responses)
-        devices.put(device)
-        return step, merge_results(gather_object([result]))
-
-    with ThreadPool(plan.options.jobs) as pool:
-        try:
-            for step, result in pool.imap_unordered(evaluate_checkpoint, pending):
-                if evaluation:
+            for step, checkpoint in on_main_process(start).items():
+                result = merge_results(gather_object([_work(evaluation, checkpoint, state).run(evaluation.show)]))
+                if state.is_main_process:
                     evaluation.finish(step, result)
-        except BaseException:  # Ctrl-C, for example: do not wait for unfinished work
-            stopped.set()
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
-        finally:
-            if evaluation:
-                evaluation.bar.close()
+        return on_main_process(evaluation.close)
 
 
-class Evaluation:
-    """The main process's part of an evaluation: progress bar, files, dashboards and table.
+def _work(evaluation: Evaluation, checkpoint: Path, state: PartialState) -> Work:
+    """Return this process's share of the responses of a checkpoint."""
+    gpu = state.local_process_index % max(1, torch.cuda.device_count())  # shared if there are not enough
+    return Work(
+        model=evaluation.config.get("model") or {},
+        data=evaluation.config["data"],
+        options=evaluation.options,
+        checkpoint=checkpoint,
+        device=f"cuda:{gpu}" if torch.cuda.is_available() else "cpu",
+        batches=evaluation.batches(state.process_index, state.num_processes),
+    )
 
-    Args:
-        plan: What to evaluate.
-        num_shares: Number of processes that share the batches of each checkpoint.
+
+# --- what to evaluate -------------------------------------------------------------------------------------------------
+
+
+def read_evaluation(cfg: DictConfig) -> Evaluation:
+    """Return the evaluation that a configuration describes.
+
+    Raises:
+        UserError: For every mistake in the configuration.
     """
-
-    def __init__(self, plan: EvaluationPlan, num_shares: int) -> None:
-        self.plan = plan
-        self.task = plan.task()
-        self.custom = plan.custom_metrics()
-        self.pending = plan.pending()
-        self.problems: list[str] = []  # what failed, and why
-        self.loggers: list[MetricsLogger] | None = None
-        self.num_finished = len(plan.checkpoints) - len(self.pending)
-        share = sum(map(len, plan.batches(0, num_shares)))
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two updates of the bar
-        self.bar = tqdm(total=len(self.pending) * share, unit="response", mininterval=every, maxinterval=every)
-        self._show_finished()
-
-    def finish(self, step: int, result: CheckpointResponses) -> None:
-        """Measure and write the result of one checkpoint. A failure is reported and affects only this checkpoint."""
-        reason = result.reason
-        if not reason:
-            try:
-                self._write(step, result)
-            except UserError as error:
-                reason = reason_of(error)
-        if reason:
-            self._report(f"step {step} failed: {reason} ({self.plan.checkpoints[step]})")
-        self.num_finished += 1
-        self._show_finished()
-
-    def _show_finished(self) -> None:
-        self.bar.set_description(f"{self.num_finished} of {len(self.plan.checkpoints)} checkpoints")
-
-    def _report(self, problem: str) -> None:
-        problem = printable(mask_line(problem))
-        self.problems.append(problem)
-        tqdm.write(problem)
-
-    def _write(self, step: int, result: CheckpointResponses) -> None:
-        plan, checkpoint = self.plan, self.plan.checkpoints[step]
-        can_read = self.task.given_answer is not None
-        max_k = plan.options.k or plan.options.responses_per_prompt
-        right = plan.options.right_reward
-        metrics = response_metrics(result.responses, max_k, right, can_read, self.task.reward_range)
-        sampled, _ = group_by_row(result.responses)
-        errors = []
-        for name, metric in self.custom.items():
-            try:
-                metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
-            except UserError as error:
-                errors.append(mask_line(str(error)))
-                self._report(f"step {step}: {error}")
-        about = {
-            "checkpoint": str(checkpoint),
-            "fingerprint": fingerprint(checkpoint),
-            "errors": errors,
-            "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
-        }
-        responses = sorted(result.responses, key=lambda r: (r.row, r.number))
-        rows = {row: self.task.eval_dataset[row] for row in plan.rows}
-        lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
-        write_step(plan.folder, step, about, metrics, lines, plan.options.gzip)
-        consolidate(plan.folder)
-        self._log(step, metrics)
-
-    def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
-        if self.loggers is None:
-            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, unmarked(self.plan.config))
-            for dashboard in self.loggers:
-                dashboard.start(after_step=0)
-        named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}
-        numbers = {name: e.value for name, e in named.items()} | {f"{name}_se": e.stderr for name, e in named.items()}
-        for dashboard in self.loggers:
-            dashboard.log(step, {name: value for name, value in numbers.items() if value == value})
-
-    def close(self) -> int:
-        """Print the table, close the dashboards, rewrite the run's report and return the exit code."""
-        print_table(self.plan.folder, self.problems)
-        for dashboard in self.loggers or []:
-            dashboard.finish(pictures=[])
-        run = self.plan.run
-        if self.loggers is not None and run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file():
-            print(f"Report: {write_report(run)}")
-        return 1 if self.problems else 0
+    check_evaluation(cfg)
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    run, checkpoints = find_checkpoints(values["run"], values["checkpoints"])
+    run_config: Any = {}
+    if run is not None and (run / CONFIG_FILE).is_file():
+        run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
+    config, is_task_of_run = _apply_overrides(run_config, values)
+    refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
+    task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
+    options = OmegaConf.create(values["evaluation"])
+    for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
+        options[key] = options[key] or config.get("trainer", {}).get(key) or default
+    name = str(options.name or task_name)
+    root = Path(values["output"]) if values["output"] else run
+    if root is None:
+        raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
+    refuse_links_out(root, *(() if root == run else (EVALUATIONS,)))
+    metrics = values["metrics"]
+    settings = {"metrics": metrics, **{group: unmarked(config.get(group)) for group in GROUPS}}
+    return Evaluation(
+        root=root,
+        name=name,
+        checkpoints=checkpoints,
+        task=as_task(make("data", config["data"])),
+        metrics={metric: make(f"metrics.{metric}", node, _partial_=True) for metric, node in metrics.items()},
+        options=options,
+        settings=without_masks(without_secrets(settings)),
+        run=run,
+        config=config,
+        prefix="evaluation/" if is_task_of_run and name == task_name else f"evaluation/{name}/",
+    )
 
 
-def _device(number: int) -> str:
-    """Return the device for the job with this number: its own GPU if there are enough, otherwise a shared one."""
-    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the run's configuration with the command's changes, and whether the task is the run's own.
+
+    A group chosen on the command line replaces the run's. Single values override those of the run's group.
+    """
+    merged = dict(config)
+    for group in GROUPS:
+        given, stored = options.get(group) or {}, config.get(group) or {}
+        is_replaced = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
+        merged[group] = given if is_replaced else {**stored, **given}
+    if not merged["data"].get("_target_"):
+        raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
+    is_task_of_run = unmarked(merged["data"])["_target_"] == unmarked(config.get("data") or {}).get("_target_")
+    if not is_task_of_run:  # the task's response length comes with it
+        merged["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
+    return merged, is_task_of_run
 
 
-def _line(response: Response, prompt: Any) -> dict[str, Any]:
-    """Return the line of responses.jsonl for a response. Means are over its tokens, in nats."""
-    return {
-        "row": response.row,
-        "response_index": "greedy" if response.number == GREEDY else response.number,
-        "prompt": prompt,
-        "response": response.text,
-        "reward": response.reward,
-        "answer": response.answer,
-        "length": response.length,
-        "truncated": response.truncated,
-        "mean_logp": float(response.logps.mean()),
-        "mean_entropy": float(response.entropies.mean()),
-        "mean_kl": None if response.kl is None else float(response.kl.mean()),
-    }
+def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
+    """Return the run folder, or None, and the checkpoints to evaluate by step: those given, or all of the run."""
+    paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
+    if run is None:
+        runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
+        if not paths:
+            raise UserError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
+        if len(runs) > 1:
+            raise UserError(
+                f"the checkpoints belong to several runs, {', '.join(map(str, runs))}: evaluate each run by itself"
+            )
+        folder = next(iter(runs), None)
+    else:
+        folder = Path(run)
+        if not folder.is_dir():
+            raise UserError(f"run={run}: there is no such folder")
+        if is_of_attached_run(folder):
+            raise UserError(
+                f"run={run} belongs to a trainer made by a script: in Python, after `from rl_training import "
+                f"evaluate`, evaluate(trainer, CHECKPOINTS, {str(run)!r}) with a new trainer of that script; on a task "
+                f"of this package, 'checkpoints=[PATH,...]' data=TASK output={run}"
+            )
+        if not paths and not (folder / CONFIG_FILE).is_file():
+            raise UserError(
+                f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
+            )
+        paths = paths or checkpoints_of(folder)
+        if not paths:
+            raise UserError(
+                f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
+                "trainer.save_steps"
+            )
+    return folder, checkpoints_by_step(paths)
 
 
-def print_table(folder: Path, problems: Sequence[str]) -> None:
-    """Print one line per checkpoint, with pass@k for the largest k, followed by what failed and why."""
-    table = read_table(folder)
-    largest_k = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
-    titles = {
-        name.replace("pass_at", f"pass_at_{largest_k}"): title.format(largest_k) for name, title in COLUMNS.items()
-    }
-    shown = table[table["metric"].isin([*titles]) & np.isfinite(table["value"].astype(float))]
-    if len(shown):
-        cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(format_estimate, estimates_in(shown))])
-        pivoted = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
-        prompts = shown["num_prompts"].max()
-        name = printable(folder.name)
-        print(f"{name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
-        print(pivoted[["step", *(title for title in titles.values() if title in pivoted)]].to_string(index=False))
-        print(f"All numbers: {folder / TABLE_FILE}")
-    for problem in problems:
-        print(problem)
+def checkpoints_by_step(paths: Sequence[Path]) -> dict[int, Path]:
+    """Return these checkpoints by step, in the order of their steps."""
+    for path in filter(leads_out_of_its_run, paths):
+        raise UserError(f"{path} is a link out of its run: name {path.resolve()} itself")
+    by_step = {_step_of(path): path for path in paths}
+    if len(by_step) < len(paths):
+        raise UserError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
+    return dict(sorted(by_step.items()))
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Return the optimizer step of a checkpoint, from its folder's name or its trainer's state; 0 if neither has it."""
+    last = checkpoint.resolve().name.rsplit("-", 1)[-1]
+    if last.isdigit():
+        return int(last)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return steps_taken(checkpoint)
+    return 0

@@ -16,9 +16,8 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 from rl_training.errors import UserError
 from rl_training.evaluation.metrics import Metric
 from rl_training.evaluation.policy import CheckpointPolicy
-from rl_training.evaluation.responses import choose_rows, generate_responses
+from rl_training.evaluation.responses import generate_responses
 from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.batches import rewards_of
 from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
@@ -37,15 +36,9 @@ from rl_training.hosts.trl.versions import generation_calls_code, has_images, to
 from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.run.evaluated_checkpoints import checkpoints_by_step
-from rl_training.job.run.evaluation import OUTPUT_HINT, Evaluation
-from rl_training.job.run.evaluation_plan import (
-    NOT_COMPARED,
-    CheckpointResponses,
-    EvaluationPlan,
-    check_name,
-    refuse_names_of_built_in,
-)
+from rl_training.job.run.evaluation import checkpoints_by_step
+from rl_training.job.run.evaluation_results import OUTPUT_HINT, Evaluation
+from rl_training.job.run.evaluation_worker import CheckpointResponses
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.options import did_you_mean
 from rl_training.records.checkpoints import find_weights_flaw
@@ -54,23 +47,6 @@ from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import EVALUATIONS
 from rl_training.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class ScriptPlan(EvaluationPlan):
-    """An evaluation whose task and metrics are objects of the user's script."""
-
-    NAME_HINT: ClassVar[str] = "name=NAME"
-    OVERWRITE_HINT: ClassVar[str] = "overwrite=True"
-
-    script_task: Task
-    script_metrics: Mapping[str, Metric]
-
-    def task(self) -> Task:
-        return self.script_task
-
-    def custom_metrics(self) -> dict[str, Metric]:
-        return dict(self.script_metrics)
 
 
 def evaluate(
@@ -118,19 +94,36 @@ def evaluate(
     dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if dataset is None:
         raise UserError("the trainer has no eval_dataset: give evaluate(..., eval_dataset=DATASET)")
-    task = Task(dataset, dataset, _reward_of(trainer), given_answer, reward_range)
-    plan = _make_plan(trainer, checkpoints, Path(folder), name, task, metrics or {}, _with_defaults(options))
+    paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str | Path) else checkpoints)]
+    if not paths:
+        raise UserError("nothing to evaluate: give evaluate folders checkpoint-N of the trainer's output_dir")
+    refuse_links_out(Path(folder), EVALUATIONS)
+    weights = map(float, trainer.reward_weights)
+    evaluation = Evaluation(
+        root=Path(folder),
+        name=name,
+        checkpoints=checkpoints_by_step(paths),
+        task=Task(dataset, dataset, _reward_of(trainer), given_answer, reward_range),
+        metrics=metrics or {},
+        options=OmegaConf.create(_options(trainer, options)),
+        settings={
+            "metrics": [*(metrics or {})],
+            "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
+            "prompts": hashlib.sha256(repr(dataset["prompt"][:]).encode()).hexdigest(),
+        },
+        run=Path(folder),
+        ways_out=("name=NAME", "overwrite=True"),
+    )
     with locked(Path(folder), OUTPUT_HINT):
-        plan.start()
-        evaluation = Evaluation(plan, num_shares=1)
-        with _restoring_weights(trainer.model), contextlib.closing(evaluation.bar):
-            reference = _initial_model(trainer.model) if plan.options.kl and evaluation.pending else None
-            for step, checkpoint in evaluation.pending.items():
-                evaluation.finish(step, _responses(trainer, checkpoint, reference, plan, evaluation.bar.update))
+        pending = evaluation.start()
+        with _restoring_weights(trainer.model), evaluation.progress(pending):
+            reference = _initial_model(trainer.model) if evaluation.options.kl and pending else None
+            for step, checkpoint in pending.items():
+                evaluation.finish(step, _responses(trainer, checkpoint, reference, evaluation))
         evaluation.close()
     if evaluation.problems:
         raise UserError("; ".join(evaluation.problems))
-    return read_table(plan.folder)
+    return read_table(evaluation.folder)
 
 
 def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
@@ -146,17 +139,17 @@ def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
         )
 
 
-def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options, with the command's defaults for those not given."""
+def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options: those given, the trainer's sampling, and the command's defaults."""
+    sampling = {name: getattr(trainer.args, name) for name in ("temperature", "max_completion_length")}
     defaults = load_plain(CONF / "evaluate.yaml")["evaluation"]
-    for key in ("name", "temperature", "max_completion_length", "jobs"):
-        del defaults[key]  # name is an argument, two come from the trainer, jobs exists only in the command
-    for key in options:
-        if key not in defaults:
-            raise UserError(f"evaluate({key}=...): there are {', '.join(defaults)}{did_you_mean(key, [*defaults])}")
-    values = {**defaults, **options}
+    choices = [name for name in defaults if name not in ("name", *sampling)]  # `name` is an argument of its own
+    for key in given:
+        if key not in choices:
+            raise UserError(f"evaluate({key}=...): there are {', '.join(choices)}{did_you_mean(key, choices)}")
+    values = {**defaults, **given}
     check_evaluation(OmegaConf.create({"evaluation": values}))
-    return values
+    return values | sampling
 
 
 def _reward_of(trainer: GRPOTrainer) -> Callable[..., list[float]]:
@@ -168,52 +161,6 @@ def _reward_of(trainer: GRPOTrainer) -> Callable[..., list[float]]:
         return rewards_of(trainer, rows, completion_ids).tolist()
 
     return reward
-
-
-def _make_plan(
-    trainer: GRPOTrainer,
-    checkpoints: Sequence[str | Path] | str | Path,
-    folder: Path,
-    name: str,
-    task: Task,
-    metrics: Mapping[str, Metric],
-    values: Mapping[str, Any],
-) -> ScriptPlan:
-    paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str | Path) else checkpoints)]
-    if not paths:
-        raise UserError("nothing to evaluate: give evaluate folders checkpoint-N of the trainer's output_dir")
-    if len(task.eval_dataset) == 0:
-        raise UserError("eval_dataset has no rows: give one with prompts")
-    refuse_names_of_built_in(metrics)
-    check_name(name)
-    refuse_links_out(folder, EVALUATIONS)
-    options = OmegaConf.create(
-        {
-            **values,
-            "temperature": trainer.args.temperature,
-            "max_completion_length": trainer.args.max_completion_length,
-            "jobs": 1,
-        }
-    )
-    weights = map(float, trainer.reward_weights)
-    settings = {str(key): value for key, value in options.items() if key not in NOT_COMPARED} | {
-        "metrics": [*metrics],
-        "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
-        "prompts": hashlib.sha256(repr(task.eval_dataset["prompt"][:]).encode()).hexdigest(),
-    }
-    return ScriptPlan(
-        run=folder,
-        config={},
-        folder=folder / EVALUATIONS / name,
-        prefix="",
-        checkpoints=checkpoints_by_step(paths),
-        rows=choose_rows(len(task.eval_dataset), options.fraction, options.seed),
-        options=options,
-        metrics={},
-        settings=settings,
-        script_task=task,
-        script_metrics=metrics,
-    )
 
 
 def _initial_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -249,11 +196,7 @@ def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> Checkp
 
 
 def _responses(
-    trainer: GRPOTrainer,
-    checkpoint: Path,
-    reference: PreTrainedModel | None,
-    plan: ScriptPlan,
-    on_responses: Callable[[int], object],
+    trainer: GRPOTrainer, checkpoint: Path, reference: PreTrainedModel | None, evaluation: Evaluation
 ) -> CheckpointResponses:
     """Return the responses of one checkpoint, or the reason why there are none."""
     result, start = CheckpointResponses(), time.perf_counter()
@@ -265,10 +208,10 @@ def _responses(
         trainer._load_from_checkpoint(str(checkpoint))
         policy = policy_of(trainer, reference)
         result.seconds["load"] = time.perf_counter() - start
-        batches = plan.batches(0, 1)
-        for responses in generate_responses(policy, plan.script_task, batches, plan.options.seed, result.seconds):
+        batches, seed = evaluation.batches(), evaluation.options.seed
+        for responses in generate_responses(policy, evaluation.task, batches, seed, result.seconds):
             result.responses += responses
-            on_responses(len(responses))
+            evaluation.show(len(responses))
     except UserError as error:
         result.reason = reason_of(error)
     result.seconds["total"] = time.perf_counter() - start

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_training.errors import UserError
-from rl_training.job.run.evaluation_plan import fingerprint
+from rl_training.job.run.evaluation_results import fingerprint
 from rl_training.records.checkpoints import find_weights_flaw, steps_taken
 from rl_training.records.evaluated import read_step, write_settings
 from rl_training.records.frames import read_analysis, read_probe_log
