@@ -43,7 +43,7 @@ class Attribution:
         self._membership = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
-        """Sum the result of `split_products`, (…, causes + parameters, q), into (…, labels, q)."""
+        """Sum products by cause, then by parameter, (…, causes + parameters, q), into (…, labels, q)."""
         return self._membership.to(products.device) @ products
 
 

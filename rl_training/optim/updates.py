@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_training.optim.adamw import clip_coefficient
 from rl_training.optim.formula import OptimizerState, Product, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
-from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_products, sums_of_spans
+from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_products
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
@@ -242,29 +242,6 @@ def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None
     for piece in update.pieces:
         piece.of(out).copy_(piece.intended(update.gradient(piece)))
     return out
-
-
-def split_products(
-    parts: Iterable[tuple[OptimizerPiece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
-) -> Tensor:
-    """Return the products X · δθ of one update by cause and by parameter.
-
-    Args:
-        parts: Each piece, with the parts of the update in it, (n,) each.
-        directions: The X, one vector each.
-        num_parameters: The number of parameters in all pieces.
-
-    Returns:
-        (causes + parameters, directions) fp64.
-    """
-    by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
-    for piece, update in parts:
-        causes = torch.stack(update)
-        del update
-        for target, x in enumerate(directions):
-            by_both[:, piece.parameter_indices, target].add_(sums_of_spans(causes * piece.of(x), piece.sizes))
-        del causes  # free them before the next piece is made
-    return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 
 
 def sqrt_preconditioner(

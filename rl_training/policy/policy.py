@@ -157,10 +157,6 @@ class Policy(abc.ABC):
         """Return a context without autocast, TF32 and dropout. Run both `score` and its backward inside it."""
         return self.scorer.measuring()
 
-    def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which parameters point to copies shifted by `shift`."""
-        return self.pointing_to({name: self.model.get_parameter(name).data + delta for name, delta in shift.items()})
-
     @contextlib.contextmanager
     def pointing_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Point parameters to other tensors inside the context. Their own tensors are never written to."""

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from seen import Kept, Seen
 from torch import Tensor
@@ -79,15 +78,11 @@ class Validated(TruthProbe):
         reading = super().measure(ctx, state)
         self.rollout = self._sample(ctx)[0]
         self.before = ctx.policy.score_rollout(self.rollout)
-        size, sides, parameters = 1 / 16, [], dict(ctx.policy.model.named_parameters())
+        size, sides, weights = 1 / 16, [], ctx.policy.shard.copy_local_weights()
         update = ctx.prediction.update
         along = step.gradients.layout.by_name(update) if update is not None else {}
-        if ctx.ranks.count > 1:  # each rank holds a part of the update
-            parts: list[Any] = [None] * ctx.ranks.count
-            dist.all_gather_object(parts, along)
-            along = {name: torch.cat([part[name] for part in parts]) for name in along}
         for shift in (-2, -1, 1, 2):
-            with ctx.policy.shifted({n: (shift * size * d).view(parameters[n].shape) for n, d in along.items()}):
+            with ctx.policy.with_weights({n: w + shift * size * along.get(n, 0.0) for n, w in weights.items()}):
                 sides.append(ctx.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)

@@ -32,11 +32,6 @@ def shard_of(trainer: GRPOTrainer) -> Shard:
     return (FullyShard if trainer.is_fsdp_enabled else Shard)(*_parts(trainer))
 
 
-def replicated(trainer: GRPOTrainer) -> Shard:
-    """Return a shard with every entry on every rank, for a trainer that has an optimizer but takes no step."""
-    return Shard(*_parts(trainer), replicated=True)
-
-
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
     """Return whether a rank holds only a part of each parameter, as under FSDP2 and ZeRO-3."""
     zero3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
