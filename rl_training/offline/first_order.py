@@ -97,8 +97,8 @@ def predict(
                 bucket += rows.sum(dim=0)
         progress(next(sizes, 0) * restored.num_ranks)
 
+    weights = weights_of_buffer(evaluation, TARGETS)
     with restored.policy.measuring():
-        weights = weights_of_buffer(evaluation, TARGETS)
         restored.passes.sum_by_rank(evaluation.rollout, passes, weights, shares, multiply)
     by_pass = restored.reduce(torch.stack(products))[: len(passes), restored.rank]
     by_block = by_pass.new_zeros(blocks.count, *by_pass.shape[1:])
