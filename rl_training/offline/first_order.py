@@ -25,6 +25,7 @@ nan: −g is zero if no response of U has an advantage.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Sequence
     clipped = update.without.clipped
     whole = _products(splits, update, update.whole.gradient, direction)
     without = [
-        _products(splits, update, lambda piece, fold=fold: clipped.without(fold, piece), direction)
+        _products(splits, update, functools.partial(clipped.without, fold), direction)
         for fold in range(update.batch.num_folds)
     ]
     value, *others = restored.reduce(torch.stack([whole, *without]))
