@@ -1,11 +1,14 @@
 """Whether the policy drew its responses: how often honest runs raise an alarm, and in which step others are noticed.
 
     python benchmarks/drawn_by_policy.py honest [--runs 200] [--steps 40]
+    python benchmarks/drawn_by_policy.py layouts [--runs 200] [--steps 40] [--prompts 4] [NAME ...]
     python benchmarks/drawn_by_policy.py cases [--steps 40] [NAME ...]
 
 `honest` draws the responses of each run's steps from one policy, without training it, and tests them as probes do: one
 response to each prompt. Policies, tasks, temperatures and batch sizes differ from run to run. In every fourth run a
 known sampler draws, the same model with noise on its weights, and reports its log-probabilities.
+
+`layouts` trains the tiny model in TRL, honestly, in layouts that differ in what is trained and how responses are used.
 
 `cases` trains the tiny model in TRL with something wrong in its generation. It runs the probe `simple` at its defaults,
 and with --measured the probe `measured` too. Each case ends at the step that is noticed.
@@ -16,6 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
+import math
+import os
 import random
 import tempfile
 import warnings
@@ -25,11 +31,14 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
+from accelerate.utils.other import get_free_port
+from peft import LoraConfig
 from torch import Tensor
 from transformers import LogitsProcessor, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Rollout, attach
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Rollout, attach
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
@@ -262,34 +271,45 @@ CASES: dict[str, tuple[type[GRPOTrainer], dict[str, Any], dict[str, Any], Callab
 
 
 class StopWhenNoticed(TrainerCallback):
-    """Ends the training at the step that is noticed."""
+    """Ends the training at the step that is noticed, and keeps the largest |running sum| in standard errors."""
 
     def __init__(self, latest: Any) -> None:
-        self.latest = latest
+        self.latest, self.extreme = latest, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = self.latest[MEAN].code == NOT_DRAWN.code
+        if math.isfinite(self.latest[RUN].value):
+            self.extreme = max(self.extreme, abs(self.latest[RUN].value))
+        if self.latest[MEAN].code == NOT_DRAWN.code:
+            control.should_training_stop = True
+
+
+def make_trainer(
+    trainer_class: type[GRPOTrainer], folder: str, steps: int, seed: int, prompts: int, settings: Any, arguments: Any
+) -> GRPOTrainer:
+    task = arithmetic(num_train=256, num_eval=8)
+    config_class = DrGRPOConfig if issubclass(trainer_class, DrGRPOTrainer) else GRPOConfig
+    config = config_class(
+        folder, **{
+            "per_device_train_batch_size": 2 * G, "gradient_accumulation_steps": prompts // 2,
+            "num_generations": G, "max_completion_length": LENGTH, "max_steps": steps, "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant", "save_strategy": "no", "report_to": [], "use_cpu": True,
+            "bf16": False, "loss_type": "dr_grpo", "scale_rewards": "none", "seed": seed, "disable_tqdm": True,
+            "gradient_checkpointing": False, **settings,
+        },
+    )  # fmt: skip
+    trainer = trainer_class(
+        load_tiny()[0].float(), task.reward, config, train_dataset=task.train_dataset,
+        processing_class=load_tiny()[1], **arguments,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def run_case(name: str, steps: int, seed: int, prompts: int, measured: bool) -> str:
     """Return in which step a case is noticed, and the evidence."""
     trainer_class, settings, arguments, change = CASES[name]
-    task = arithmetic(num_train=256, num_eval=8)
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            folder, **{
-                "per_device_train_batch_size": 2 * G, "gradient_accumulation_steps": prompts // 2,
-                "num_generations": G, "max_completion_length": LENGTH, "max_steps": steps, "learning_rate": 1e-4,
-                "lr_scheduler_type": "constant", "save_strategy": "no", "report_to": [], "use_cpu": True,
-                "bf16": False, "loss_type": "dr_grpo", "scale_rewards": "none", "seed": seed, "disable_tqdm": True,
-                "gradient_checkpointing": False, **settings,
-            },
-        )  # fmt: skip
-        trainer = trainer_class(
-            load_tiny()[0].float(), task.reward, config, train_dataset=task.train_dataset,
-            processing_class=load_tiny()[1], **arguments,
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
+        trainer = make_trainer(trainer_class, folder, steps, seed, prompts, settings, arguments)
         change(trainer)
         with attach(trainer, None, [SimpleEntropyProbe(), *[MeasuredStepProbe()] * measured]) as attachment:
             trainer.add_callback(StopWhenNoticed(attachment.latest))
@@ -305,19 +325,73 @@ def cases(names: list[str], steps: int, seeds: int, prompts: int, measured: bool
             print(f"{name}: {run_case(name, steps, seed, prompts, measured)}", flush=True)
 
 
+# --- honest trainings -------------------------------------------------------------------------------------------------
+
+SHORT = {"max_completion_length": 8}
+IN_A_ROW = 4  # trainings of a layout in the same processes
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def layout_probes() -> list[Any]:
+    return [SimpleEntropyProbe(), MeasuredStepProbe()]
+
+
+# Name → number of processes, trainer's class, settings, arguments.
+LAYOUTS: dict[str, tuple[int, type[GRPOTrainer], dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "two processes": (2, GRPOTrainer, {"gradient_accumulation_steps": 1}, dict),
+    "LoRA": (1, GRPOTrainer, {"learning_rate": 3e-3}, lambda: {"peft_config": LORA}),
+    "clipped": (1, GRPOTrainer, {"learning_rate": 1e-3, "max_grad_norm": 0.05}, dict),
+    "SGD": (1, GRPOTrainer, {"optim": "sgd", "learning_rate": 0.1}, dict),
+    "reuse": (1, GRPOTrainer, {"num_iterations": 2}, dict),
+    "filtered": (1, DrGRPOTrainer, {}, lambda: {"buffer": FilteredBuffer(), "probes": layout_probes()}),
+}  # fmt: skip
+
+
+def train_layout(rank: int, name: str, seeds: range, steps: int, prompts: int, port: int) -> None:
+    """Train as one of a layout's processes, and print a line for each seed."""
+    processes, trainer_class, settings, arguments = LAYOUTS[name]
+    if processes > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(trainer_class, folder, steps, seed, prompts, SHORT | settings, arguments())
+            is_attached = isinstance(trainer, DrGRPOTrainer)
+            attachment = trainer.attachment if is_attached else attach(trainer, None, layout_probes())
+            with contextlib.nullcontext() if is_attached else attachment:
+                trainer.add_callback(noted := StopWhenNoticed(attachment.latest))
+                trainer.train()
+        if rank == 0:
+            is_alarm = attachment.latest[MEAN].code == NOT_DRAWN.code
+            step = trainer.state.global_step
+            print(f"{name}, seed {seed}: {noted.extreme:5.2f}{' ALARM' * is_alarm}, step {step}", flush=True)
+    os._exit(0)
+
+
+def layouts(names: list[str], runs: int, steps: int, prompts: int) -> None:
+    """Train the layouts in turns, so that a run that is ended early has trained all of them."""
+    chosen = names or [*LAYOUTS]
+    for first, name in itertools.product(range(0, math.ceil(runs / len(chosen)), IN_A_ROW), chosen):
+        first += 1000 * [*LAYOUTS].index(name)
+        arguments = name, range(first, first + IN_A_ROW), steps, prompts, get_free_port()
+        torch.multiprocessing.start_processes(train_layout, arguments, nprocs=LAYOUTS[name][0], start_method="fork")
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["honest", "cases"])
-    parser.add_argument("names", nargs="*", help="names of cases; all if none is given")
+    parser.add_argument("what", choices=["honest", "layouts", "cases"])
+    parser.add_argument("names", nargs="*", help="names of layouts or cases; all if none is given")
     parser.add_argument("--runs", type=int, default=200, help="honest runs")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of a step of the cases")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of a step, on each process")
     parser.add_argument("--measured", action="store_true", help="add the probe measured to the cases")
     arguments = parser.parse_intermixed_args()
     if arguments.what == "honest":
         honest(arguments.runs, arguments.steps)
+    elif arguments.what == "layouts":
+        layouts(arguments.names, arguments.runs, arguments.steps, arguments.prompts)
     else:
         cases(arguments.names, arguments.steps, arguments.seeds, arguments.prompts, arguments.measured)
 

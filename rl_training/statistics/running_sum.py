@@ -50,11 +50,15 @@ class RunningSum:
         return RunningSum(torch.tensor([*rows]), torch.tensor([*rows.values()], dtype=torch.float64))
 
     def estimates(self, latest: Mapping[str, Estimate], num_steps: int) -> dict[str, Estimate]:
-        """Return the sums of some names as estimates, with a remark on those that lack some steps.
+        """Return the sum of each name in `latest` as an estimate. A remark says if it lacks steps.
 
         Args:
-            latest: The estimates that were added last: their reason, if a sum has no step yet, and their units.
+            latest: The estimates that were added last. A sum without any step takes their reason. Their number of
+                samples is taken for that of every step.
             num_steps: The number of steps since the first.
+
+        Returns:
+            Sums by name, in the unit of the estimates.
         """
         rows, estimates = self._rows(), {}
         for name, change in latest.items():

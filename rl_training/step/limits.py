@@ -28,8 +28,8 @@ ONE_RESPONSE = Limit(
     "a prompt has only one response, and no other to compare it with",
     fix="sample at least two",
 )
-# For a rank on which nothing rules these out, if something does on another: the mismatch of the sampler, responses that
-# are no sample, responses that cannot be assigned to prompts, no fresh responses.
+# The limits of a rank that has none itself, if another rank has one: another sampler, responses that are no sample,
+# responses that cannot be assigned to prompts, no fresh responses.
 LIMITS_ELSEWHERE = (
     SAMPLING_MISMATCH.prefixed("on another process"),
     SAMPLING_MISMATCH.prefixed("on another process"),
@@ -244,7 +244,7 @@ class Limits:
     no_baseline: Limit | None = None  # split prompts, or G is 1: a response has no others to the same prompt
     mixed_prompts: Limit | None = None  # split prompts, or a prompt lies in several folds
     copied_groups: Limit | None = None  # some groups are copies; folds and units of errors are of distinct groups
-    copied_on_ranks: Limit | None = None  # the same if copies lie on several ranks, so that errors have no units
+    copied_on_ranks: Limit | None = None  # set if copies lie on several ranks: no rank's prompts are independent
     one_fold: Limit | None = None  # the step has only one fold
     other_terms: Limit | None = None  # the loss has terms besides these log-probabilities and entropies
     relative_rewards: Limit | None = None  # every group has the same mean reward, whatever the policy does

@@ -107,17 +107,17 @@ class ResidualTest:
         self.limit = self._limit(ResidualSums())  # of the run so far, until the step's tokens are known
 
     def are_new(self, rows: Tensor) -> Tensor:
-        """Return which of these rows of the step are not tested yet, bool."""
+        """Return which of these rows of the step have not been added yet: (rows,) bool."""
         return ~torch.isin(rows, torch.cat([rows[:0], *self._added_rows]))
 
     def add(self, rows: Tensor, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
-        """Add some rows of the step on this rank.
+        """Add rows of the step on this rank.
 
         Args:
-            rows: Their numbers in the step.
+            rows: Their numbers in the step, (rows,).
             scores: The policy's scores of these rows, with varentropies.
-            log_ratios: log π − log μ of these rows, (B, T) or wider. None if the policy itself draws.
-            is_untested: Whether some of these rows must not be tested.
+            log_ratios: log π − log μ of these rows, (rows, T) or wider. None if the policy itself draws.
+            is_untested: Whether any of these rows must not be tested, so that the step is not.
         """
         assert scores.varentropies is not None
         x = scores.logps.detach().double() + scores.entropies.detach().double()

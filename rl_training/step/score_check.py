@@ -149,9 +149,7 @@ class ScoreCheck:
         sums = self._sums.new_zeros(9)
         for part, fresh in zip(parts, self._score_with_other_masks(parts), strict=True):
             lengths = fresh.mask.sum(dim=1).double()
-            values = -_token_differences(fresh, self._batch.scores, part).sum(
-                dim=2
-            )  # training's minus fresh, (2, rows)
+            values = -_token_differences(fresh, self._batch.scores, part).sum(dim=2)  # training − fresh, (2, rows)
             by_score = (values.sum(dim=1), values.square().sum(dim=1), (values * lengths).sum(dim=1))
             counts = torch.stack([lengths.sum(), lengths.square().sum(), (lengths > 0).sum().double()])
             sums += torch.cat([*by_score, counts])
@@ -165,7 +163,7 @@ class ScoreCheck:
         return mean.abs(), torch.tensor([estimate.half_width(1.0 - SHIFT_CHANCE) for estimate in estimates]).to(mean)
 
     def _score_with_other_masks(self, parts: list[Tensor]) -> list[Scores]:
-        """Score these rows, with independent dropout masks for each part. Collective if weights are sharded."""
+        """Return the scores of each part's rows, with its own dropout masks. Collective if weights are sharded."""
         seeds = itertools.count()
 
         def score(part: Tensor) -> Scores:
@@ -188,24 +186,24 @@ def _known_log_ratios(batch: Batch) -> Tensor | None:
     return log_ratios.masked_fill(sampling_logps.isnan(), torch.nan)
 
 
-def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
+def _differences(fresh: Scores, reference: Scores, rows: Tensor) -> Tensor:
     """Return Σ |difference| of log-probabilities and of entropies over tokens, and the token count, (3,) fp64.
 
     Args:
-        rows: Rows of `others` that `fresh` has scored.
+        rows: Rows of `reference` that `fresh` has scored.
     """
-    differences = _token_differences(fresh, others, rows).abs()
+    differences = _token_differences(fresh, reference, rows).abs()
     return torch.cat([differences.sum(dim=(1, 2)), fresh.mask.sum().double().view(1)])
 
 
-def _token_differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
-    """Return fresh − other per token, of log-probabilities and of entropies, (2, rows, T) fp64; 0 off the mask.
+def _token_differences(fresh: Scores, reference: Scores, rows: Tensor) -> Tensor:
+    """Return fresh − reference per token, of log-probabilities and of entropies, (2, rows, T) fp64; 0 off the mask.
 
     Non-finite numbers, as from a policy that has diverged, are left out.
     """
     is_token = fresh.mask.bool()
     width = is_token.shape[1]
-    pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
+    pairs = (fresh.logps, reference.logps), (fresh.entropies, reference.entropies)
     differences = torch.stack([new.detach().double() - old[rows, :width].double() for new, old in pairs])
     return differences.nan_to_num(0.0, 0.0, 0.0).masked_fill(~is_token, 0.0)
 
