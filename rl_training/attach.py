@@ -1,6 +1,6 @@
 """Run `python -m rl_training.attach SCRIPT.py`: probes on the trainers of a script, see hosts/trl/launcher.py.
 
-`attach` of the package stays the function: imported under its own name, this module stands back for it.
+Importing this module gives the function `attach`, so `rl_training.attach` is the function before and after.
 """
 
 from __future__ import annotations
@@ -14,4 +14,4 @@ if __name__ == "__main__":
 
     main()
 else:
-    sys.modules[__name__] = attach  # type: ignore[assignment]  # what import binds to the package's name `attach`
+    sys.modules[__name__] = attach  # type: ignore[assignment]  # import binds this to rl_training.attach

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module as the other finders do, and calls a function when it has been imported."""
+    """Finds one module as the other finders do, and calls a function once it has been imported."""
 
     def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -21,11 +21,11 @@ class _AfterImport(MetaPathFinder):
         if name != self._name:
             return None
         place = sys.meta_path.index(self)
-        del sys.meta_path[place]  # the others are asked
+        del sys.meta_path[place]  # so that only the other finders are asked
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(place, self)  # until the module is imported: it may only have been looked for
+            sys.meta_path.insert(place, self)  # the module may only be looked for, and imported later
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

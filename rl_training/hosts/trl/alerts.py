@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 Send = Callable[[str, str], object]
-FIRST = 10  # steps before the records are read for the first time, and at least between two times
-SHARE = 0.1  # of the steps so far, between two times: all reading together stays proportional to the run
+FIRST = 10  # steps before the records are first read, and the fewest between two readings
+SHARE = 0.1  # share of the steps so far between two readings, so that their total cost grows like the run
 
 
 class Alerts(TrainerCallback):
@@ -56,18 +56,18 @@ class Alerts(TrainerCallback):
         if all_ranks().number != 0 or state.global_step < self._next:
             return
         self._next = state.global_step + max(FIRST, int(SHARE * state.global_step))
-        with _going_on():
+        with _logged_errors():
             lines, receivers = self._find(), senders()
             for line, (tracker, send) in itertools.product(lines, receivers.items()):
                 if (line.name, tracker) not in self._sent:
-                    with _going_on():
+                    with _logged_errors():
                         send(f"{state.global_step} steps: {line.name.replace('_', ' ')}", line.text)
                         self._sent.add((line.name, tracker))  # one that fails is sent again the next time
 
 
 @contextlib.contextmanager
-def _going_on() -> Iterator[None]:
-    """Let training go on after an error, which is logged."""
+def _logged_errors() -> Iterator[None]:
+    """Log an error instead of raising it, so that training continues."""
     try:
         yield
     except Exception as error:
@@ -75,10 +75,7 @@ def _going_on() -> Iterator[None]:
 
 
 def senders() -> dict[str, Send]:
-    """Return the function that alerts, by tracker, of those that the script has imported and that have a run.
-
-    If none has, the text is logged.
-    """
+    """Return the functions that send an alert, by tracker: W&B and trackio if they have a run here, else the log."""
     wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
     by_tracker: dict[str, Send] = {}
     if wandb is not None and wandb.run is not None:

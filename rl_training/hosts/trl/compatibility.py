@@ -40,7 +40,7 @@ from rl_training.hosts.trl.versions import (
     OF_TRAINER,
     WRITTEN_FOR,
     cannot_train,
-    is_installed,
+    installed_members,
     parameters_of,
     setting,
 )
@@ -100,10 +100,9 @@ def _refuse_missing_members(trainer: GRPOTrainer) -> None:
         method = getattr(GRPOTrainer, name, None)
         names_of_method = set() if method is None else parameters_of(method)
         _require({*parameters} <= names_of_method, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
-    newer = {name for name, row in (OF_TRAINER | OF_ARGUMENTS).items() if is_installed(row.since)}
-    for name in (*TRAINER_ATTRIBUTES, *(newer & {*OF_TRAINER})):
+    for name in (*TRAINER_ATTRIBUTES, *installed_members(OF_TRAINER)):
         _require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
-    for name in (*SETTINGS, *(newer & {*OF_ARGUMENTS})):
+    for name in (*SETTINGS, *installed_members(OF_ARGUMENTS)):
         _require(hasattr(trainer.args, name), f"GRPOConfig.{name} is gone")
     _require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
 

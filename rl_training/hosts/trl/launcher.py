@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.attach",
-        usage="%(prog)s [OPTIONS] SCRIPT.py ARGUMENTS, or %(prog)s [OPTIONS] -m MODULE ARGUMENTS",
+        prog="rl-training attach",
+        usage="%(prog)s [OPTIONS] SCRIPT.py ARGUMENTS\n       %(prog)s [OPTIONS] -m MODULE ARGUMENTS",
         description="Run a script in which every trl.GRPOTrainer that trains is attached, as by attach(trainer, "
-        "FOLDER). With several processes: accelerate launch -m rl_training.attach ...",
+        "FOLDER). In several processes: accelerate launch -m rl_training.attach ...",
         allow_abbrev=False,
     )
     parser.add_argument("--folder", help="where records and report go; default: runs/ and the script's name")
@@ -128,7 +128,7 @@ class Trainings:
         try:
             return attached.on_train(original, *args, **kwargs)
         finally:
-            attached.remove()
+            attached.remove()  # what it wraps, even if training never began
 
 
 # --- as Python itself runs a script -----------------------------------------------------------------------------------

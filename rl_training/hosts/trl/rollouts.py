@@ -145,17 +145,10 @@ class Rollouts:
         is_in_order = self._generated.matches_latest_order(keys)
         numbers, group_size = self._number_prompts(prompts, keys, is_in_order, has_images)
         output[batches.PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
-        rewards = [None if response is None else response.reward for response in responses]
-        if batches.REWARD in output or (
-            self._generated and not self._generated.are_all(keys)
-        ):  # FilteredBuffer, others
+        is_selected = bool(self._generated) and not self._generated.are_all(keys)
+        if batches.REWARD in output or is_selected:  # FilteredBuffer selects rows too
             output[batches.UNTESTED] = torch.ones(len(keys), device=ids.device)
-        is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
-        if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
-            output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(ids.device, non_blocking=True)
-        by_function = [() if response is None else response.by_function for response in responses]
-        if is_rewarded and all(len(values) > 1 for values in by_function):
-            output[batches.REWARDS_BY_FUNCTION] = torch.tensor(by_function).to(ids.device, non_blocking=True)
+        is_rewarded = self._add_rewards(output, responses)
         num_foreign = 0 if not self._generated else is_fresh.count(False)
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
@@ -170,14 +163,35 @@ class Rollouts:
             self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
         self._old_logps_are_own = None
-        if is_measured and batches.OLD_LOGPS in output and has_dropout(self._policy.model):
-            self._old_logps_are_own = own_up_to_dropout(self.read(output), batches.are_hidden(output), self._policy)
-        keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
-        if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
+        if is_measured and batches.OLD_LOGPS in output:
+            self._examine_old_logps(output)
+
+    def _examine_old_logps(self, output: dict) -> None:
+        """Tell whose old log-probabilities a fresh batch has, and complete them. Collective."""
+        hidden = batches.are_hidden(output)
+        if has_dropout(self._policy.model):
+            self._old_logps_are_own = own_up_to_dropout(self.read(output), hidden, self._policy)
+        are_needed = batches.steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
+        if self._trainer.mask_truncated_completions and are_needed:
             rollout, logps = self.read(output), output[batches.OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
-            all_logps = self._policy.with_hidden(scores, rollout, batches.are_hidden(output)).logps
-            output[batches.ALL_OLD_LOGPS] = all_logps
+            output[batches.ALL_OLD_LOGPS] = self._policy.with_hidden(scores, rollout, hidden).logps
+
+    def _add_rewards(self, output: dict, responses: Sequence[Response | None]) -> bool:
+        """Add the rewards of all rows, if they are known. Return whether the batch has them.
+
+        FilteredBuffer has already added the totals of its own.
+        """
+        device = output["completion_ids"].device
+        rewards = [None if response is None else response.reward for response in responses]
+        if batches.REWARD not in output:
+            if not rewards or None in rewards:
+                return False
+            output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(device, non_blocking=True)
+        by_function = [() if response is None else response.by_function for response in responses]
+        if all(len(values) > 1 for values in by_function):
+            output[batches.REWARDS_BY_FUNCTION] = torch.tensor(by_function).to(device, non_blocking=True)
+        return True
 
     def _add_tool_masks(self, output: dict, responses: Sequence[Response | None]) -> None:
         """Add the tool masks from before TRL masked truncated responses."""

@@ -1,7 +1,8 @@
 """The versions of TRL and transformers that work here, and everything in which they differ.
 
-No other module asks for a version. Nothing is added to a trainer: `of_trainer` and `setting` read it, and return for an
-older version what a newer one would have set. The tests hold each `since` against the installed versions.
+No other module compares versions. Nothing is added to a trainer: where an older version lacks an attribute,
+`of_trainer` and `setting` return what a newer one would have. The tests check each `since` against the installed
+versions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Newer(NamedTuple):
     """An attribute that the older of the supported versions lack."""
 
     since: str  # the library and the first version that has it
-    before: Callable[[Any], Any]  # returns what it would be in an older version, from the object that lacks it
+    before: Callable[[Any], Any]  # returns the value that describes an older version, from the object that lacks it
 
 
 # Attributes of a trainer.
@@ -84,6 +85,11 @@ def is_installed(since: str) -> bool:
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the three numbers of a version; one before a release (1.17.0.dev0) counts as the release."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def installed_members(newer: Mapping[str, Newer]) -> set[str]:
+    """Return the names in OF_TRAINER or OF_ARGUMENTS that the installed versions have."""
+    return {name for name, row in newer.items() if is_installed(row.since)}
 
 
 def of_trainer(trainer: GRPOTrainer, name: str) -> Any:

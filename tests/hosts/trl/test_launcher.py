@@ -16,10 +16,11 @@ import rl_training
 import rl_training.hosts.trl
 from rl_training.hosts.after_import import after_import
 from rl_training.records.jsonl import read_estimates
+from rl_training.tasks.tiny import TINY_PATH
 
 LAUNCHER = "rl_training/attach.py"
 WITHOUT_TRAINING = """
-import os, pickle, sys
+import os, pickle, signal, sys
 
 class Own:
     pass
@@ -36,6 +37,8 @@ if sys.argv[-1] == "exits":
     sys.exit(7)
 if sys.argv[-1] == "is interrupted":
     raise KeyboardInterrupt
+if sys.argv[-1] == "is told to end":
+    os.kill(os.getpid(), signal.SIGTERM)
 """
 TRAINING = """
 import sys
@@ -82,7 +85,7 @@ def script(tmp_path: Path) -> Path:
 # --- as Python runs it --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["works", "fails", "exits", "is interrupted", "is no Python"])
+@pytest.mark.parametrize("case", ["works", "fails", "exits", "is interrupted", "is told to end", "is no Python"])
 def test_a_script_has_the_output_traceback_and_exit_code_that_python_gives_it(tmp_path: Path, case: str) -> None:
     script = tmp_path / "without_training.py"
     script.write_text("def :" if case == "is no Python" else WITHOUT_TRAINING)
@@ -169,6 +172,22 @@ def test_each_training_of_a_script_leaves_one_run(script: Path, kind: str) -> No
     assert sorted(path.parent.name for path in folder.glob("*/logs")) == RUNS[kind]
     assert sorted(path.parent.parent.name for path in folder.glob("*/report/report.html")) == RUNS[kind]
     assert {row["probe"] for row in read_estimates(folder / RUNS[kind][-1] / "logs")} >= {"ess"}
+
+
+def test_trls_own_script_runs_as_a_module_and_leaves_a_run_named_like_it(tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/train.jsonl").write_text('{"prompt": "1+2=?<think>"}\n' * 4)
+    settings = {
+        "model_name_or_path": TINY_PATH, "dataset_name": "prompts", "reward_funcs": "trainers.graded",
+        "output_dir": "state", "use_cpu": "true", "bf16": "false", "max_steps": 1, "num_generations": 4,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8,
+        "report_to": "none", "save_strategy": "no",
+    }  # fmt: skip
+    given = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    ended = forks.run(LAUNCHER, "-m", "trl.scripts.grpo", *given, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "runs/grpo/report/report.html").is_file()
+    assert (tmp_path / "state/config.json").is_file()  # which the script saves after training
 
 
 def test_in_the_order_of_trl_a_launched_training_is_bitwise_the_scripts_own(script: Path) -> None:

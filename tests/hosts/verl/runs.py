@@ -28,7 +28,7 @@ os.environ |= {
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout, of_another_sampler
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout, of_another_sampler, rewards_of
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
@@ -115,13 +115,12 @@ def nested(tensor: Tensor, mask: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
+def data_of(step: int, rank: int, world: int) -> TensorDict:
     """Return this rank's share of a rollout in verl's format. The uids are the prompts' numbers."""
     rollout = given_rollout(step)
+    rollout["rewards"] = rewards_of(rollout)
     share = PROMPTS * G // world
-    rank_rows = {
-        n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"
-    } | changes
+    rank_rows = {n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"}
     prompt, mask = rank_rows["prompt_mask"], rank_rows["completion_mask"]
     tokens = torch.cat([prompt, mask], dim=1)
     last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, mask.shape[1])
@@ -133,7 +132,7 @@ def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
         "input_ids": nested(torch.cat([rank_rows["prompt_ids"], rank_rows["completion_ids"]], dim=1), tokens),
         "position_ids": nested((tokens.cumsum(dim=1) - 1).clamp(min=0), tokens),
         "advantages": nested(rank_rows["advantages"].unsqueeze(1) * mask, mask),
-        "rm_scores": nested(rank_rows["advantages"].unsqueeze(1) * last, mask),
+        "rm_scores": nested(rank_rows["rewards"].unsqueeze(1) * last, mask),
         UNTESTED: torch.ones(share),
     }
     batch = TensorDict(data, batch_size=share)
