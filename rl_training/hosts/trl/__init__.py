@@ -6,7 +6,8 @@ Read in this order:
                      options.py has its options
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
-    rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
+    rollouts.py      what the trainer knows about a batch until its step; batches.py, generated.py and prompt_numbers.py
+                     read its rows
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss;
                      old_logps.py tells whose old log-probabilities a batch has
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO

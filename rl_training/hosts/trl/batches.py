@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,8 +14,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
-from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.hosts.trl.members import FORWARD_PASS
+from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
@@ -26,7 +24,6 @@ from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.limits import Fixes
 
 # Keys that this package adds to TRL's batch dictionaries.
-PROMPT = "rollout_prompt"  # number of the row's prompt within the rollout
 REWARD = "rollout_reward"
 REWARDS_BY_FUNCTION = "rollout_rewards_by_function"  # (B, reward functions), if there are several
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
@@ -249,7 +246,7 @@ def read_rollout(
         completion_mask=policy,
         advantages=advantages,
         rewards=inputs.get(REWARD),
-        prompt_index=first_prompt + prompt_numbers(inputs),
+        prompt_index=first_prompt + numbers_in_batch(inputs),
         sampling_logps=inputs.get(SAMPLING_LOGPS, old_logps),
         on_policy=on_policy,
         old_logps=old_logps,
@@ -278,50 +275,6 @@ def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:
     """Return a mask, (B, T), that is 1 on the tokens of all responses, including those that the loss masks."""
     all_tokens = _up_to_last_token(inputs["completion_ids"], pad_token_id)
     return torch.where(are_hidden(inputs).unsqueeze(1), all_tokens, inputs["completion_mask"])
-
-
-def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
-    """Return a number for each row, (B,), equal for responses to the same prompt.
-
-    If a subclass built the batch and it lacks these numbers, they are hashes of the prompts' tokens.
-    """
-    numbers = inputs.get(PROMPT)
-    if isinstance(numbers, Tensor) and len(numbers) == len(inputs["completion_ids"]):
-        return numbers
-    prompts = rows_as_bytes(inputs["prompt_ids"], inputs["prompt_mask"])
-    digests = [hashlib.blake2b(prompt, digest_size=6).digest() for prompt in prompts]
-    return inputs["prompt_ids"].new_tensor([int.from_bytes(digest, "big") for digest in digests])
-
-
-def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> list[int]:
-    """Return a number for each row, equal for responses to the same prompt, from 0.
-
-    Copies of a group of responses have a number each, wherever their rows lie, as in TRL's order. So if some prompt's
-    responses are such copies, all prompts' are dealt to groups of `group_size`, equal responses one by one.
-
-    Args:
-        prompts: Each row's prompt tokens.
-        keys: Hashes of each row's prompt and completion.
-        group_size: Number of responses that are generated to a prompt at a time.
-
-    >>> number_by_tokens([b"p", b"q", b"p", b"q", b"p", b"p"], [b"1", b"3", b"1", b"4", b"2", b"2"], group_size=2)
-    [0, 1, 2, 1, 0, 2]
-    """
-    num_groups = {prompt: size // group_size for prompt, size in Counter(prompts).items()}
-    is_copied = {prompt: count > 1 for prompt, count in num_groups.items()}
-    prompt_of, occurrences = dict(zip(keys, prompts, strict=True)), Counter(keys)
-    for key, prompt in prompt_of.items():
-        is_copied[prompt] = is_copied[prompt] and occurrences[key] % num_groups[prompt] == 0
-    if len(prompts) != group_size * sum(num_groups.values()) or not any(is_copied.values()):
-        num_groups = dict.fromkeys(num_groups, 1)
-    place = {key: place for place, key in enumerate(prompt_of)}
-    num_earlier, number_of = Counter[bytes](), dict[tuple[bytes, int], int]()
-    groups = [0] * len(prompts)
-    for row in sorted(range(len(prompts)), key=lambda row: place[keys[row]]):  # equal responses next to each other
-        prompt = prompts[row]
-        groups[row] = num_earlier[prompt] % num_groups[prompt]
-        num_earlier[prompt] += 1
-    return [number_of.setdefault(group, len(number_of)) for group in zip(prompts, groups, strict=True)]
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:

@@ -25,7 +25,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.after_import import after_import
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
-NOTHING = (
+NOTHING_MEASURED = (
     "rl-training: no trl.GRPOTrainer was trained here, so nothing was measured. A loop of your own: measured_loop in "
     "rl_training"
 )
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = _run_module if options.module else _run_script
     run(parser, name, rest)
     if not trainings.count and os.environ.get("RANK", "0") == "0":
-        print(NOTHING, file=sys.stderr)
+        print(NOTHING_MEASURED, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ rewards. A subclass may have built something else, so each row is matched by its
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of
 from rl_training.hosts.trl.members import SHUFFLE
 from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
+from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.precision import has_dropout
@@ -143,8 +143,8 @@ class Rollouts:
             self._add_tool_masks(output, responses)
         has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
         is_in_order = self._generated.matches_latest_order(keys)
-        numbers, group_size = self._number_prompts(prompts, keys, is_in_order, has_images)
-        output[batches.PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
+        numbers, group_size = number_prompts(trainer, prompts, keys, is_in_order, has_images)
+        output[PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
         is_selected = bool(self._generated) and not self._generated.are_all(keys)
         if batches.REWARD in output or is_selected:  # FilteredBuffer selects rows too
             output[batches.UNTESTED] = torch.ones(len(keys), device=ids.device)
@@ -200,36 +200,6 @@ class Rollouts:
             ids = output["completion_ids"]
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
-
-    def _number_prompts(
-        self, prompts: Sequence[bytes], keys: Sequence[bytes], is_in_order: bool, has_images: bool
-    ) -> tuple[list[int], int]:
-        """Return the prompt number of each row, and the number of responses per prompt, 0 if prompts differ in it.
-
-        Prompts are numbered in TRL's order, `num_generations` consecutive rows each. If the rows contradict that order,
-        they are numbered by their tokens.
-
-        Args:
-            prompts: Each row's prompt tokens, as bytes.
-            keys: Hashes of each row's prompt and completion.
-            is_in_order: Whether rows are in the order of generation. TRL's order then holds even if prompts of a group
-                differ, because an environment may have told each response something else.
-            has_images: Whether rows have images. Equal tokens may then be different prompts.
-        """
-        trainer, group_size = self._trainer, self._trainer.num_generations
-        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        # Responses to this rank's first prompt that the previous rank has.
-        num_on_previous_rank = trainer.accelerator.process_index * size % group_size
-        numbers = [(num_on_previous_rank + row) // group_size for row in range(len(prompts))]
-        first_prompt = dict(zip(reversed(numbers), reversed(prompts), strict=True))
-        is_consistent = all(first_prompt[number] == prompt for number, prompt in zip(numbers, prompts, strict=True))
-        if len(prompts) == size and (is_in_order or is_consistent):
-            return numbers, group_size
-        if has_images:  # equal tokens may belong to different images
-            return [*range(len(prompts))], 0
-        numbers = batches.number_by_tokens(prompts, keys, group_size)
-        counts = {*Counter(numbers).values()}
-        return numbers, counts.pop() if len(counts) == 1 else 0
 
     def _classify_batch(self, output: dict, local_counts: Sequence[float], group_size: int, is_measured: bool) -> None:
         """Decide what the batch is, identically on all ranks. Collective if it is measured.

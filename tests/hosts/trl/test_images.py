@@ -20,6 +20,7 @@ from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import Reading, attach
 from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.prompt_numbers import PROMPT
 from rl_training.policy.rollout import Rollout, images_of, join_rollouts
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
@@ -155,7 +156,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def rollout_of(batch: dict[str, Any], rows: int = 3) -> Rollout:
     ids = torch.ones(rows, 2, dtype=torch.long)
     whole = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
-    whole |= {"advantages": torch.zeros(rows), batches.PROMPT: torch.arange(rows), **batch}
+    whole |= {"advantages": torch.zeros(rows), PROMPT: torch.arange(rows), **batch}
     return batches.read_rollout(whole, 0, on_policy=True)
 
 

@@ -14,6 +14,7 @@ from ranks_in_threads import on_two_ranks
 
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl import rollouts as module
+from rl_training.hosts.trl.prompt_numbers import PROMPT
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
@@ -45,7 +46,7 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
 def test_a_response_masked_by_the_loss_is_read_with_its_tokens_and_no_advantage() -> None:
     ids = torch.tensor([[5, 6, 0], [5, 7, 8]])
     seen = {"completion_ids": ids, "completion_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}
-    of_prompts = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), batches.PROMPT: torch.zeros(2).long()}
+    of_prompts = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), PROMPT: torch.zeros(2).long()}
     for of_tokens in (False, True):
         advantages = torch.tensor([[0.5] * 3, [-0.5] * 3]) if of_tokens else torch.tensor([0.5, -0.5])
         rollout = batches.read_rollout({**seen, **of_prompts, "advantages": advantages}, 0, True, pad_token_id=0)
