@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from rl_training.hosts.verl import __main__ as command
 from rl_training.hosts.verl.__main__ import with_probe_choice
+from rl_training.job.configuration.shipped import CONF
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SETTINGS = [
@@ -58,7 +59,7 @@ def test_a_users_config_may_have_its_own_search_path_and_flags_in_any_place(comp
 
 def test_every_probe_can_be_chosen(composed: Any) -> None:
     """Also probes whose files read settings that verl's configuration lacks."""
-    names = [path.stem for path in (command.CONF / "probe").glob("*.yaml") if path.stem not in ("all", "none")]
+    names = [path.stem for path in (CONF / "probe").glob("*.yaml") if path.stem not in ("all", "none")]
     config = composed(*SETTINGS, f"probe=[{','.join(names)}]", "probes.simple.every=4")
     assert set(config.probes) == set(names)
     assert (config.probes.ground_truth.seed, config.probes.simple.every) == (0, 4)
