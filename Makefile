@@ -144,8 +144,9 @@ newest-libraries: $(COMPAT)/installed
 compat: $(addprefix compat-,$(TRLS))
 	@echo "All of it holds with trl $(TRLS): see \"When TRL changes\" in CONTRIBUTING.md."
 
-# An older version lies in a folder of its own, which Python searches first.
-compat-%: export PYTHONPATH = $(abspath $(COMPAT))/trl-$*
+# An older version lies in a folder of its own, which Python searches first. This package is not installed, so that tests in
+# another folder find the checkout too.
+compat-%: export PYTHONPATH = $(abspath $(COMPAT))/trl-$*:$(CURDIR)
 compat-%: export HF_HUB_OFFLINE = 1
 compat-%: newest-libraries
 	test $* = newest || $(COMPAT)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(COMPAT)/trl-$* trl==$*

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from seen import Seen
+from since import since
 from trainers import FEW
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -15,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import Reading, attach
 from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
+from rl_training.hosts.trl.versions import OF_ARGUMENTS
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.needs import Need
@@ -59,6 +61,7 @@ class FoldsAndTwins(Seen):
         return reading
 
 
+@since("trl 1.8.0")
 def test_gradients_of_microbatch_slices_include_the_entropy_bonus(make_trainer) -> None:
     probe = FoldsAndTwins(num_folds=8)  # there are 4 microbatches with 2 prompts each
     trainer = make_trainer(
@@ -86,7 +89,13 @@ def test_loss_weights_of_some_rows_include_their_entropy_bonus() -> None:
     assert float(gradient) == pytest.approx(0.5 * 52 + 0.25 * 104)
 
 
-@pytest.mark.parametrize(("name", "value"), OTHER.items())
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param(name, value, marks=[since(OF_ARGUMENTS[name].since)] if name in OF_ARGUMENTS else [])
+        for name, value in OTHER.items()
+    ],
+)
 def test_every_loss_setting_of_trl_is_distinguished_from_dr_grpo(make_trainer: Any, name: str, value: Any) -> None:
     needed = {"steps_per_generation": 8} if name == "off_policy_mask_threshold" else {}
     trainer = make_trainer(**{name: value}, **needed)
@@ -99,6 +108,7 @@ def test_the_checked_settings_are_all_that_define_dr_grpo(make_trainer: Any) -> 
     assert loss_settings(make_trainer()).differs == frozenset()
 
 
+@since("trl 1.8.0")
 def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(make_trainer) -> None:
     probe = GradientNoiseScaleProbe(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, max_steps=1, **PLAIN | {"entropy_coef": 0.1})
@@ -137,6 +147,7 @@ def test_a_clipping_threshold_that_a_callback_changes_is_that_of_the_steps_formu
     assert math.isfinite(latest["delta_h/forward"].value)
 
 
+@since("trl 1.7.0")
 def test_slices_are_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:
     _, tokenizer = load_tiny()
     torch.manual_seed(0)
