@@ -18,6 +18,7 @@ from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_limit
 from rl_training.entropy.paired_effects import GradientShares
+from rl_training.entropy.token_effects import iter_token_products
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
@@ -165,3 +166,11 @@ class StepContext:
         Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
         """
         return paired_effects.gradient_shares(self.step.batch, self.prediction, self.passes, weights)
+
+    def token_products(self) -> Iterator[Tensor]:
+        """Yield for each fold how much of ΔH comes from each single token's gradient, (B, T). Collective.
+
+        The sum over tokens and folds, weighted by fold sizes, is `gradient_shares`' whole. Needs Need.ENTROPY_ROWS, and
+        that `effects_limit` is None.
+        """
+        return iter_token_products(self.step.batch, self.prediction, self.passes)

@@ -8,7 +8,8 @@ fold_gradients.py         the entropy gradient X of each fold
 products.py               products of X with updates
 fold_sums.py              everything that is reported, as a function of sums over folds
 length_and_reward.py      the same predictions for length and reward
-attribution.py            splits by cause, layer and kind of module
+attribution.py            splits by cause, layer, kind of module and group of layers
+token_effects.py          what each single token of the step's gradient does
 previous_update.py        δθ of the previous step; averaged_errors.py: error bars averaged over steps
 trapezoid.py              the running sum over steps
 changed_steps.py          what another loss, learning rate or clipping would do; paired_effects.py: with errors

@@ -1,4 +1,4 @@
-"""Splits of a sum over parameters: by cause of the update, by layer and by kind of module.
+"""Splits of a sum over parameters: by cause of the update, by layer, by kind of module, by cause and group of layers.
 
 The parts of each split add up to the whole. Layers and kinds are read from the parameter names of Hugging Face models.
 A LoRA parameter counts towards the module that it adapts.
@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_training.optim.updates import CAUSES
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
+NUM_GROUPS, OUTSIDE = 3, "outside"  # groups of consecutive layers, and the parameters outside of layers
 _KEYWORDS = (
     ("norm", ("norm", "ln_", "layernorm")),  # must be first: q_norm and layernorms inside of attention are norms
     ("embedding", ("embed", "wte", "wpe", "lm_head")),
@@ -24,10 +25,10 @@ _KEYWORDS = (
 
 
 class Attribution:
-    """Splits of products into causes, layers and kinds.
+    """Splits of products into causes, layers and kinds, and into causes × groups of layers.
 
     `labels` names the parts: part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind> for parameters outside
-    the layers, kind/attention, ….
+    the layers, kind/attention, …. `all_labels` has group/momentum/0-9, … as well.
 
     Args:
         names: Names of the parameters, in the order of the products.
@@ -41,10 +42,36 @@ class Attribution:
         self.labels = (*(f"part/{cause}" for cause in CAUSES), *members)
         by_parameter = torch.tensor(list(members.values()), dtype=torch.float64)
         self._membership = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
+        groups = layer_groups(names)
+        columns = dict.fromkeys(groups)
+        self._groups = torch.tensor([[float(group == column) for group in groups] for column in columns]).double()
+        self.all_labels = (*self.labels, *(f"group/{cause}/{column}" for cause in CAUSES for column in columns))
 
     def sum(self, products: Tensor) -> Tensor:
         """Sum products by cause, then by parameter, (…, causes + parameters, q), into (…, labels, q)."""
         return self._membership.to(products.device) @ products
+
+    def sum_all(self, products: Tensor) -> Tensor:
+        """Sum products by cause and parameter, (…, causes, parameters, q), into (…, all_labels, q)."""
+        margins = torch.cat([products.sum(dim=-2), products.sum(dim=-3)], dim=-2)
+        by_group = self._groups.to(products.device) @ products
+        return torch.cat([self.sum(margins), by_group.flatten(-3, -2)], dim=-2)
+
+
+def layer_groups(names: Sequence[str]) -> list[str]:
+    """Return for each parameter its group of layers: NUM_GROUPS of consecutive ones, or OUTSIDE.
+
+    >>> layer_groups([f"model.layers.{n}.mlp.weight" for n in range(5)] + ["model.norm.weight"])
+    ['0-1', '0-1', '2-3', '2-3', '4', 'outside']
+    """
+    layers = [int(label) if label.isdigit() else None for label in map(layer, names)]
+    numbers = sorted({number for number in layers if number is not None})
+    size = -(-len(numbers) // NUM_GROUPS)
+    groups = [numbers[start : start + size] for start in range(0, len(numbers), size or 1)]
+    labels = {
+        number: f"{group[0]}-{group[-1]}" if len(group) > 1 else f"{number}" for group in groups for number in group
+    }
+    return [OUTSIDE if number is None else labels[number] for number in layers]
 
 
 def module_kind(name: str) -> str:

@@ -96,7 +96,7 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     Afterwards `previous` holds this step's δθ, for the next step's `backward`.
     """
     batch, ranks = step.batch, passes.ranks
-    settings, labels = previous.settings, previous.attribution.labels
+    settings, labels = previous.settings, previous.attribution.all_labels
     limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
         return _without_entropy_gradient(step, passes, previous, limit)
@@ -135,7 +135,7 @@ def _without_entropy_gradient(
     previous.leave_out(step.number, limit)
     if passes.residual_test is not None:
         passes.residual_test.leave_out(limit)
-    return EntropyPrediction(previous.settings, previous.attribution.labels, limit)
+    return EntropyPrediction(previous.settings, previous.attribution.all_labels, limit)
 
 
 def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:

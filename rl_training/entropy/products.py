@@ -167,7 +167,7 @@ class FoldProducts:
             not known is nan.
         """
         sizes = self._sizes.to(self._reuse)
-        names = (*PRODUCTS, *self._attribution.labels)
+        names = (*PRODUCTS, *self._attribution.all_labels)
         products = torch.full_like(self._table(len(names)), torch.nan)
         corrections = torch.zeros_like(products)
         if self._previous is not None:
@@ -179,8 +179,7 @@ class FoldProducts:
                 products[:, PRODUCTS.index(name)] = part.without.sum(dim=(1, 2))
                 corrections[:, PRODUCTS.index(name)], by_cause = part.corrections(sizes, self.sums)
                 if name == "forward":
-                    splits = torch.cat([part.without.sum(dim=2), part.without.sum(dim=1)], dim=1)
-                    products[:, len(PRODUCTS) :] = self._attribution.sum(splits)
+                    products[:, len(PRODUCTS) :] = self._attribution.sum_all(part.without)
                     corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
         parts = pad_units(reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]

@@ -72,6 +72,12 @@ class Intervention:
     trl: str = ""  # the setting of trl.GRPOConfig that does the same, if any
 
     @property
+    def unnamed_strength(self) -> dict[str, float]:
+        """The strength as a detail for records; {} if there is none, or if the name already says it."""
+        is_named = ":" in self.name or math.isnan(self.strength)
+        return {} if is_named else {"strength": self.strength}
+
+    @property
     def lr_factor(self) -> float:
         """The factor on every learning rate."""
         return self.strength if self.trl == "learning_rate" else 1.0

@@ -178,7 +178,7 @@ class InterventionsProbe(Probe):
             pair.times(factor).estimate(0, unknown or delta.reason),
             reward,
             Estimate.missing(TOO_SMALL) if is_small and not no_reward else price,
-            replace(mean_delta, detail={"measured_steps": running.num_steps}),
+            replace(mean_delta, detail={"measured_steps": running.num_steps, **intervention.unnamed_strength}),
             mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,

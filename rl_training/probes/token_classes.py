@@ -13,7 +13,8 @@ step itself between batches is not included.
 
 The result is a class's share of this step's own gradient. It is not the effect of training without these tokens: a
 warm Adam step is momentum to a share of β1, and P depends on all tokens. The cost is a forward pass over the sequences
-with any weight in the loss, and for each kind a backward per class, less one.
+with any weight in the loss, and for each kind a backward per class, less one; and for single tokens of the vocabulary
+(probes/top_tokens.py) 2 forward passes per fold.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.options import check_num_folds
+from rl_training.options import check_flag, check_num_folds
+from rl_training.probes import top_tokens
+from rl_training.probes.top_tokens import TokenSums
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair
@@ -62,29 +66,38 @@ class TokenClassesProbe(Probe):
     Args:
         every: Measure each `every`-th step.
         num_folds: Folds of whole prompts, over all ranks. None: as many as the other probes use.
+        top_tokens: Also find the ten tokens of the vocabulary that take most entropy.
     """
 
     name = "token_classes"
     needs = Need.ENTROPY_ROWS
 
-    def __init__(self, every: int = 10, num_folds: int | None = None) -> None:
+    def __init__(self, every: int = 10, num_folds: int | None = None, top_tokens: bool = True) -> None:
         super().__init__(every)
         check_num_folds("token_classes", num_folds)
-        self.num_folds = num_folds
+        check_flag("token_classes: top_tokens", top_tokens)
+        self.num_folds, self.top_tokens = num_folds, top_tokens
 
-    def init(self) -> dict[str, RunningPair]:
-        """Return an empty mean over steps for each class."""
-        return {f"{kind}/{name}": RunningPair() for kind, names in CLASSES.items() for name in names}
+    def init(self) -> dict[str, Any]:
+        """Return an empty mean over steps for each class, and empty sums by token for each half of the steps."""
+        means = {f"{kind}/{name}": RunningPair() for kind, names in CLASSES.items() for name in names}
+        return {**means, **{top_tokens.key(half): TokenSums() for half in (0, 1)}}
 
-    def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
+    def measure(self, ctx: StepContext, state: dict[str, Any]) -> Reading:
         kinds = self.kinds(ctx)
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
         limit = ctx.effects_limit(OFF_POLICY)
         if not limit:
             limit = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.limits.other_terms
         pairs = {} if limit else _pairs(ctx, kinds, sums)
-        means = dict(state)
+        means, kept = dict(state), top_tokens.kept_factor(ctx)
+        no_tokens = limit or top_tokens.limit_of(ctx)
         predicted = dict[str, Estimate]()
+        if self.top_tokens and no_tokens:
+            predicted = dict.fromkeys(top_tokens.NAMES, Estimate.missing(no_tokens))
+        elif self.top_tokens:
+            means |= top_tokens.add_step(ctx, state)
+            predicted = top_tokens.estimates(ctx, means)
         shares = dict[str, Estimate]()
         for kind, names in CLASSES.items():
             for index, name in enumerate(names):
@@ -93,9 +106,8 @@ class TokenClassesProbe(Probe):
                 if (kind, index) in pairs:
                     means[key] = means[key].add(pairs[kind, index], ctx.step.number, DECAY)
                     step_estimate = pairs[kind, index].estimate(0)
-                    mean_estimate = replace(
-                        means[key].mean().estimate(0), detail={"measured_steps": means[key].num_steps}
-                    )
+                    detail = {"measured_steps": means[key].num_steps, **kept}
+                    mean_estimate = replace(means[key].mean().estimate(0), detail=detail)
                 predicted |= {f"tokens/{key}/delta_h": step_estimate, f"tokens/{key}/mean_delta_h": mean_estimate}
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
                 if kind in kinds and sums[kind][0].any():

@@ -16,15 +16,7 @@ from rl_training.step.limits import NOT_FINITE
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
-SPLIT_WITHOUT_ERROR = Limit(
-    "split_without_error",
-    "no error bar: the splits by layer and kind have none; the split into momentum, gradient and decay has one",
-)
-NO_STDERR = {
-    "reuse": Limit("biased", "no error bar: the same-batch product is biased"),
-    "layer": SPLIT_WITHOUT_ERROR,
-    "kind": SPLIT_WITHOUT_ERROR,
-}
+NO_STDERR = {"reuse": Limit("biased", "no error bar: the same-batch product is biased")}
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_weights_decay_at_steps_between_measurements_too(make_trainer: Callable[
     first, last = (answers["intervention/lr/delta_h"].value for answers in probe.all)
     mean = probe.all[-1]["intervention/lr/mean_delta_h"]
     assert mean.value == pytest.approx((0.729 * first + last) / 1.729)
-    assert mean.detail == {"measured_steps": 2}
+    assert mean.detail == {"measured_steps": 2, "strength": 0.5}
 
 
 def test_the_strength_that_halves_the_entropy_fall_is_extrapolated_linearly() -> None:

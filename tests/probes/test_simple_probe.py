@@ -134,11 +134,17 @@ def test_the_split_by_cause_layer_and_kind_equals_the_plain_twin(causes) -> None
         **{f"layer/{n}": twin.update_without * twin.named(f"layers.{n}.") for n in (0, 1)},
         "layer/embedding": twin.update_without * twin.named("embed_tokens"),
         "kind/mlp": twin.update_without * twin.named("mlp"),
-    }
+        **{f"group/{cause}/{n}": part * twin.named(f"layers.{n}.")
+           for cause, part in twin.parts(twin.clipped(twin.without)).items() for n in (0, 1)},
+    }  # fmt: skip
     for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
         for name, update in updates.items():
-            expected = twin.change(update, statistic)
-            assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
+            expected, estimate = twin.change(update, statistic), answer[f"delta_h/{name}{suffix}"]
+            assert estimate.value == pytest.approx(expected, **same), name
+            if name.startswith(("layer", "kind", "group")):  # their errors take the step as given
+                given = torch.zeros_like(twin.without)
+                stderr = twin.stderr(update, statistic, whole=given[0], leave_out_updates=given)
+                assert estimate.stderr == pytest.approx(stderr, **same), name
         whole = twin.adamw(twin.mean(twin.gradients), max_grad_norm=math.inf)
         stderr = twin.stderr(unclipped, statistic, whole=whole, leave_out_updates=unclipped)
         assert answer[f"delta_h/forward_unclipped{suffix}"].stderr == pytest.approx(stderr, rel=1e-3)
@@ -164,7 +170,7 @@ def test_a_part_that_is_the_whole_step_has_its_error_bar(make_trainer, settings:
 def test_each_split_of_forward_adds_up_to_forward(causes) -> None:
     for answer in causes[1].all:
         for suffix in ("", "_sequence"):
-            for split in ("part", "layer", "kind"):
+            for split in ("part", "layer", "kind", "group"):
                 names = [
                     n for n in answer if n.startswith(f"delta_h/{split}/") and n.endswith("_sequence") == bool(suffix)
                 ]

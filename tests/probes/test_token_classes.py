@@ -165,6 +165,14 @@ def test_a_class_is_the_sum_of_single_token_backwards(run: tuple[Any, ...]) -> N
             assert texts.stderr == pytest.approx(stderr, abs=1e-5 * scale), (kind, name)
             compared += value != 0
     assert compared >= 10
+    ids, tokens = twin.step.rollout.completion_ids, run[0].state["top_tokens_0"]
+    for token, (total, variance, _, occurrences) in zip(tokens.ids.tolist(), tokens.table.tolist(), strict=True):
+        members = [(i, t) for i, t in twin.tokens() if token in (-1, int(ids[i, t]))]
+        value, stderr, scale = twin.answer(members, of_tokens)
+        assert occurrences == len(members)
+        assert total == pytest.approx(value, abs=1e-4 * scale), token  # central differences of fp32 scores
+        assert math.sqrt(variance) == pytest.approx(stderr, abs=1e-4 * scale), token
+    assert len(tokens.ids) > 5
 
 
 def test_the_classes_of_each_kind_add_up_to_the_gradient_part_of_forward(run: tuple[Any, ...]) -> None:
@@ -245,7 +253,7 @@ def test_means_continue_from_their_state_as_if_never_stopped(run: tuple[Any, ...
     for name in ("entropy/top_fifth", "text/number"):
         once, mean = only[f"tokens/{name}/delta_h"], only[f"tokens/{name}/mean_delta_h"]
         assert (mean.value, mean.stderr) == pytest.approx((once.value, once.stderr))
-        assert mean.detail == {"measured_steps": 1}
+        assert mean.detail == {"measured_steps": 1, "kept_factor": pytest.approx((1 - 0.9**2) / (1 - 0.9))}
 
 
 @pytest.mark.parametrize(

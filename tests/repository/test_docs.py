@@ -103,7 +103,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
     tokens = TokenClassesProbe(every=1)
     probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
-    trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
+    trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW | {"max_steps": 3})
     trainer.train()
     names = {*trainer.attachment.latest, *logged(trainer)}
     assert trainer.attachment.latest["reward_spread/all"].value > 0

@@ -24,7 +24,7 @@ def unknown_to_a_loop(folder: Path) -> set[str]:
 def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict[str, float]:
     """Return by name the largest difference, relative to the larger of value and error, since a value can be near 0.
 
-    The addends of `forward` (delta_h/layer/…, kind, part) may cancel and have no error, so they are scaled by
+    The addends of `forward` (delta_h/layer/…, kind, part, group) may cancel, so they are scaled by
     `forward`. Asserts that both have nan in the same places.
 
     Args:
@@ -35,7 +35,7 @@ def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict
     for (step, name), row in expected.items():
         if name == "step/formula_error":
             continue  # pure rounding
-        is_addend = name.startswith("delta_h/") and name.count("/") == 2
+        is_addend = name.startswith("delta_h/") and name.count("/") >= 2
         whole = expected[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
         scale = max((abs(number) for number in whole if math.isfinite(number)), default=0.0)
         largest.setdefault(name, 0.0)

@@ -4,6 +4,8 @@
     verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
     opening.py        the first lines, from these; hindrance.py: why there are no predictions
     standing_out/     rules that each detect one fault
+    ledger.py         where the entropy went: a sum that closes
+    tokens.py         which tokens change entropy
     findings.py, own_probes.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
     charts.py, figures.py, labels.py, writing.py                                     drawing and wording
     page.py (with environment.py's templates), summary.py                            the page, and the terminal
@@ -24,7 +26,7 @@ from rich.text import Text
 
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
-from rl_training.records.report import findings
+from rl_training.records.report import findings, ledger, tokens
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import ON_TOP, draw_figures
@@ -56,13 +58,16 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     run = _read(run_dir)
     charts, analyses = draw_figures(run), analyses_of(run)
     interventions = interventions_of_run(run, branch_commands(run))
-    shown = [*charts, *(chart for section in (interventions, *analyses) if section for chart in section.charts)]
+    account = ledger.ledger_of(run)
+    waterfall = [] if account is None else [ledger.waterfall(account)]
+    sections = [section for section in (interventions, *analyses) if section]
+    shown = [*charts, *waterfall, *(chart for section in sections for chart in section.charts)]
     page, drawn = run.folder / REPORT_FOLDER / PAGE_FILE, draw_pictures(shown, pictures)
     return write_page(
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
         sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP,
-        own_metrics=own_metrics,
+        own_metrics=own_metrics, account=account, waterfall=waterfall, ledger=ledger, tokens=tokens,
     )  # fmt: skip
 
 

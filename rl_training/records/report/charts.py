@@ -30,8 +30,8 @@ TITLE_LENGTH = 44  # characters per line of an axis title
 MAX_MARKS = 20  # a line with more points has no marks
 MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
-COLUMNS = ("x", "y", "low", "high", "left", "right")
-STYLES = ("line", "mark", "band", "opacity", "text", "text_offset")
+COLUMNS = ("x", "y", "low", "high", "left", "right", "base")
+STYLES = ("line", "mark", "band", "opacity", "text", "text_offset", "text_side")
 MARGIN = 0.02  # room on an axis beyond 0 and 1, for the width of the line
 MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
@@ -66,6 +66,7 @@ class Series:
 
     Args:
         low, high: Ends of the interval of y; left, right: those of x.
+        base: Where horizontal bars begin that end at x.
         line: Whether points are joined.
         mark: Shape of the points; "" for none.
         band: Whether intervals of y are drawn as a band; otherwise as bars.
@@ -73,6 +74,7 @@ class Series:
         opacity: From 0 (hidden) to 1.
         text: Text next to each point, instead of an entry in the legend.
         text_offset: Pixels by which the text is moved down.
+        text_side: 1 if the text stands to the right of the point, −1 if to the left.
     """
 
     label: str
@@ -83,6 +85,7 @@ class Series:
     high: Column = ()
     left: Column = ()
     right: Column = ()
+    base: Column = ()
     line: bool = True
     mark: str = ""
     band: bool = True
@@ -90,6 +93,7 @@ class Series:
     opacity: float = 1.0
     text: str = ""
     text_offset: float = 0.0
+    text_side: int = 1
 
     @classmethod
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:

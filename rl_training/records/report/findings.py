@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -15,8 +14,7 @@ from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
 from rl_training.records.report.own_probes import is_own
-from rl_training.records.report.series import Run, finite, last_of, to_rows
-from rl_training.records.report.writing import milli, on_one_line
+from rl_training.records.report.series import Run, finite, to_rows
 from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
@@ -24,8 +22,6 @@ NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
 LAST_STEPS = 10  # measured steps that a present rate averages
 MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
-TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
-KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
 SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
 # Defaults for a sequence that another program recorded.
 NOT_RECORDED = {"prompt": "", "response": "", "length": "", **dict.fromkeys(("reward", "advantage", "logp"), math.nan)}
@@ -118,21 +114,6 @@ def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Return the values times the factor that fits them to `truth` by least squares."""
     return values * (truth @ values) / (values @ values)
-
-
-def token_classes(run: Run) -> tuple[list[list[str]], int]:
-    """Return the table of token classes, from the last running means, and the number of steps that these average."""
-    rows, steps = [], 0
-    for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
-        metric = f"tokens/{kind}/{name}"
-        change = run.finite_rows(f"{metric}/mean_delta_h").tail(1)
-        share = run.rows(f"{metric}/share_of_tokens")["value"].reindex(change.index).sum()
-        if share > 0:
-            steps = run.measured_steps(f"{metric}/mean_delta_h")
-            rows.append((KINDS.get(kind, f"its {kind}"), name.replace("_", " "), share, last_of(change)))
-    headings = ["by", "class", "of all tokens", "change of entropy, a step"]
-    cells = [[on_one_line(kind), on_one_line(name), f"{100 * share:.1f}%", milli(e)] for kind, name, share, e in rows]
-    return [headings, *cells] if rows else [], steps
 
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Section, Series, draw
-from rl_training.records.report.labels import label_offsets
+from rl_training.records.report.labels import label_offsets, side
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.trends import times
@@ -50,6 +50,12 @@ class Effect:
     kept: Estimate  # change of entropy if the intervention is kept
     halves_at: Estimate  # strength that halves the fall if the intervention is kept
     steps: int  # number of measured steps
+    strength: float = math.nan  # if the name does not say it; nan: it does, or there is none
+
+    @property
+    def label(self) -> str:
+        """The name with the strength, as in the setting."""
+        return self.name if math.isnan(self.strength) else f"{self.name}:{self.strength:g}"
 
     @property
     def bare_name(self) -> str:
@@ -89,8 +95,9 @@ def effects_of(run: Run) -> list[Effect]:
         )
         if math.isfinite(halves_at.value) and not falls:
             halves_at = Estimate.missing(NO_FALL)
-        steps = run.measured_steps(metrics[0])
-        effects.append(Effect(name, delta_h, delta_reward, price, at_last_step, kept, halves_at, steps))
+        steps, strength = run.measured_steps(metrics[0]), run.rows(metrics[0])["strength"].dropna().tolist()[-1:]
+        numbers = delta_h, delta_reward, price, at_last_step, kept, halves_at
+        effects.append(Effect(name, *numbers, steps, *strength))
     return sorted(effects, key=_place)
 
 
@@ -227,7 +234,7 @@ def _cells(effect: Effect) -> list[str]:
     unknown = math.isnan(effect.halves_at.value)
     reasons = dict.fromkeys([effect.delta_h.reason, effect.halves_at.reason if unknown else ""])
     cells = [
-        effect.name,
+        effect.label,
         MISSING if unknown else f"{effect.halves_at.value:.2g}",
         format_estimate(effect.price),
         *map(milli, (effect.delta_h, effect.kept, effect.at_last_step, effect.delta_reward)),
@@ -247,7 +254,7 @@ def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
     """
     ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
     rewards, entropies = (
-        to_rows({effect.name: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
+        to_rows({effect.label: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
     )
     changes = rewards["value"].abs() + entropies["value"].abs()
     rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
@@ -274,7 +281,7 @@ def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
           for name, (at, color, dash) in prices.items()),
         *(
             Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
-                         text_offset=offsets[name])
+                         text_offset=offsets[name], text_side=side(places[name][0]))
             for name in rewards.index
         ),
         Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),

@@ -11,6 +11,11 @@ PHONE_WIDTH, LETTER_WIDTH, LINE_HEIGHT = (
 )  # pixels: width of a chart on a phone, of a letter, height of a line
 
 
+def side(across: float) -> int:
+    """Return 1 if a label stands to the right of its point, −1 if to the left, where there is more room."""
+    return 1 if across <= 0.5 else -1
+
+
 def label_offsets(points: Mapping[str, tuple[float, float]], height: float) -> dict[str, float]:
     """Return by how many pixels each label must move down (up if negative) so that no two overlap.
 
@@ -23,8 +28,8 @@ def label_offsets(points: Mapping[str, tuple[float, float]], height: float) -> d
     placed: list[tuple[float, float, float]] = []  # left, right and middle of each label, in pixels
     offsets = {}
     for text, (across, down) in sorted(points.items(), key=lambda item: item[1][1]):
-        left, middle = PHONE_WIDTH * across, height * down
-        right = left + LETTER_WIDTH * len(text)
+        point, middle = PHONE_WIDTH * across, height * down
+        left, right = sorted((point, point + side(across) * LETTER_WIDTH * len(text)))
         taken = [other for start, end, other in placed if left < end and start < right]
         placed_at = _nearest(middle, taken, height)
         placed.append((left, right, placed_at))

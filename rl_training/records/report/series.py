@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ NO_REASON = "no reason was recorded"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
 # recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
-NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps"]
+# strength: of an intervention whose name does not say it.
+NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps", "strength"]
 COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "probe"]
 
 
@@ -42,6 +43,7 @@ class Run:
     steps: list[int]  # logged steps
     table: pd.DataFrame  # with COLUMNS
     config: str | None  # text of config.yaml, secrets masked; None if there is none
+    top_tokens: pd.DataFrame = field(default_factory=pd.DataFrame)  # rows of top_token/…, with their details
 
     @property
     def name(self) -> str:
@@ -174,7 +176,8 @@ def read_run(folder: Path) -> Run:
     table["is_interval"] = table["low"].notna() & table["high"].notna()
     table["low"] = table["low"].where(table["is_interval"] | table["value"].isna(), table["value"] - half)
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
-    return Run(folder, logged.index.tolist(), table, read_config(folder))
+    of_tokens = measured[measured["name"].str.startswith("top_token/")] if len(measured) else measured
+    return Run(folder, logged.index.tolist(), table, read_config(folder), of_tokens)
 
 
 def read_config(folder: Path) -> str | None:

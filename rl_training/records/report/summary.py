@@ -10,6 +10,8 @@ from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, keeping
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
+from rl_training.records.report.standing_out.rewards import REWARD_SUM
+from rl_training.records.report.story import reward_functions, reward_weights
 from rl_training.records.report.verdict import SPENT, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, on_one_line
 from rl_training.statistics.estimate import Estimate
@@ -20,6 +22,14 @@ STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a ste
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
+QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answers
+    "simple": ("delta_h", "where the entropy goes"),
+    "measured": ("measured", "what steps do to each reward"),
+    "gns": ("gns", "whether the batch is too small"),
+    "token_classes": ("tokens", "which tokens take entropy"),
+    "interventions": ("intervention", "what a bonus would do"),
+}
+MAX_FUNCTIONS = 6  # reward functions with a line of their own
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
@@ -49,7 +59,8 @@ def step_numbers(run: Run) -> list[list[str]]:
 def summarize(run: Run) -> list[Row]:
     """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     lines = [
-        *_rewards(run), *_changes(run), *_noise_scale(run), *_effective_sample(run), *_interventions(run), _cost(run)
+        *_rewards(run), *_changes(run), *_noise_scale(run), *_effective_sample(run), *_interventions(run), _cost(run),
+        *_further_probes(run),
     ]  # fmt: skip
     return [Row(*map(on_one_line, line)) for line in lines]
 
@@ -60,6 +71,7 @@ def _rewards(run: Run) -> Iterator[Row]:
     acceptance = findings.first_and_last_means(run.logged("buffer/acceptance"))
     drawn = "over all generated responses, with prompts drawn by difficulty; " if acceptance else ""
     yield _from_to("reward", findings.first_and_last_means(run.logged("reward")), drawn)
+    yield from _functions(run)
     for label, rows in findings.held_out_rewards(run).items():
         ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
         of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
@@ -68,6 +80,22 @@ def _rewards(run: Run) -> Iterator[Row]:
     if acceptance:
         yield _from_to("accepted prompts", acceptance, "share of the prompts generated; ")
     yield _entropy(run)
+
+
+def _functions(run: Run) -> Iterator[Row]:
+    """Yield a line for each of several reward functions: its mean at both ends, and what the steps did to it."""
+    functions, weights = reward_functions(run), reward_weights(run)
+    for name, values in list(functions.items())[:MAX_FUNCTIONS] if len(functions) > 1 else ():
+        total = run.last(f"{REWARD_SUM}/{name}")
+        watched = "not paid; " if weights.get(name) == 0 else ""
+        ends = " → ".join(f"{mean:.3f}" for mean, _, _ in findings.first_and_last_means(values)) or MISSING
+        if total is None:
+            note = f"{watched}the probe “measured” would show what the steps do to it"
+        else:
+            low, high = total.bounds()
+            side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
+            note = f"{watched}the measured effects of all steps add up to {format_estimate(total, True)}: {side}"
+        yield Row(f"reward {name}", ends, note)
 
 
 def _entropy(run: Run) -> Row:
@@ -208,6 +236,14 @@ def _interventions(run: Run) -> Iterator[Row]:
 
 def _names(effects: Sequence[Effect]) -> str:
     return ", ".join(effect.name for effect in effects)
+
+
+def _further_probes(run: Run) -> Iterator[Row]:
+    """Name the probes that answer what this run does not."""
+    recorded = {name.partition("/")[0] for name in run.names()}
+    absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
+    if recorded and absent:
+        yield Row("not measured", ", ".join(absent), f"probes that tell {'; '.join(absent.values())}")
 
 
 def _cost(run: Run) -> Row:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_training.records.report.labels import LETTER_WIDTH, LINE_HEIGHT, PHONE_WIDTH, label_offsets
+from rl_training.records.report.labels import LETTER_WIDTH, LINE_HEIGHT, PHONE_WIDTH, label_offsets, side
 
 HEIGHT = 360.0
 
@@ -16,7 +16,10 @@ def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[fl
     """Return each label's left end, right end and vertical middle on a chart of this width, in pixels."""
     offsets = label_offsets(points, HEIGHT)
     return [
-        (width * across, width * across + LETTER_WIDTH * len(text), HEIGHT * down + offsets[text])
+        (
+            *sorted((width * across, width * across + side(across) * LETTER_WIDTH * len(text))),
+            HEIGHT * down + offsets[text],
+        )
         for text, (across, down) in points.items()
     ]
 
@@ -33,7 +36,7 @@ def test_labels_neither_overlap_nor_leave_the_chart(width: float, spread: float)
         for (left, right, middle), (other_left, other_right, other) in itertools.combinations(drawn, 2):
             apart = right <= other_left or other_right <= left or abs(middle - other) >= LINE_HEIGHT - 1e-6
             assert apart
-        assert all(0.0 <= middle <= HEIGHT for _, _, middle in drawn)
+        assert all(0.0 <= middle <= HEIGHT and left >= 0.0 and right <= width for left, right, middle in drawn)
 
 
 def test_a_label_without_neighbours_stays_beside_its_point() -> None:

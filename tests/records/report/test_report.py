@@ -276,7 +276,7 @@ def test_the_page_allows_only_its_own_scripts_by_their_hashes(page: Path) -> Non
 
 def test_drawing_leaves_no_threads_that_would_block_a_fork(page: Path) -> None:
     drawn = {path.stem for path in page.parent.glob("*.png")}
-    assert drawn == {"reward", "token_entropy", "entropy", "delta_h"}
+    assert drawn == {"reward", "token_entropy", "entropy", "delta_h", "ledger"}
     assert "vl_convert" not in sys.modules
 
 
@@ -393,7 +393,8 @@ def test_where_everything_is_nan_every_row_has_a_reason(tmp_path: Path) -> None:
         records.write_estimates(step, 1, "simple", {f"delta_h/{name}": missing for name in sums})
     write_report(tmp_path)
     rows = summary(tmp_path)
-    assert all(value == MISSING and note for label, (value, note) in rows.items() if label != "steps")
+    assert all(value == MISSING and note for label, (value, note) in rows.items()
+               if label not in ("steps", "not measured"))  # fmt: skip
     assert rows["change of entropy"][1] == "the optimizer is unknown"
 
 
@@ -457,7 +458,8 @@ def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path
     records.write_estimates(3, 1, "interventions", effect)
     main([str(tmp_path), "--pictures", "svg"])
     drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").glob("*.svg")}
-    assert {*drawn} == {f"{name}.svg" for name in ("reward", "token_entropy", "entropy", "delta_h", "interventions")}
+    charts = ("reward", "token_entropy", "entropy", "delta_h", "ledger", "interventions")
+    assert {*drawn} == {f"{name}.svg" for name in charts}
     assert all(svg.startswith("<svg") for svg in drawn.values())
     with pytest.raises(ValueError, match="pictures='pdf': give 'png' or 'svg'"):
         write_report(tmp_path, pictures="pdf")

@@ -236,23 +236,32 @@ def test_hostile_names_are_shown_and_never_executed(tmp_path: Path, name: str) -
     assert "<b>" not in page
 
 
-def test_the_token_class_table_has_the_last_means_of_classes_with_tokens(tmp_path: Path) -> None:
+def test_the_token_tables_have_the_last_means_with_momentum_and_examples(tmp_path: Path) -> None:
+    """A token's −2 of the whole −8 is a quarter. Momentum makes ten times as much of a step's gradient."""
     records, missing = Records(tmp_path / "logs"), Estimate.missing("fewer than 8 folds")
+    detail = {"text": "<i>\n", "share_of_tokens": 0.125, "whole": -8e-3, "whole_stderr": 1e-3, "measured_steps": 3}
     for step, of_step in ((11, {"text/end": 1e-3, "text/top<b>": -2e-3, "text/word": 0.0}), (21, {})):
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
         estimates = {}
         for name, share in (("text/end", 0.25), ("text/top<b>", 0.75), ("text/word", 0.0)):
             estimate = Estimate(of_step[name], 1e-4, 8, detail={"measured_steps": 2}) if of_step else missing
             estimates |= {f"tokens/{name}/mean_delta_h": estimate, f"tokens/{name}/share_of_tokens": Estimate(share)}
+        example = "a[<i>]b" if of_step else ""  # the token does not occur in the last step
+        top = Estimate(-2e-3, 1e-4, 8, detail={**detail, "example": example, "kept_factor": 10.0})
+        estimates |= {"top_token/1/mean_delta_h": top, "top_token/2/mean_delta_h": Estimate.missing("fewer tokens")}
         records.write_estimates(step, 1, "token_classes", estimates)
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    table = page.partition("Which tokens change entropy</h2>")[2].partition("</table>")[0]
-    rows = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
-    bar = f"{T_7 * 0.1:.2f}"
+    section = page.partition("Which tokens change entropy</h2>")[2]
+    tokens, rows = (
+        [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+        for table in section.split("</table>")[:2]
+    )
+    bar, wide = f"{T_7 * 0.1:.2f}", f"{T_7:.1f}"
+    assert tokens == [["&lt;i&gt;⏎", "a[&lt;i&gt;]b", "12.5%", f"-2.00 ± {bar}", f"-20.0 ± {wide}", "25%"]]
     assert rows == [
-        ["its text", "end", "25.0%", f"+1.00 ± {bar}"],
-        ["its text", "top&lt;b&gt;", "75.0%", f"-2.00 ± {bar}"],
+        ["its text", "end", "25.0%", f"+1.00 ± {bar}", f"+10.0 ± {wide}"],
+        ["its text", "top&lt;b&gt;", "75.0%", f"-2.00 ± {bar}", f"-20.0 ± {wide}"],
     ]
     words = " ".join(page.split())
     assert "running means (measured steps: 2)" in words
-    assert "Single tokens are noise" in words
+    assert "the steps between (measured steps: 3)" in words
