@@ -210,7 +210,7 @@ def as_notebook(page: Path) -> str:
     cells = [("code", INSTALL)]
     for i, part in enumerate(parts):
         source = re.sub(r"^:tags:.*\n+", "", part) if i % 2 else re.sub(r"\]\(\.\./", f"]({BLOB}/", part)
-        source = re.sub(r"^\[!\[Open in Colab.*\n+", "", source, flags=re.MULTILINE)
+        source = re.sub(r"^\[This page as a notebook\].*\n+", "", source, flags=re.MULTILINE)
         if source.strip():
             cells.append(("code" if i % 2 else "markdown", source.strip()))
     written = [
