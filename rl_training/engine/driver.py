@@ -37,6 +37,7 @@ from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
+from rl_training.parallel.rows import rows_in_vectors
 from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -87,6 +88,7 @@ class StepDriver:
         self._update_state = values[self.name]
         self._loop = loop
         self._layout = loop.shard.layout
+        self._layout.fusion = self._requirements.fusion(self._layout)
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
         self._checks = StepChecks.of(values[StepChecks.name])
@@ -277,9 +279,10 @@ class StepDriver:
             if step.verification:
                 estimates[self.name] = dict(step.verification)
             num_folds = step.context.step.batch.num_folds
-            num_vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
+            fold_rows = rows_in_vectors(self._layout, num_folds)
+            num_vectors = max(probe.num_vectors(fold_rows) for probe in step.probes)  # probes run one after another
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
-            num_bytes = sum(engine_bytes) + num_vectors * self._layout.num_bytes
+            num_bytes = sum(engine_bytes) + int(num_vectors * self._layout.num_bytes)
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.costs = Costs(self._clock.read(), num_bytes)

@@ -63,7 +63,7 @@ class FoldRecorder:
         self._groups: Sequence[FoldGroup] = ()
         self._sqrt_metric: Vector | None = None  # √P of Adam's metric
         self._current_group: int | None = None  # index of the group whose gradients are arriving
-        self._current_rows: Rows | None = None  # its rows, if rows are not kept
+        self._current_rows: Rows | None = None  # its rows, if rows are not kept or are rounded when they are complete
         self._caught: list[Tensor] = []  # (F, samples) per bucket: the sampled entries of all that has been caught
 
     def start_step_for(self, groups: Sequence[FoldGroup], needs: Need, num_microbatches: int) -> None:
@@ -115,20 +115,21 @@ class FoldRecorder:
             i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.rows_per_pass)
         )
         if index != self._current_group:
-            self._measure_current_rows()
+            self._complete_current_rows()
         self._current_group = index
         group = self._groups[index]
-        if self.rows is None and self._current_rows is None:
+        sums_passes = self._dtype == torch.int8 and len(group.rows_per_pass) > 1
+        if self._current_rows is None and (self.rows is None or sums_passes):
             self._current_rows = Rows(self.layout, len(group.folds))
         self._reduction.arm(self._receiver(group.folds))
 
     def _receiver(self, folds: range) -> Receiver:
         """Return what takes the gradients of these folds: their rows, and the sampled entries."""
-        if self.rows is not None:
-            rows = self.rows.receiver(folds)
-        else:
-            assert self._current_rows is not None
+        if self._current_rows is not None:
             rows = self._current_rows.receiver(range(len(folds)))
+        else:
+            assert self.rows is not None
+            rows = self.rows.receiver(folds)
 
         def take(bucket: int, first: int, values: Tensor) -> None:
             rows.take(bucket, first, values)
@@ -223,7 +224,7 @@ class FoldRecorder:
         """
         layout = self.layout
         factors = float(sizes.sum()) / (num_ranks * sizes)
-        self._measure_current_rows()
+        self._complete_current_rows()
         if self.rows is not None:
             self.rows.complete()
             self.rows.factors = factors
@@ -250,11 +251,16 @@ class FoldRecorder:
         rows = (part.num_bytes for part in (self.rows, self._current_rows) if part is not None)
         self.peak_bytes = max(self.peak_bytes, sum(rows) + num_bytes(self._sqrt_metric))
 
-    def _measure_current_rows(self) -> None:
+    def _complete_current_rows(self) -> None:
+        """Round the current group's rows if they are kept, or measure them."""
         if self._current_rows is not None and self._current_group is not None:
+            folds = self._groups[self._current_group].folds
             self._current_rows.complete()
-            self._measure(self._current_rows, self._groups[self._current_group].folds)
             self._count_bytes()
+            if self.rows is not None:
+                self.rows.replace(folds, self._current_rows.of_folds(range(len(folds))))
+            else:
+                self._measure(self._current_rows, folds)
         self._current_rows = None
 
     def _measure(self, rows: Rows, folds: range) -> None:

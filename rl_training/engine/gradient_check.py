@@ -223,19 +223,19 @@ def _rows_of_scores(scores: Scores, rows: Tensor) -> Scores:
     return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
 
 
-def _score_distance(some: list[tuple[Tensor, Scores]], others: list[tuple[Tensor, Scores]]) -> Tensor:
-    """Return Σ |difference| of log-probabilities over the tokens of `others`, and their number, (2,) fp64."""
+def _score_distance(training: list[tuple[Tensor, Scores]], recomputed: list[tuple[Tensor, Scores]]) -> Tensor:
+    """Return Σ |difference| of log-probabilities over the tokens of `recomputed`, and their number, (2,) fp64."""
     total = torch.zeros(2, dtype=torch.float64)
-    for (_, first), (_, second) in zip(some, others, strict=True):
+    for (_, first), (_, second) in zip(training, recomputed, strict=True):
         is_token = second.mask.bool()
         difference = (first.logps[:, : is_token.shape[1]] - second.logps)[is_token].double().abs()
         total = total.to(difference) + torch.stack([difference.sum(), is_token.sum().to(difference)])
     return total
 
 
-def _sq_distance(some: Vector, others: Vector) -> Tensor:
+def _sq_distance(caught: Vector, recomputed: Vector) -> Tensor:
     """Return the squared norms of the differences of two vectors' rows, (folds,)."""
-    differences = [part.to(other) - other for part, other in zip(some, others, strict=True)]
+    differences = [part.to(exact) - exact for part, exact in zip(caught, recomputed, strict=True)]
     return dot(differences, differences)
 
 

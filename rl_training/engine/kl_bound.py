@@ -45,7 +45,7 @@ from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import dots
+from rl_training.parallel.sums import dots
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores

@@ -48,7 +48,7 @@ class Predictions:
         """Read the weights at the start of a step. Collective."""
         self._verifier.detect_external_edits()
         self._previous.peak_bytes = 0
-        self._previous.count_bytes(num_extra=0)
+        self._previous.count_bytes()
 
     def edit_limit(self) -> Limit | None:
         """Return the limit if the weights were changed since the step began, else None. Collective."""

@@ -68,6 +68,7 @@ class Probe(ABC):
         offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
         rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
             torch.bfloat16 or torch.int8. None: int8 if they are large, otherwise exact.
+        compile: With FOLD_GRADIENTS: fuse passes over vectors with torch.compile. None: on a GPU, if vectors are large.
         entropy: With ENTROPY_…: how the entropy gradient is estimated. None to use another probe's setting or the
             default.
     """
@@ -77,6 +78,7 @@ class Probe(ABC):
     num_folds: int | None = None
     offload: bool = False
     rows_dtype: torch.dtype | None = None
+    compile: bool | None = None
     entropy: EntropySettings | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -109,12 +111,13 @@ class Probe(ABC):
         """Return whether this probe measures this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
 
-    def num_vectors(self, num_folds: int) -> int:
+    def num_vectors(self, fold_rows: float) -> float:
         """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 
-        Vectors that the engine keeps for it are not counted. `num_folds` is this rank's number of folds.
+        Vectors that the engine keeps for it are not counted. `fold_rows` is how many a vector for each fold takes: the
+        number of folds, or a quarter of it in 8 bits.
         """
-        return 0
+        return 0.0
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to be used as a trainer callback: transformers calls this on every callback of a new trainer."""

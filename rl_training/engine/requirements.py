@@ -22,7 +22,8 @@ from rl_training.engine.timing import ENGINE
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.state import view_optimizer
-from rl_training.parallel.rows import rows_dtype
+from rl_training.parallel.fusion import Fusion
+from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
@@ -31,8 +32,6 @@ from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
-
-OTHER_VECTORS = 2  # for an entropy change: the previous δθ, and the sum of all entropy gradients
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
@@ -50,6 +49,7 @@ class Requirements:
         entropy: How the entropy gradient is estimated.
         offload: Keep the fold gradients in CPU memory.
         rows_dtype: Dtype of the fold gradients. None: 8 bits if they are large, otherwise exact.
+        compile: Fuse passes over vectors with torch.compile. None: on a GPU, if vectors are large.
     """
 
     probes: Sequence[Probe]
@@ -58,21 +58,26 @@ class Requirements:
     entropy: EntropySettings
     offload: bool
     rows_dtype: torch.dtype | None = None
+    compile: bool | None = None
 
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
-        names = [ENGINE, ResidualTest.name, StepChecks.name, *(probe.name for probe in probes)]
-        duplicates = [name for name, count in Counter(names).items() if count > 1]
+        names = Counter(probe.name for probe in probes)
+        duplicates = [name for name, count in names.items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")
+        reserved = [name for name in (ENGINE, ResidualTest.name, StepChecks.name) if name in names]
+        if reserved:
+            raise UserError(f"the name {reserved[0]} is reserved: give the probe another one")
         needs = needs_of(probes)
         fold_probes = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
         num_folds = _agreed({p.name: p.num_folds for p in fold_probes if p.num_folds is not None}, "num_folds")
         entropy = _agreed({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
         dtype = _agreed({p.name: p.rows_dtype for p in fold_probes if p.rows_dtype is not None}, "rows_dtype")
+        is_compiled = _agreed({p.name: p.compile for p in fold_probes if p.compile is not None}, "compile")
         offload = any(probe.offload for probe in fold_probes)
-        return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype)
+        return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype, is_compiled)
 
     def folds(
         self,
@@ -143,16 +148,21 @@ class Requirements:
             loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, auto_slice
         )
 
+    def fusion(self, layout: Layout) -> Fusion:
+        """Return what runs functions of the layout's vectors."""
+        is_default = layout.device.type == "cuda" and layout.is_large
+        return Fusion(is_default if self.compile is None else self.compile)
+
     def num_vectors(self, num_folds: int, layout: Layout) -> int:
         """Return how many vectors of this rank's entries a measured step holds on the device."""
-        gradients, entropy_gradients = (
-            rows_dtype(layout, dtype).itemsize / layout.dtype.itemsize for dtype in (self.rows_dtype, None)
-        )
+        fold_rows = rows_in_vectors(layout, num_folds)
         holds_all = Need.ENTROPY_ROWS in self.needs or (layout.is_small and Need.ENTROPY_GRADIENT in self.needs)
-        vectors_per_fold = gradients * (Need.FOLD_GRADIENTS in self.needs) + entropy_gradients * holds_all
-        rows = 0 if self.offload else math.ceil(num_folds * vectors_per_fold)
-        others = OTHER_VECTORS * (Need.ENTROPY_GRADIENT in self.needs)
-        return rows + others + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
+        kept = fold_rows * holds_all
+        if Need.FOLD_GRADIENTS in self.needs:
+            kept += rows_in_vectors(layout, num_folds, self.rows_dtype)
+        others = (2 if layout.is_large else 3) * (Need.ENTROPY_GRADIENT in self.needs)  # δθ, the previous one, and S
+        further = max((probe.num_vectors(fold_rows) for probe in self.probes), default=0.0)
+        return math.ceil((0.0 if self.offload else kept) + others + further)
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:

@@ -21,7 +21,8 @@ from rl_training.optim.formula import OptimizerState
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import sample_entries, sums_of_spans
+from rl_training.parallel.sums import sums_of_spans
+from rl_training.parallel.vectors import sample_entries
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction

@@ -94,4 +94,5 @@ def hand_on_fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare)
+    is_tested = passes.residual_test is not None
+    passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=is_tested)

@@ -47,8 +47,9 @@ The jackknife leaves out fold l. Then the updates δθ_(−k) of the other folds
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
 So S and one entropy gradient at a time are enough. A step holds the K rows of fold gradients, the previous δθ, S and
-one X. δθ is calculated piece by piece wherever it is multiplied, and written over the previous one at the end. A step
-holds all X_k only if they are small, or if a probe multiplies them with changes of the step.
+some entries of one X. Small models also hold δθ. For others it is calculated piece by piece wherever it is multiplied,
+and written over the previous one at the end. A step holds all X_k only if they are small, or if a probe multiplies them
+with changes of the step.
 
 Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear in g_(−l) − g: Adam's from its sixth step on
 (SMOOTH_STEPS in optim/adamw.py), SGD's always, Lion's never.
@@ -56,6 +57,7 @@ Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -70,7 +72,8 @@ from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
-from rl_training.parallel.vectors import Vector, square_norm
+from rl_training.parallel.sums import square_norm
+from rl_training.parallel.vectors import Vector
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
@@ -173,27 +176,30 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for span in pieces.spans:
         square += square_norm(span.of(mean))
-    clip = float(clipping(ranks.reduce(square), max_grad_norm))
-    whole = StepUpdate(pieces, mean, clip)
+    whole = StepUpdate(pieces, mean, clip=float(clipping(ranks.reduce(square), max_grad_norm)))
+    if not layout.is_large and not step.optimizer.rounding_reason:
+        whole = dataclasses.replace(whole, held=compute_update(layout, whole))
     if gradients.rows is None or _forward_limit(step):
         return Updates(whole)
     folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
-    return Updates(whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, clip))
+    return Updates(whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole))
 
 
 def _compute_updates(
     step: StepData, update: StepUpdate | None, previous: PreviousUpdate
 ) -> tuple[Vector | None, Vector | None]:
-    """Return δθ by the formula, written over the previous one, and what weight rounding leaves of it."""
+    """Return δθ by the formula, unless held written over the previous one, and what weight rounding leaves of it."""
     if update is None:
         return None, None
     layout, weights = step.gradients.layout, step.gradients.weights
+    if update.held is not None:
+        return update.held, update.held
     intended = compute_update(layout, update, previous.release())
     if not step.optimizer.rounding_reason:
         return intended, intended
     by_name = layout.by_name(intended)
     rounded = layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
-    previous.count_bytes(intended, rounded, num_extra=0)
+    previous.count_bytes(intended, rounded)
     return intended, rounded
 
 
@@ -250,5 +256,6 @@ def _products_and_rows(
             for bucket, x in enumerate(rows.of_folds(range(batch.num_folds))):
                 receiver.take(bucket, 0, x)
     sums = products.sums if products is not None else []
-    previous.count_bytes(*sums, num_extra=sum(rows.num_bytes for rows in held))
+    update = None if updates.whole is None else updates.whole.held
+    previous.count_bytes(update, *sums, extra_bytes=sum(rows.num_bytes for rows in held))
     return products, held[0] if Need.ENTROPY_ROWS in needs else None

@@ -69,15 +69,15 @@ class PreviousUpdate:
         entries = {name: part.cpu() for name, part in self._layout.by_name(self.update).items()}
         return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
-    def count_bytes(self, *vectors: Vector | None, num_extra: int) -> None:
+    def count_bytes(self, *vectors: Vector | None, extra_bytes: int = 0) -> None:
         """Raise `peak_bytes` to what a step holds at once: these vectors, and the δθ or weights that are kept here.
 
         Args:
             *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
-            num_extra: The bytes of whatever else is held.
+            extra_bytes: Of whatever else is held.
         """
         parts = {id(part): part for vector in (self.update, *vectors) for part in vector or ()}
-        held = num_bytes([*parts.values(), *self._old_weights.values()]) + num_extra
+        held = num_bytes([*parts.values(), *self._old_weights.values()]) + extra_bytes
         self.peak_bytes = max(self.peak_bytes, held)
 
     def update_before(self, step: int) -> Vector | None:

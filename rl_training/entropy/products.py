@@ -8,17 +8,20 @@ its own entries, and the ranks' sums are added once, at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import CAUSES, OptimizerPiece, StepUpdate
+from rl_training.parallel.fusion import Product
 from rl_training.parallel.rows import Receiver
-from rl_training.parallel.vectors import Layout, Vector, sums_of_products
+from rl_training.parallel.sums import sums_of_products
+from rl_training.parallel.vectors import Layout, Vector
 from rl_training.step.data import EntropySettings
 from rl_training.step.quantities import PRODUCTS
 
@@ -36,7 +39,7 @@ class _LeaveOneOutProducts:
     without: Tensor  # X_k · δθ_(−k), (F, causes, parameters, targets)
     whole: Tensor  # X_k · δθ, (F, targets)
 
-    def add(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor, reuse: Tensor) -> None:
+    def add(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor) -> None:
         """Add the products with a piece.
 
         Args:
@@ -44,12 +47,15 @@ class _LeaveOneOutProducts:
             index: The folds k.
             target: The index of X's target.
             x: X_k in this piece, (…, n).
-            reuse: X_k · δθ of the real step in this piece, (…), which is used if it is clipped as this one is.
         """
         updates = self.updates
-        gradient = updates.clipped.without(index, piece)
-        self.without[index, :, piece.parameter_indices, target] += piece.effects(gradient, x)
-        self.whole[index, target] += reuse
+        held = None if updates.whole.held is None else piece.of(updates.whole.held)
+        terms = updates.clipped.terms_without(index, piece)
+        fusion = updates.pieces.layout.fusion
+        sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, updates.whole.factor, held, *terms)
+        whole, without = sums[: -len(CAUSES)], sums[-len(CAUSES) :]
+        self.without[index, :, piece.parameter_indices, target] += without.movedim(0, -2)
+        self.whole[index, target] += whole.sum(dim=(0, -1))
 
     def corrections(self, sizes: Tensor, sums: Sequence[Vector]) -> tuple[Tensor, Tensor]:
         """Return the leave-one-out corrections of X · δθ, (F, targets), and of its parts, (F, causes, targets).
@@ -103,8 +109,8 @@ class FoldProducts:
         self._num_targets = 1 + settings.per_sequence
         self.sums = [layout.zeros() for _ in range(self._num_targets)] if leave_one_out is not None else []  # S
         self._backward = self._table()  # X_k · δθ of the previous step
-        self._reuse = self._table()  # X_k · δθ
         self._forward = None if leave_one_out is None else self._products(leave_one_out)
+        self._whole = self._table() if self._forward is None else self._forward.whole  # X_k · δθ
         self._unclipped = None
         if leave_one_out is not None and settings.unclipped:
             is_clipped = leave_one_out.is_clipped
@@ -136,26 +142,35 @@ class FoldProducts:
             total = self.sums[target][bucket][columns]
             for row, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
                 total.add_(row, alpha=size)
-        index: int | slice = slice(folds.start, folds.stop)
-        if len(folds) == 1:  # vectors are multiplied in fewer passes than rows
-            index, x = folds.start, x[0]
-        if self._previous is not None:
-            previous = self._previous[bucket][columns]
-            self._backward[index, target] += _inner_products(x, previous, self._layout.chunk_size)
-        for piece in () if self._update is None else self._update.pieces.within(bucket, columns):
-            start = piece.columns.start - first
-            self._multiply(piece, index, target, x[..., start : start + len(piece.param)])
+        pieces = [] if self._update is None else [*self._update.pieces.within(bucket, columns)]
+        for index, part in self._split(folds, x):
+            if self._previous is not None:
+                previous = self._previous[bucket][columns]
+                self._backward[index, target] += _inner_products(part, previous, self._layout.chunk_size)
+            for piece in pieces:
+                start = piece.columns.start - first
+                self._multiply(piece, index, target, part[..., start : start + len(piece.param)])
+
+    def _split(self, folds: range, x: Tensor) -> Iterator[tuple[int | slice, Tensor]]:
+        """Yield x, (folds, n), in the parts that are multiplied at once, and their folds."""
+        if len(folds) == 1 or self._layout.fusion.is_on:  # vectors are multiplied in fewer passes than rows
+            yield from zip(folds, x, strict=True)
+        else:
+            yield slice(folds.start, folds.stop), x
 
     def _multiply(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor) -> None:
         """Multiply X_k, (…, n), with the updates of a piece."""
-        assert self._update is not None
-        reuse = piece.effects(self._update.gradient(piece), x).sum(dim=(-2, -1))
-        self._reuse[index, target] += reuse
+        update = self._update
+        assert update is not None
         if self._forward is not None:
-            self._forward.add(piece, index, target, x, reuse)
+            self._forward.add(piece, index, target, x)
+        else:
+            terms = x, piece.of(update.mean), update.factor
+            self._whole[index, target] += self._layout.fusion.sums(update_products, piece.sizes, piece, *terms).sum(
+                dim=(0, -1)
+            )
         if self._unclipped is not None and self._unclipped is not self._forward:
-            unclipped = piece.effects(self._unclipped.updates.whole.gradient(piece), x).sum(dim=(-2, -1))
-            self._unclipped.add(piece, index, target, x, unclipped)
+            self._unclipped.add(piece, index, target, x)
 
     def sum_over_ranks(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Sum the products over ranks. Collective.
@@ -166,14 +181,14 @@ class FoldProducts:
             Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause. What is
             not known is nan.
         """
-        sizes = self._sizes.to(self._reuse)
+        sizes = self._sizes.to(self._whole)
         names = (*PRODUCTS, *self._attribution.all_labels)
         products = torch.full_like(self._table(len(names)), torch.nan)
         corrections = torch.zeros_like(products)
         if self._previous is not None:
             products[:, PRODUCTS.index("backward")] = self._backward
         if self._update is not None:
-            products[:, PRODUCTS.index("reuse")] = self._reuse
+            products[:, PRODUCTS.index("reuse")] = self._whole
         for name, part in (("forward", self._forward), ("forward_unclipped", self._unclipped)):
             if part is not None:
                 products[:, PRODUCTS.index(name)] = part.without.sum(dim=(1, 2))
@@ -183,6 +198,21 @@ class FoldProducts:
                     corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
         parts = pad_units(reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
+
+
+def _products_of_fold(
+    piece: OptimizerPiece, x: Tensor, factor: Tensor | None, held: Tensor | None, mean: Tensor, *terms: Any
+) -> Iterator[Product]:
+    """Yield the products of x with the update of the step, and by cause with the one without a fold.
+
+    Args:
+        piece, x: As for `_LeaveOneOutProducts.add`.
+        factor: The clipping factor of the step.
+        held: The step's update in this piece, if it is held.
+        mean, *terms: As returned by `FoldMeans.terms_without`.
+    """
+    yield from update_products(piece, x, mean, factor) if held is None else [Product(1.0, x, held)]
+    yield from products_without(piece, x, mean, *terms)
 
 
 def _inner_products(x: Tensor, other: Tensor, chunk_size: int) -> Tensor:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, Product, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.parallel.fusion import Product
 from rl_training.parallel.sharding import dtype_name
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import WARM_STEPS
@@ -51,6 +52,14 @@ class AdamWState(OptimizerState):
     weight_decay: float | Tensor  # λ, one for all entries; for AdamW it may be a tensor with one per entry
     decoupled: bool = True  # True for AdamW, False for Adam
     is_updated: bool = True
+    # Powers of β: they are calculated once, and not for each block of a compiled function.
+    scale: float = field(init=False)  # −lr (1−β1) / (1−β1^t)
+    correction: float = field(init=False)  # 1−β2^t
+
+    def __post_init__(self) -> None:
+        time = self.step + 1
+        object.__setattr__(self, "scale", -self.lr * (1.0 - self.betas[0]) / (1.0 - self.betas[0] ** time))
+        object.__setattr__(self, "correction", 1.0 - self.betas[1] ** time)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         decay = self.weight_decay
@@ -66,18 +75,18 @@ class AdamWState(OptimizerState):
         root = self._sqrt_second_moment(g).add_(self.eps)
         moment = torch.add(g, self.exp_avg, alpha=self._momentum_ratio)
         if not self.decoupled:
-            return moment.div_(root).mul_(self._scale)
-        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=self._scale)
+            return moment.div_(root).mul_(self.scale)
+        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=self.scale)
 
     def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
         beta2, decay = self.betas[1], self.weight_decay
         if beta2 == 0.0:  # the root below is taken relative to the old v's share
             return super().products(param, grad, x)
         g = self._moment_gradient(param, grad)
-        old_share = math.sqrt(beta2 / (1.0 - beta2 ** (self.step + 1)))
+        old_share = math.sqrt(beta2 / self.correction)
         root = torch.addcmul(self.exp_avg_sq, g, g, value=(1.0 - beta2) / beta2).sqrt_().add_(self.eps / old_share)
         scaled = x / root
-        factor = self._scale / old_share
+        factor = self.scale / old_share
         momentum = Product(factor * self._momentum_ratio, scaled, self.exp_avg)
         gradient = Product(factor, scaled, grad)
         if isinstance(decay, Tensor):
@@ -86,37 +95,31 @@ class AdamWState(OptimizerState):
             return momentum, gradient, Product(-self.lr * decay, x, param)
         return momentum, gradient, Product(factor * decay, scaled, param)
 
-    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts | None:
-        if self.is_updated and self.step < SMOOTH_STEPS:
-            return None
+    @property
+    def is_smooth(self) -> bool:
+        return self.step >= SMOOTH_STEPS or not self.is_updated
+
+    def derivative(self, param: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         g = self._moment_gradient(param, grad)
         sqrt_v = self._sqrt_second_moment(g)
         root = sqrt_v + self.eps
-        new_share = (1.0 - self.betas[1]) / (1.0 - self.betas[1] ** (self.step + 1))
+        new_share = (1.0 - self.betas[1]) / self.correction
         # ∂(scale / root) / ∂g = −scale · slope / root², with the slope ∂√v̂ / ∂g = new_share · g / √v̂ ≤ √new_share
         slope = (new_share * g).div_(sqrt_v.clamp_(min=torch.finfo(g.dtype).tiny))
         slope.clamp_(-math.sqrt(new_share), math.sqrt(new_share))
-        by_root = slope.mul_(-self._scale).div_(root).div_(root)
-        return UpdateParts(
-            momentum=self._momentum_ratio * self.exp_avg * by_root,
-            gradient=torch.addcmul(self._scale / root, grad, by_root),
-            decay=torch.zeros_like(g) if self.decoupled else (self.weight_decay * param) * by_root,
-        )
+        by_root = slope.mul_(-self.scale).div_(root).div_(root)
+        momentum = self._momentum_ratio * self.exp_avg * by_root
+        gradient = torch.addcmul(self.scale / root, grad, by_root)
+        return momentum, gradient, None if self.decoupled else (self.weight_decay * param) * by_root
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         root = self._sqrt_second_moment(self._moment_gradient(param, grad)).add_(self.eps)
-        return torch.tensor(self._scale, dtype=root.dtype) / root  # dividing a Python number would take two passes
+        return torch.tensor(self.scale, dtype=root.dtype) / root  # dividing a Python number would take two passes
 
     def _sqrt_second_moment(self, g: Tensor) -> Tensor:
         """Return √v̂ of this step, given the gradient that updates the moments."""
-        correction = 1.0 - self.betas[1] ** (self.step + 1)
-        old = (self.betas[1] / correction) * self.exp_avg_sq
-        return torch.addcmul(old, g, g, value=(1.0 - self.betas[1]) / correction).sqrt_()
-
-    @property
-    def _scale(self) -> float:
-        """−lr (1−β1) / (1−β1^t)."""
-        return -self.lr * (1.0 - self.betas[0]) / (1.0 - self.betas[0] ** (self.step + 1))
+        old = (self.betas[1] / self.correction) * self.exp_avg_sq
+        return torch.addcmul(old, g, g, value=(1.0 - self.betas[1]) / self.correction).sqrt_()
 
     @property
     def _momentum_ratio(self) -> float:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from rl_training.parallel.fusion import Product
 from rl_training.statistics.limit import Limit
 
 
@@ -29,14 +30,6 @@ class UpdateParts(NamedTuple):
     @property
     def total(self) -> Tensor:
         return (self.momentum + self.gradient).add_(self.decay)
-
-
-class Product(NamedTuple):
-    """An elementwise product, factor · left · right, of which sums are needed rather than entries."""
-
-    factor: float
-    left: Tensor
-    right: Tensor
 
 
 class OptimizerState(abc.ABC):
@@ -76,13 +69,20 @@ class OptimizerState(abc.ABC):
         """
         return tuple(Product(1.0, x, part) for part in self.delta(param, grad))
 
-    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts | None:
-        """Return the derivative of each part of `delta` by `grad`, elementwise; None if it describes no finite change.
+    @property
+    def is_smooth(self) -> bool:
+        """Whether a finite change of the gradient changes the step in proportion, so that `derivative` describes it.
 
-        It predicts how leaving out a fold changes the step. It cannot do so for a step by signs, which is constant
-        almost everywhere.
+        It describes no step by signs, which is constant almost everywhere.
         """
-        return None
+        return False
+
+    def derivative(self, param: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the derivative of each part of `delta` by `grad`, elementwise; None where it is 0.
+
+        It predicts how leaving out a fold changes the step. Only called if `is_smooth`.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:

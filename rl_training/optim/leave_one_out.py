@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.gradients.folds import leave_out_coefficients
 from rl_training.optim.formula import UpdateParts
-from rl_training.optim.updates import Entries, OptimizerPiece, OptimizerPieces, ParameterSpan, StepUpdate, clipping
-from rl_training.parallel.rows import Rows
-from rl_training.parallel.vectors import square_norm
+from rl_training.optim.updates import (
+    CAUSES,
+    Entries,
+    OptimizerPiece,
+    OptimizerPieces,
+    ParameterSpan,
+    StepUpdate,
+    clipping,
+    scaled,
+)
+from rl_training.parallel.fusion import Product
+from rl_training.parallel.rows import EncodedRow, Rows, entries_of
+from rl_training.parallel.sums import square_norm
 
 EVERY_FOLD = slice(None)
 
@@ -42,23 +53,28 @@ class FoldMeans:
         """
         mean = piece.of(self.mean) if mean is None else mean
         rows = self.rows.of(piece.bucket, piece.columns, folds)
-        return (rows * self.fold_coefficient[folds]).addcmul_(self.mean_coefficient[folds], mean)  # in two passes
+        return _without(mean, rows, self.mean_coefficient[folds], self.fold_coefficient[folds])
 
-    def products_without(self, piece: ParameterSpan, mean: Tensor, vectors: Tensor) -> Tensor:
-        """Return the products of g_(−k) with some vectors, (F, vectors) fp64, to a relative precision of about 1e-5.
+    def terms_without(
+        self, fold: int | slice, piece: ParameterSpan
+    ) -> tuple[Tensor, Tensor | EncodedRow, Tensor, Tensor]:
+        """Return g, rows and their two coefficients in g_(−k), of which `_without` makes a piece's entries."""
+        column: tuple[int | slice, ...] = (fold, 0) if isinstance(fold, int) else (fold,)
+        return (
+            piece.of(self.mean),
+            self._row(piece, fold),
+            self.mean_coefficient[column],
+            self.fold_coefficient[column],
+        )
 
-        Args:
-            piece: The piece whose entries are multiplied.
-            mean: g in this piece.
-            vectors: (vectors, n).
-        """
-        with_mean = vectors @ mean
-        with_rows = torch.stack([vectors @ row for row in self._rows_of(piece)])
-        return (self.mean_coefficient * with_mean + self.fold_coefficient * with_rows).double()
+    def rows_of(self, piece: ParameterSpan) -> tuple[Tensor | EncodedRow, ...]:
+        """Return each row's entries of a piece."""
+        return tuple(self._row(piece, fold) for fold in range(len(self.rows)))
 
-    def _rows_of(self, piece: ParameterSpan) -> Iterator[Tensor]:
-        """Yield each row's entries of a piece, (n,), one at a time."""
-        return (self.rows.of(piece.bucket, piece.columns, fold) for fold in range(len(self.rows)))
+    def _row(self, piece: ParameterSpan, fold: int | slice) -> Tensor | EncodedRow:
+        if isinstance(fold, int) and self.rows.layout.fusion.is_on:
+            return self.rows.encoded(piece.bucket, piece.columns, fold)
+        return self.rows.of(piece.bucket, piece.columns, fold)
 
     def scaled(self, factors: Tensor) -> FoldMeans:
         """Return the same gradients with each g_(−k) multiplied by a factor, (F,)."""
@@ -74,11 +90,25 @@ class FoldMeans:
 
         They are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
         """
-        mean = piece.of(self.mean)
-        ratios = (self.fold_coefficient / self.mean_coefficient).flatten().tolist()
-        rows = zip(self._rows_of(piece), ratios, strict=True)
-        squares = [square_norm(torch.add(mean, row, alpha=ratio)) for row, ratio in rows]
+        mean, fusion = piece.of(self.mean), self.rows.layout.fusion
+        ratios = self.fold_coefficient / self.mean_coefficient
+        rows = (self._row(piece, fold) for fold in range(len(self.rows)))
+        if fusion.is_on:
+            pairs = zip(rows, ratios[:, 0], strict=True)
+            squares = [fusion.sums(_square, (len(mean),), mean, *pair).sum() for pair in pairs]
+        else:
+            squares = [square_norm(torch.addcmul(mean, row, ratio)) for row, ratio in zip(rows, ratios, strict=True)]
         return torch.stack(squares) * self.mean_coefficient[:, 0].double().square()
+
+
+def _without(mean: Tensor, rows: Tensor | EncodedRow, mean_coefficient: Tensor, fold_coefficient: Tensor) -> Tensor:
+    """Return g_(−k), in two passes."""
+    return (entries_of(rows) * fold_coefficient).addcmul_(mean_coefficient, mean)
+
+
+def _square(mean: Tensor, row: Tensor | EncodedRow, ratio: Tensor) -> Iterator[Product]:
+    difference = torch.addcmul(mean, entries_of(row), ratio)
+    yield Product(1.0, difference, difference)
 
 
 def fold_means(mean: Entries, rows: Rows, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
@@ -109,7 +139,7 @@ class LeaveOneOutUpdates:
         gradient: The gradient by fold, before clipping.
         max_grad_norm: The clipping threshold.
         reduce: Sums a tensor over ranks.
-        clip: The clipping factor of the gradient over all folds.
+        whole: The update of the step. None: it is not clipped.
     """
 
     def __init__(
@@ -118,12 +148,12 @@ class LeaveOneOutUpdates:
         gradient: FoldMeans,
         max_grad_norm: float,
         reduce: Callable[[Tensor], Tensor],
-        clip: float = 1.0,
+        whole: StepUpdate | None = None,
     ) -> None:
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
-        self.whole = StepUpdate(pieces, gradient.mean, clip)
+        self.whole = whole or StepUpdate(pieces, gradient.mean, clip=1.0)
         # The clipping factor of the gradient without each fold, (F,) fp64 in host memory.
         self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
         if not math.isinf(max_grad_norm):
@@ -146,22 +176,47 @@ class LeaveOneOutUpdates:
         """Return how leaving out each fold changes the parts of the update in this piece, times x, (F, causes) fp64.
 
         It is linear in the change of the gradient where the optimizer's step is smooth, which takes one product for
-        each fold. Elsewhere each step is calculated again.
+        each fold, to a relative precision of about 1e-5. Elsewhere each step is calculated again.
 
         Args:
             piece: The piece.
             x: What the update is multiplied with, (n,).
         """
-        gradient, mean = self.whole.gradient(piece), piece.of(self.gradient.mean)
-        derivative = piece.derivative(gradient)
-        if derivative is not None:
-            slopes = x * torch.stack(derivative)
-            return self.clipped.products_without(piece, mean, slopes) - (slopes @ gradient).double()
-        whole = piece.effects(gradient, x).sum(dim=-1)
+        fusion, gradient, sizes = self.pieces.layout.fusion, self.clipped, (len(x),)
+        mean, factor = piece.of(gradient.mean), self.whole.factor
+        if piece.is_smooth:
+            rows = gradient.rows_of(piece)
+            sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows).view(len(CAUSES), 1 + len(rows))
+            with_mean, with_rows = sums[:, :1].T, sums[:, 1:].T
+            without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_rows
+            return without - self.whole.clip * with_mean
+        whole = fusion.sums(update_products, sizes, piece, x, mean, factor)
         folds = range(len(self.clips))
-        return torch.stack([piece.effects(self.clipped.without(k, piece, mean), x).sum(dim=-1) for k in folds]) - whole
+        terms = (gradient.terms_without(fold, piece) for fold in folds)
+        sums = torch.stack([fusion.sums(products_without, sizes, piece, x, *parts) for parts in terms])
+        return (sums - whole).squeeze(2)
 
     def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
         """Yield each piece with the parts of the update without `fold`."""
         for piece in self.pieces:
             yield piece, piece.delta(self.clipped.without(fold, piece))
+
+
+def update_products(piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None) -> Iterable[Product]:
+    """Return the products of x with the update of the step, by cause."""
+    return piece.products(scaled(mean, factor), x)
+
+
+def products_without(piece: OptimizerPiece, x: Tensor, *terms: Any) -> Iterable[Product]:
+    """Return the products of x with the update without a fold, by cause, given `FoldMeans.terms_without`."""
+    return piece.products(_without(*terms), x)
+
+
+def slope_products(
+    piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None, rows: Sequence[Tensor | EncodedRow]
+) -> Iterator[Product]:
+    """Yield the products of the slope of x · δθ with the mean gradient and each row, for each cause."""
+    for part in piece.state.derivative(piece.param, scaled(mean, factor)):
+        slope = x if part is None else x * part
+        for vector in (mean, *rows):
+            yield Product(0.0 if part is None else 1.0, slope, entries_of(vector))

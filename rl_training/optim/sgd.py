@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, Product, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.parallel.fusion import Product
 from rl_training.statistics.limit import Limit
 
 NO_MAXIMIZE = Limit("no_formula", "maximize has no formula here")
@@ -51,10 +52,13 @@ class SGDState(OptimizerState):
         momentum = Product(self._buffer_factor, x, buffer) if buffer is not None else Product(0.0, x, param)
         return momentum, Product(factor, x, grad), Product(factor * self.weight_decay, x, param)
 
-    def derivative(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Return the constant derivative: the step is linear in the gradient."""
-        zeros = torch.zeros_like(grad)
-        return UpdateParts(momentum=zeros, gradient=torch.full_like(grad, self._factor), decay=zeros)
+    @property
+    def is_smooth(self) -> bool:
+        """True: the step is linear in the gradient."""
+        return True
+
+    def derivative(self, param: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, torch.full_like(grad, self._factor), None
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         return param.new_tensor(self._factor)

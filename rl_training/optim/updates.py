@@ -9,6 +9,7 @@ in leave_one_out.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from rl_training.optim.adamw import clip_coefficient
-from rl_training.optim.formula import OptimizerState, Product, UpdateParts
+from rl_training.optim.formula import OptimizerState, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
-from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_products
+from rl_training.parallel.fusion import BLOCK, Product
+from rl_training.parallel.vectors import Layout, Vector, constant, join
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
@@ -74,8 +76,8 @@ class OptimizerPiece(ParameterSpan):
         share = kept_share(self.param, parts.total)
         return UpdateParts(*(share * part for part in parts))
 
-    def effects(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Return x · δθ by cause and by parameter, (…, causes, parameters of this piece) fp64.
+    def products(self, gradient: Tensor, x: Tensor) -> tuple[Product, ...]:
+        """Return the products x · δθ by cause.
 
         Args:
             gradient: The clipped gradient, (…, n).
@@ -83,20 +85,12 @@ class OptimizerPiece(ParameterSpan):
         """
         if self.param.dtype != gradient.dtype:  # rounding keeps the same share of every part
             x = x * kept_share(self.param, self.intended(gradient))
-        products = self.state.products(self.param.to(gradient.dtype), gradient, x)
-        sums = [self._sums(product) for product in products]
-        return torch.stack(torch.broadcast_tensors(*sums), dim=-2)
+        return self.state.products(self.param.to(gradient.dtype), gradient, x)
 
-    def _sums(self, product: Product) -> Tensor:
-        if product.factor == 0.0:
-            return product.left.new_zeros(len(self.sizes), dtype=torch.float64)
-        return sums_of_products(product.left, product.right, self.sizes).mul_(product.factor)
-
-    def derivative(self, gradient: Tensor) -> UpdateParts | None:
-        """Return the derivative of each part of the update by the clipped gradient, (n,); None where there is none."""
-        if self.param.dtype != gradient.dtype:
-            return None
-        return self.state.derivative(self.param, gradient)
+    @property
+    def is_smooth(self) -> bool:
+        """Whether the update changes in proportion to the gradient. One whose weights are rounded does not."""
+        return self.param.dtype == torch.promote_types(self.param.dtype, torch.float32) and self.state.is_smooth
 
     def gradient_factor(self, gradient: Tensor) -> Tensor:
         """Return the elementwise factor a that makes `delta(gradient).gradient` equal a · gradient."""
@@ -126,7 +120,7 @@ class OptimizerPieces:
         states: Mapping[str, OptimizerState] | None,
         chunk_size: int | None = None,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._parameters = parameters
         self._states = states or {}
         self._chunk_size = chunk_size or layout.chunk_size
@@ -155,12 +149,12 @@ class OptimizerPieces:
         """Return pieces half as long, for callers that hold several vectors per piece. Small models' stay the same."""
         if self._cached is not None:
             return self
-        return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
+        return OptimizerPieces(self.layout, self._parameters, self._states, max(1, self._chunk_size // 2))
 
     def _piece(self, span: ParameterSpan) -> OptimizerPiece:
         states = [self._states[name] for name in span.names]
         tensors: dict[str, Any] = {
-            key: span.joined(getattr(state, key) for state in states).to(self._layout.dtype)
+            key: span.joined(getattr(state, key) for state in states).to(self.layout.dtype)
             for key, value in vars(states[0]).items()
             if isinstance(value, Tensor)
         }
@@ -170,7 +164,7 @@ class OptimizerPieces:
 
     def _decay_by_entry(self, name: str) -> Tensor:
         """Return a parameter's weight decay by entry, as an expanded scalar that takes no memory."""
-        decay = constant(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
+        decay = constant(self._states[name].weight_decay, self.layout.dtype, self.layout.device)
         return decay.expand_as(self._parameters[name])
 
 
@@ -224,24 +218,40 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """The update δθ of a step by the optimizer's formula. It is calculated piece by piece and never held."""
+    """The update δθ of a step by the optimizer's formula.
+
+    Small models hold it. Otherwise it is calculated piece by piece, wherever it is multiplied.
+    """
 
     pieces: OptimizerPieces
     mean: Entries  # the mean gradient, before clipping
     clip: float  # the clipping factor
+    held: Vector | None = None  # δθ, if the weights are not rounded
 
-    def gradient(self, piece: OptimizerPiece) -> Tensor:
-        """Return a piece's entries of the clipped gradient, (n,)."""
-        mean = piece.of(self.mean)
-        return mean if self.clip == 1.0 else self.clip * mean
+    @functools.cached_property
+    def factor(self) -> Tensor | None:
+        """The clipping factor as a tensor, (). None if nothing is clipped, which saves an uncompiled pass."""
+        layout = self.pieces.layout
+        return None if self.clip == 1.0 and not layout.fusion.is_on else layout.number(self.clip)
+
+
+def scaled(mean: Tensor, factor: Tensor | None) -> Tensor:
+    """Return a gradient times the clipping factor of `StepUpdate`."""
+    return mean if factor is None else factor * mean
 
 
 def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None) -> Vector:
     """Return δθ of a step before the weights are rounded, as a vector, written over `out` if it is given."""
     out = out or layout.zeros()
     for piece in update.pieces:
-        piece.of(out).copy_(piece.intended(update.gradient(piece)))
+        arguments = piece, piece.of(update.mean), update.factor
+        change = layout.fusion.entries(_intended, BLOCK, len(piece.param), *arguments)
+        piece.of(out).copy_((_intended(*arguments) if change is None else change).view(-1))
     return out
+
+
+def _intended(piece: OptimizerPiece, mean: Tensor, factor: Tensor | None) -> Tensor:
+    return piece.intended(scaled(mean, factor))
 
 
 def sqrt_preconditioner(

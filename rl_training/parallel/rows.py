@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rl_training.parallel import fusion
 from rl_training.parallel.vectors import Layout, Vector, num_bytes
 
 BLOCK = 128  # entries that share a scale in 8 bits
 LEVELS = 127  # of a number in 8 bits, on each side of 0
-INT8_SIZE = 2**25  # vectors of at least this many entries are kept in 8 bits unless exact rows are asked for
 
 
 class Receiver(NamedTuple):
@@ -26,6 +26,18 @@ class Receiver(NamedTuple):
 
     num_folds: int
     take: Callable[[int, int, Tensor], None]  # (index of the bucket, first column, (folds, n)); may keep no reference
+
+
+class EncodedRow(NamedTuple):
+    """A row's entries in 8 bits, as a compiled function takes them."""
+
+    levels: Tensor  # (n,) int8
+    scales: Tensor  # (n / fusion.BLOCK, 1)
+
+
+def entries_of(row: Tensor | EncodedRow) -> Tensor:
+    """Return a row's entries. Those in 8 bits must be in blocks."""
+    return row if isinstance(row, Tensor) else row.levels * row.scales
 
 
 def adding_to(vector: Vector) -> Receiver:
@@ -51,8 +63,13 @@ def handing_to(receivers: Sequence[Receiver], num_folds: int) -> Receiver:
 def rows_dtype(layout: Layout, asked: torch.dtype | None = None) -> torch.dtype:
     """Return the dtype in which rows are kept: the layout's for float32, and 8 bits if vectors are large for None."""
     if asked is None:
-        return torch.int8 if layout.num_entries >= INT8_SIZE else layout.dtype
+        return torch.int8 if layout.is_large else layout.dtype
     return layout.dtype if asked == torch.float32 else asked
+
+
+def rows_in_vectors(layout: Layout, count: int, asked: torch.dtype | None = None) -> float:
+    """Return how many vectors take as much memory as this many rows: in 8 bits a quarter."""
+    return count * rows_dtype(layout, asked).itemsize / layout.dtype.itemsize
 
 
 class Rows:
@@ -69,7 +86,7 @@ class Rows:
     def __init__(
         self, layout: Layout, count: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._sizes = [bucket.size for bucket in layout.buckets]
         self.dtype = dtype or layout.dtype
         self.factors = torch.ones(count, dtype=torch.float64)  # multiplied with a row they give the fold's mean
@@ -104,11 +121,8 @@ class Rows:
 
     @property
     def rounding(self) -> float:
-        """A generous bound on the distance that rounding moves a row, relative to its norm.
-
-        In 8 bits each addition rounds the row once more, so the distance grows with their root.
-        """
-        return 0.05 * max(self._num_written.values(), default=1) ** 0.5 if self.dtype == torch.int8 else 0.0
+        """A generous bound on the distance that rounding moves a row, relative to its norm."""
+        return 0.05 if self.dtype == torch.int8 else 0.0
 
     def receiver(self, folds: range) -> Receiver:
         """Return the receiver that adds to the rows of these folds."""
@@ -140,12 +154,20 @@ class Rows:
         """
         part = self._parts[bucket]
         if self.dtype != torch.int8:
-            return part[folds, columns].to(self._layout.device, self._layout.dtype)
+            return part[folds, columns].to(self.layout.device, self.layout.dtype)
         first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
-        scales = self._scales[bucket][folds, first:last].to(self._layout.device)
-        blocks = part[folds, first * BLOCK : last * BLOCK].to(self._layout.device).unflatten(-1, (-1, BLOCK))
+        scales = self._scales[bucket][folds, first:last].to(self.layout.device)
+        blocks = part[folds, first * BLOCK : last * BLOCK].to(self.layout.device).unflatten(-1, (-1, BLOCK))
         entries = (blocks * scales.unsqueeze(-1)).flatten(-2)
         return entries[..., columns.start - first * BLOCK : columns.stop - first * BLOCK]
+
+    def encoded(self, bucket: int, columns: slice, fold: int) -> Tensor | EncodedRow:
+        """Return a fold's entries as they are stored, for compiled functions; those of `of` unless blocks are whole."""
+        if self.dtype != torch.int8 or columns.start % BLOCK or columns.stop % BLOCK:
+            return self.of(bucket, columns, fold)
+        scales = self._scales[bucket][fold, columns.start // BLOCK : columns.stop // BLOCK].to(self.layout.device)
+        levels = self._parts[bucket][fold, columns].to(self.layout.device)
+        return EncodedRow(levels, scales.repeat_interleave(BLOCK // fusion.BLOCK).unsqueeze(1))
 
     def of_folds(self, folds: range) -> Vector:
         """Return the rows of these folds as they are stored, (folds, n) per bucket."""
@@ -154,7 +176,7 @@ class Rows:
 
     def sum(self, weights: Tensor) -> Vector:
         """Return the sum of all rows with weights, (F,), on the layout's device."""
-        total = self._layout.zeros()
+        total = self.layout.zeros()
         for bucket, part in enumerate(total):
             for fold, weight in enumerate((weights * self.factors).tolist()):
                 part.add_(self.of(bucket, slice(0, len(part)), fold), alpha=weight)
@@ -163,7 +185,7 @@ class Rows:
     def means(self, folds: range | None = None) -> Vector:
         """Return the mean gradients of these folds, by default of all, (folds, n) per bucket."""
         folds = range(len(self)) if folds is None else folds
-        factors = self.factors[folds.start : folds.stop].to(self._layout.device, self._layout.dtype)
+        factors = self.factors[folds.start : folds.stop].to(self.layout.device, self.layout.dtype)
         return [factors.unsqueeze(1) * part for part in self.of_folds(folds)]
 
     def _take(self, folds: range, bucket: int, first: int, values: Tensor) -> None:
@@ -175,13 +197,20 @@ class Rows:
             target = self._parts[bucket][rows, columns]
             target.copy_(values) if is_first else target.add_(values.to(target.device))
             return
-        if not is_first:
-            values = values + self.of(bucket, columns, rows)
+        assert is_first, "in 8 bits, what arrives in several backwards is summed before"
         assert first % BLOCK == 0, "a chunk of a bucket is made of whole blocks"
-        blocks = nn.functional.pad(values.to(self._layout.dtype), (0, -values.shape[1] % BLOCK)).unflatten(
-            1, (-1, BLOCK)
-        )
-        scales = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=2).div_(LEVELS)
-        levels = (blocks / scales.unsqueeze(2)).round_().nan_to_num_(0.0)  # a block of zeros has the scale 0
-        self._parts[bucket][rows, first : first + blocks[0].numel()] = levels.flatten(1).to(torch.int8)
-        self._scales[bucket][rows, first // BLOCK : first // BLOCK + blocks.shape[1]] = scales
+        values = values.to(self.layout.dtype)
+        padded = nn.functional.pad(values, (0, -values.shape[1] % BLOCK)) if values.shape[1] % BLOCK else values
+        stop = first + padded.shape[1]
+        for fold, row in zip(folds, padded, strict=True):
+            encoded = self.layout.fusion.entries(_encode, BLOCK, len(row), row)
+            levels, scales = _encode(row.view(-1, BLOCK)) if encoded is None else encoded
+            self._parts[bucket][fold, first:stop] = levels.view(-1)
+            self._scales[bucket][fold, first // BLOCK : stop // BLOCK] = scales.view(-1)
+
+
+def _encode(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries in 8 bits and the scale of each block."""
+    scales = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=1, keepdim=True).div_(LEVELS)
+    levels = (blocks / scales).round_().nan_to_num_(0.0)  # a block of zeros has the scale 0
+    return levels.to(torch.int8), scales

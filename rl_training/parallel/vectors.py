@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.parallel.fusion import Fusion
+from rl_training.parallel.sums import SEGMENT_SIZE, dots, sums_of_spans
 
 CHUNK_SIZE_CPU = 2**18  # how many entries to handle at once on a CPU, whose cache holds that many
 # On a GPU the cost is in launching an operation, so more entries are handled at once: at least MIN_CHUNK_SIZE_GPU, or
 # about 1/TARGET_CHUNKS_GPU of all entries if that is more.
 MIN_CHUNK_SIZE_GPU = 2**23
 TARGET_CHUNKS_GPU = 24
+LARGE = 2**25  # vectors of at least this many entries are large, which changes what is kept of them and how
 MAX_SAMPLED = 2**18  # about so many entries of a step are compared on each rank
-SEGMENT_SIZE = 2**16  # how many numbers one block of a GPU sums
-MIN_BLOCK = 16  # a common divisor of the lengths of spans that is at least this long is used to sum them
-NORM_BLOCK = 512  # how many numbers one norm is of
-ODD_BLOCK = 64  # otherwise blocks have this length, wherever spans begin and end
 
 Vector = list[Tensor]  # one tensor per bucket: (n,), or (rows, n)
 
@@ -98,6 +97,7 @@ class Layout:
             Bucket(tuple(names), counts, start) for names, counts, start in zip(groups, sizes, starts, strict=False)
         )
         self.num_entries = starts[-1]
+        self.fusion = Fusion()  # runs functions of these vectors
         self._sampled_within: dict[tuple[int, int, int], tuple[slice, Tensor]] = {}
 
     @property
@@ -109,6 +109,11 @@ class Layout:
     def is_small(self) -> bool:
         """Whether all entries together are few enough to be handled at once."""
         return self.num_entries <= self.chunk_size
+
+    @property
+    def is_large(self) -> bool:
+        """Whether memory matters more than time: by default rows are kept in 8 bits then, and δθ is not held."""
+        return self.num_entries >= LARGE
 
     @property
     def stride(self) -> int:
@@ -141,6 +146,10 @@ class Layout:
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
         ]
 
+    def number(self, value: float) -> Tensor:
+        """Return a number as a tensor, (), with these vectors' dtype and device."""
+        return torch.full((), value, dtype=self.dtype, device=self.device)
+
     def zeros(
         self, *leading: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Vector:
@@ -171,77 +180,9 @@ def num_bytes(vector: Vector | None) -> int:
     return sum(part.numel() * part.element_size() for part in vector or ())
 
 
-def dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of a and b over the last dimension, in fp64.
-
-    torch.sum is used because it adds in a tree. A running fp32 sum, such as BLAS's, loses 2 % of a squared norm over
-    the 2e8 entries of an embedding, and a matrix product would be rounded to TF32 if that is switched on.
-
-    Args:
-        a: (…, n).
-        b: (…, n), or (n,) for all rows of a.
-
-    Returns:
-        (…).
-    """
-    return _products(a, b).double()
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return (a.to(exact) * b).sum(dim=-1)
-
-
 def dot(a: Vector, b: Vector) -> Tensor:
     """Return the inner products of one or several vectors, (…) fp64, on the device of `b`."""
-    return torch.stack([_products(x.to(y.device), y) for x, y in zip(a, b, strict=True)]).double().sum(dim=0)
-
-
-def square_norm(values: Tensor) -> Tensor:
-    """Return the squared norm of a vector, (n,), as a () fp64 tensor.
-
-    The vector is not written again, as squares would be. A single fp32 norm is too small by 1e-5 on a CPU.
-    """
-    bulk = len(values) // NORM_BLOCK * NORM_BLOCK
-    norms = [torch.linalg.vector_norm(values[:bulk].view(-1, NORM_BLOCK), dim=1), values[bulk:].abs()]
-    return torch.cat(norms).double().square().sum()
-
-
-def sums_of_products(left: Tensor, right: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the sums of left · right over consecutive spans of the last dimension, (…, spans) fp64.
-
-    Args:
-        left, right: (…, n).
-        sizes: The length of each span. They add up to n.
-    """
-    if len(sizes) == 1 and left.dim() == right.dim() == 1 and len(left) <= CHUNK_SIZE_CPU:
-        return torch.dot(left, right).double().unsqueeze(0)  # products are not written; see `dots` on long sums
-    return sums_of_spans(left * right, sizes)
-
-
-def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the sums of consecutive spans of the last dimension, (…, spans) fp64.
-
-    The number of operations does not depend on the number of spans. First, blocks of a length that divides every size
-    are summed in the values' own precision, as in `dots`. Then the blocks of each span are summed in fp64. If the sizes
-    have no such divisor, as the odd shares of seven processes, entries outside of whole blocks are added one by one.
-
-    Args:
-        values: (…, n).
-        sizes: The length of each span. They add up to n.
-
-    >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
-    tensor([6., 4.], dtype=torch.float64)
-    """
-    block = math.gcd(*sizes) or 1
-    if block >= MIN_BLOCK or sum(sizes) < MIN_BLOCK * len(sizes):
-        blocks = values.unflatten(-1, (-1, block)).sum(dim=-1)
-        return _reduced(blocks, tuple(size // block for size in sizes))
-    edges, edge_counts, block_counts = _edges(sizes, values.device)
-    num_blocks = values.shape[-1] // ODD_BLOCK
-    blocks = values[..., : num_blocks * ODD_BLOCK].unflatten(-1, (-1, ODD_BLOCK)).sum(dim=-1)
-    # Whole blocks of spans alternate with blocks that hold the bounds of spans.
-    return _reduced(blocks, block_counts)[..., 1::2] + _reduced(values[..., edges], edge_counts)
+    return torch.stack([dots(x.to(y.device), y) for x, y in zip(a, b, strict=True)]).sum(dim=0)
 
 
 def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Tensor | float] | None) -> Tensor:
@@ -264,52 +205,6 @@ def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Ten
         sums = [sums_of_spans(g.square(), bucket.sizes) for row in exact_rows for g in (row, row * root)]
         by_bucket.append(torch.stack(sums).view(len(part), 2, -1))
     return torch.cat(by_bucket, dim=2).transpose(1, 2)
-
-
-def _reduced(values: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Return the fp64 sums of so many consecutive values each, (…, counts). Long sums are made of parallel segments."""
-    sums = values.double().flatten()
-    for lengths in _segments(counts * math.prod(values.shape[:-1]), values.device):
-        sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)  # unsafe: skips a check that would wait
-    return sums.view(*values.shape[:-1], len(counts))
-
-
-@functools.lru_cache(maxsize=2**12)
-def _segments(counts: tuple[int, ...], device: torch.device) -> Sequence[Tensor]:
-    """Return the lengths by which values are summed, level by level. Cached, which saves transfers.
-
-    If every sum fits into a segment, there is one level. Otherwise there are two: the number of values in each segment,
-    and the number of segments in each sum.
-    """
-    segments = [[min(SEGMENT_SIZE, count - start) for start in range(0, count, SEGMENT_SIZE)] for count in counts]
-    levels = [counts] if max(counts) <= SEGMENT_SIZE else [[*itertools.chain(*segments)], [*map(len, segments)]]
-    lengths = torch.tensor([*itertools.chain(*levels)], dtype=torch.long, device=device)  # one transfer
-    return lengths.split([*map(len, levels)])
-
-
-@functools.lru_cache(maxsize=2**12)
-def _edges(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return how spans are cut into whole blocks of ODD_BLOCK and entries outside of them. Cached.
-
-    Returns:
-        The indices of the entries, their number in each span, and the numbers of blocks that are in no span and in one,
-        alternately.
-    """
-    indices: list[int] = []
-    edge_counts, block_counts = [], []
-    last_block = 0
-    for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
-        first, last = -(-(stop - size) // ODD_BLOCK), stop // ODD_BLOCK
-        last = max(first, last)
-        has_blocks = first < last
-        edges = [range(stop - size, first * ODD_BLOCK), range(last * ODD_BLOCK, stop)]
-        edges = edges if has_blocks else [range(stop - size, stop)]
-        indices += itertools.chain(*edges)
-        edge_counts.append(sum(map(len, edges)))
-        block_counts += [first - last_block, last - first] if has_blocks else [0, 0]
-        last_block = last if has_blocks else last_block
-    block_counts.append(sum(sizes) // ODD_BLOCK - last_block)
-    return torch.tensor(indices, dtype=torch.long, device=device), tuple(edge_counts), tuple(block_counts)
 
 
 @functools.cache

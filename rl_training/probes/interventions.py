@@ -136,9 +136,9 @@ class InterventionsProbe(Probe):
             estimates += self._estimates(ctx, intervention, pairs[name], factor, means, no_reward)
         return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), estimates, strict=True)), state=means)
 
-    def num_vectors(self, num_folds: int) -> int:
-        """Return num_folds + 2: a basis of changes for each fold and over all, and the gradient of the reward."""
-        return num_folds + 2
+    def num_vectors(self, fold_rows: float) -> float:
+        """Return fold_rows + 1: a basis of changes for each fold and over all."""
+        return fold_rows + 1.0
 
     def _metrics(self) -> list[str]:
         return [

@@ -133,9 +133,9 @@ class TokenClassesProbe(Probe):
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[inverse])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
-    def num_vectors(self, num_folds: int) -> int:
-        """Return num_folds + 1: the gradient of one class, for each fold and over all."""
-        return num_folds + 1
+    def num_vectors(self, fold_rows: float) -> float:
+        """Return fold_rows + 1: the gradient of one class, for each fold and over all."""
+        return fold_rows + 1.0
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

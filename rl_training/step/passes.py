@@ -72,9 +72,8 @@ class Passes:
             dtype: Dtype of the rows. None for the one in which gradients are summed.
         """
         rows = [Rows(self.layout, batch.num_folds, dtype, device) for _ in weights]
-        for group, parts, count in self._by_group(batch, rows_with_weight(weights)):
-            receivers = [part.receiver(group.folds) for part in rows]
-            self._run(receivers, batch.rollout, parts, count, weights, shares)
+        has_weight = rows_with_weight(weights)
+        self.hand_on(batch, weights, shares, has_weight, lambda index, folds: rows[index].receiver(folds))
         for part in rows:
             part.complete()
         return rows
@@ -87,6 +86,7 @@ class Passes:
         is_chosen: Tensor,
         receiver_of: Callable[[int, range], Receiver],
         on_scores: OnScores | None = None,
+        varentropy: bool = False,
     ) -> None:
         """Hand the gradients of each fold group's chosen rows to receivers, bucket by bucket as they arrive.
 
@@ -99,15 +99,17 @@ class Passes:
             is_chosen: (B,) bool.
             receiver_of: Returns what takes the gradients of a weighting's index and these folds.
             on_scores: Called with the rows of each pass and their scores.
+            varentropy: Whether these have varentropies.
         """
+        score = (on_scores, varentropy)
         for group, parts, count in self._by_group(batch, is_chosen):
             receivers = [receiver_of(index, group.folds) for index in range(len(weights))]
             if count > 1:
                 first = parts[: count - 1]
-                sums = self.sum(batch.rollout, len(group.folds), first, count - 1, weights, shares, on_scores)
+                sums = self.sum(batch.rollout, len(group.folds), first, count - 1, weights, shares, *score)
                 receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
             if count:
-                self._run(receivers, batch.rollout, parts[count - 1 :], 1, weights, shares, on_scores)
+                self._run(receivers, batch.rollout, parts[count - 1 :], 1, weights, shares, *score)
 
     def sum_by_rank(
         self,
@@ -143,6 +145,7 @@ class Passes:
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None = None,
+        varentropy: bool = False,
     ) -> list[Vector]:
         """Return the gradients of some rows, (folds, n) per bucket for each weighting.
 
@@ -154,9 +157,11 @@ class Passes:
             weights: c and d of all sequences, one for each vector returned.
             shares: (B, 1), a factor on each sequence.
             on_scores: Called with the rows of each pass and their scores.
+            varentropy: Whether these have varentropies.
         """
         sums = [self.layout.zeros(num_folds) for _ in weights]
-        self._run([adding_to(total) for total in sums], rollout, parts, count, weights, shares, on_scores)
+        receivers = [adding_to(total) for total in sums]
+        self._run(receivers, rollout, parts, count, weights, shares, on_scores, varentropy)
         return sums
 
     def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
@@ -188,11 +193,12 @@ class Passes:
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None = None,
+        varentropy: bool = False,
     ) -> None:
         """Hand Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each receiver, pass by pass."""
 
         def run(rows: Tensor) -> None:
-            self._run_pass(receivers, rollout, rows, weights, shares, on_scores)
+            self._run_pass(receivers, rollout, rows, weights, shares, on_scores, varentropy)
 
         self.ranks.in_lockstep(parts, run, _no_rows(shares), count)
 
@@ -204,12 +210,14 @@ class Passes:
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None,
+        varentropy: bool,
     ) -> None:
         """Hand the gradients of one pass to each receiver.
 
         Args:
             rows: On this rank. If empty, the rank runs the same pass as the others, with weight 0.
             on_scores: Called with the rows and their scores, unless `rows` is empty.
+            varentropy: Whether these have varentropies.
         """
         fresh = None
         last = len(weights) - 1
@@ -220,8 +228,7 @@ class Passes:
         for index, (receiver, weight) in enumerate(zip(receivers, weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
-                is_tested = index == 0 and on_scores is not None and self.residual_test is not None
-                fresh = self.policy.score(rollout, rows, varentropy=is_tested)
+                fresh = self.policy.score(rollout, rows, varentropy=varentropy and index == 0)
             if on_scores is not None and index == 0 and not is_empty:
                 on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)

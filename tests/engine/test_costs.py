@@ -16,6 +16,7 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
+from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE, Costs
 from rl_training.gradients.exchange import Exchange
 from rl_training.policy.padding_check import PaddingCheck
@@ -26,6 +27,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.residual import ResidualTest
 
 LONG = 0.2  # seconds, much longer than anything else in these trainings
 
@@ -98,12 +100,15 @@ def test_probes_that_allocate_vectors_in_turn_need_the_buffers_of_the_largest_al
     assert cost["buffer_bytes"] == 5 * 4 * entries
 
 
-def test_a_probe_must_not_have_the_engines_name() -> None:
+@pytest.mark.parametrize("reserved", [ENGINE, ResidualTest.name, StepChecks.name])
+def test_a_probe_must_not_have_a_name_of_the_engine(reserved: str) -> None:
     class Engine(Seen):
-        name = ENGINE
+        name = reserved
 
-    with pytest.raises(ValueError, match="two probes have the same name"):
+    with pytest.raises(ValueError, match=f"the name {reserved} is reserved"):
         Requirements.of([Engine()])
+    with pytest.raises(ValueError, match="two probes have the same name"):
+        Requirements.of([Seen(), Seen()])
 
 
 def test_step_time_runs_from_the_end_of_one_step_to_the_end_of_the_next(make_trainer) -> None:

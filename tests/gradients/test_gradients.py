@@ -21,7 +21,8 @@ from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
 from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
-from rl_training.parallel.vectors import Layout, dot, dots, num_bytes, sums_of_spans
+from rl_training.parallel.sums import dots, sums_of_spans
+from rl_training.parallel.vectors import Layout, dot, num_bytes
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores

@@ -1,0 +1,154 @@
+"""Run a function of vectors operation by operation, or compiled into one pass over everything that it reads.
+
+An optimizer's step, its products with an entropy gradient and their sums are elementwise. Operation by operation, each
+of a dozen operations reads and writes whole vectors. `torch.compile` makes one kernel of the same source, for a GPU as
+for a CPU, which reads each vector once and writes only sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_training.parallel.sums import ODD_BLOCK, sums_of_blocks, sums_of_products
+
+logger = logging.getLogger(__name__)
+
+BLOCK = ODD_BLOCK  # entries that a compiled function sums in the vectors' own precision
+TOLERANCE = 1e-3  # relative to the norm: largest distance of a compiled function's results from those without compiler
+MAX_GRAPHS = 64  # of all functions together: for kinds of optimizer state, first steps and dtypes
+NOT_COMPILED = "probes run their passes over vectors uncompiled, which takes longer and changes no result: {reason}"
+OTHER_RESULT = "compiled, {name} gives other results, by {distance:.1g} of their norm"
+# Values are used more than once within a kernel. Without these, some would be written to memory in between.
+ONE_KERNEL = {"realize_reads_threshold": 64, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 1024}
+OPTIONS = {**ONE_KERNEL, "emulate_precision_casts": True}  # the latter: rounding to bf16 is part of some steps
+
+
+class Product(NamedTuple):
+    """An elementwise product, factor · left · right, of which sums are needed rather than entries."""
+
+    factor: float
+    left: Tensor
+    right: Tensor
+
+
+Products = Callable[..., Iterable[Product]]
+
+
+class Fusion:
+    """Runs functions of vectors. The first results of a compiled function are compared with those without compiler.
+
+    Where the compiler is missing or fails, functions run uncompiled from then on, and one line says so.
+
+    Args:
+        is_on: Whether functions are compiled.
+        backend: The compiler of `torch.compile`.
+    """
+
+    def __init__(self, is_on: bool = False, backend: str = "inductor") -> None:
+        self.is_on = is_on
+        self._backend = backend
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def sums(self, products: Products, sizes: Sequence[int], *arguments: Any) -> Tensor:
+        """Return the sums of products over consecutive spans, (products, …, spans) fp64.
+
+        Args:
+            products: Yields the products of its arguments. It is elementwise.
+            sizes: The length of each span.
+            *arguments: Tensors, (n,), or (…, n) if functions are not compiled; 0-dimensional tensors; dataclasses that
+                have tensors, (n,).
+        """
+        if self.is_on and all(size % BLOCK == 0 for size in sizes):
+            blocks = self._run(_block_sums, BLOCK, products, *arguments)
+            if blocks is not None:
+                return sums_of_blocks(blocks, tuple(size // BLOCK for size in sizes))
+        table = [_span_sums(product, sizes) for product in products(*arguments)]
+        return torch.stack(torch.broadcast_tensors(*table))
+
+    def entries(self, function: Callable[..., Any], block: int, length: int, *arguments: Any) -> Any:
+        """Return what `function` makes of its vectors, each as (blocks, block); None if it is not compiled.
+
+        Args:
+            function: The function.
+            block: The length of a block.
+            length: The number of entries. If it is not a multiple of `block`, the function is not compiled.
+            *arguments: As for `sums`.
+        """
+        return self._run(function, block, *arguments) if self.is_on and length % block == 0 else None
+
+    def _run(self, function: Callable[..., Any], block: int, *arguments: Any) -> Any:
+        """Return the results of a compiled function, or None if it cannot be compiled."""
+        key = arguments[0] if function is _block_sums else function
+        values = [in_blocks(value, block) for value in arguments]
+        try:
+            with _one_graph_for_all_sizes():
+                if key not in self._compiled:
+                    self._compiled[key] = self._checked(function, values)
+                return self._compiled[key](*values)
+        except Exception as error:
+            self.is_on = False
+            lines = str(error).split("\n")[:2] or [type(error).__name__]  # the compiler's name, and what it says
+            logger.warning(NOT_COMPILED.format(reason=" ".join(lines)))
+            return None
+
+    def _checked(self, function: Callable[..., Any], values: Sequence[Any]) -> Callable[..., Any]:
+        """Return the compiled function, if its results equal those without compiler. Otherwise raise ValueError."""
+        options = OPTIONS if self._backend == "inductor" else None
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=self._backend, options=options)
+        results, expected = ([*_tensors(run(*values))] for run in (compiled, function))
+        for result, exact in zip(results, expected, strict=True):
+            distance = float((result - exact.to(result)).double().norm() / exact.double().norm().clamp(min=1e-300))
+            if distance > TOLERANCE:
+                raise ValueError(OTHER_RESULT.format(name=function.__name__, distance=distance))
+        return compiled
+
+
+@contextlib.contextmanager
+def _one_graph_for_all_sizes() -> Iterator[None]:
+    """Compile for all sizes, also for vectors that happen to have equal sizes at first."""
+    with (
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS),
+    ):
+        yield
+
+
+def in_blocks(value: Any, block: int) -> Any:
+    """Return a vector, or a dataclass that has vectors, with each vector as (blocks, block). Nothing is copied."""
+    if isinstance(value, Tensor):
+        if value.dim() != 1:
+            return value
+        blocks = value.view(-1, block).data  # not a view, whose base would be a part of what is compiled
+        torch._dynamo.mark_static(blocks, 1)
+        return blocks
+    if isinstance(value, tuple):
+        parts = [in_blocks(part, block) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [
+            name for name, part in vars(value).items() if isinstance(part, Tensor) or dataclasses.is_dataclass(part)
+        ]
+        return dataclasses.replace(value, **{name: in_blocks(getattr(value, name), block) for name in names})
+    return value
+
+
+def _block_sums(products: Products, *arguments: Any) -> Tensor:
+    """Return the sums of products over the last dimension, (products, blocks)."""
+    return torch.stack([(left * right).sum(dim=-1).mul(factor) for factor, left, right in products(*arguments)])
+
+
+def _span_sums(product: Product, sizes: Sequence[int]) -> Tensor:
+    if product.factor == 0.0:
+        return product.left.new_zeros(len(sizes), dtype=torch.float64)
+    return sums_of_products(product.left, product.right, tuple(sizes)).mul_(product.factor)
+
+
+def _tensors(results: Any) -> Iterable[Tensor]:
+    return (results,) if isinstance(results, Tensor) else results
