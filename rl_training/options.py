@@ -49,8 +49,10 @@ def check_flag(option: str, value: object) -> None:
         raise UserError(f"{option}={value!r} must be true or false")
 
 
-def half_by_measured_step(every: int) -> float:
+def half_by_measured_step(every: float) -> float:
     """Return the decay per optimizer step that makes each measured step weigh half as much as the next measured one.
+
+    `every` is the number of optimizer steps for each measured one.
 
     >>> half_by_measured_step(1), half_by_measured_step(2)
     (0.5, 0.7071067811865476)

@@ -111,6 +111,11 @@ class Probe(ABC):
         """Return whether this probe measures this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
 
+    @property
+    def interval(self) -> str:
+        """Which steps it measures, after its name in the announcement; "" for all."""
+        return "" if self.every == 1 else f" every {self.every} steps"
+
     def num_vectors(self, fold_rows: float) -> float:
         """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 

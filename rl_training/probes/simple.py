@@ -28,7 +28,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
-from rl_training.options import check_flag, check_num_folds, half_by_measured_step
+from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.limit import Limit
@@ -60,7 +60,9 @@ class SimpleEntropyProbe(Probe):
         error_decay: Weight of an optimizer step, measured or not, relative to the next one in the average of single
             steps' variances. None: a half per measured step, which averages about three.
             0: the error bar of this batch alone, which probes.jsonl always has as `stderr_of_batch`.
-        every: Measure each `every`-th step. backward, trapezoid and the sums need every=1.
+        every: Measure each `every`-th step.
+        steps: Measure so many neighbouring steps of each `every`. backward and trapezoid need two. Sums contain the
+            measured change over the steps in between, and say so.
         unclipped: Also predict what the step would do without gradient clipping (`delta_h/forward_unclipped`), which
             takes the optimizer's step twice more for each fold of a step that clips.
     """
@@ -78,10 +80,15 @@ class SimpleEntropyProbe(Probe):
         compile: bool | None = None,
         error_decay: float | None = None,
         every: int = 1,
+        steps: int = 1,
         unclipped: bool = False,
     ) -> None:
         super().__init__(every)
-        error_decay = half_by_measured_step(every) if error_decay is None else error_decay
+        check_whole("simple: steps", steps, 1, " (measure so many neighbouring steps of each `every`)")
+        if steps > every:
+            raise UserError(f"simple: steps={steps} must be at most every={every}")
+        self.num_steps = steps
+        error_decay = half_by_measured_step(every / steps) if error_decay is None else error_decay
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped)
         except ValueError as error:
@@ -96,6 +103,15 @@ class SimpleEntropyProbe(Probe):
         self.compile = compile
         self.per_sequence, self.offload, self.unclipped = per_sequence, offload, unclipped
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
+
+    def measures_at(self, number: int) -> bool:
+        return (number - 1) % self.every < self.num_steps
+
+    @property
+    def interval(self) -> str:
+        if self.num_steps == self.every:
+            return ""
+        return super().interval if self.num_steps == 1 else f" {self.num_steps} of every {self.every} steps"
 
     def init(self) -> TrapezoidSum:
         return TrapezoidSum.empty(len(UNITS))

@@ -21,7 +21,7 @@ def layout_of(sizes: dict[str, int] = SIZES) -> Layout:
     return Layout({name: torch.zeros(size) for name, size in sizes.items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrives_in_parts_is_added_and_what_never_arrives_is_zero(dtype: torch.dtype) -> None:
     """Fold 0 gets two backwards, folds 1 and 2 arrive together in two parts, and fold 3 gets nothing."""
     layout = layout_of()
@@ -34,7 +34,7 @@ def test_what_arrives_in_parts_is_added_and_what_never_arrives_is_zero(dtype: to
     rows.complete()
     expected = torch.cat([first + second, both, torch.zeros(1, size)])
     largest = expected.abs().max()
-    tolerance = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 * largest, torch.int8: 2 * 0.51 * largest / LEVELS}[dtype]
+    tolerance = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 * largest}[dtype]
     (kept,) = rows.means()
     assert (kept - expected).abs().max() <= tolerance
     assert not kept[3].any()

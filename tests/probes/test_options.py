@@ -63,6 +63,8 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "error_decay": [*NO_NUMBERS, 1.5],
     "per_sequence": NO_FLAGS,
     "offload": NO_FLAGS,
+    "compile": ["abc", 1, [True]],
+    "steps": [*NO_NUMBERS, None, 1.5, 0, 2],
     "numerics": NO_FLAGS,
     "unclipped": NO_FLAGS,
     "rows_dtype": ["abc", None, 1, ["float32"]],

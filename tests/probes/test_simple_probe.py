@@ -389,18 +389,27 @@ def test_fewer_than_four_folds_give_no_error_bar_and_need_fewer_bytes(make_train
     assert forward.code == "few_folds"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     held = [line["probe_cost/buffer_bytes"] for line in trainer.state.log_history if "loss" in line]
-    # For each of 2 folds gradient and entropy gradient; the latter's sum; then also the previous update.
-    assert held == [4 * parameters * (2 + 2 + 1), 4 * parameters * (2 + 2 + 2)]
+    # For each of 2 folds gradient and entropy gradient; the latter's sum; the update; then also the previous one.
+    assert held == [4 * parameters * (2 + 2 + 2), 4 * parameters * (2 + 2 + 3)]
 
 
-def test_measuring_every_second_step_omits_estimates_that_need_neighbouring_steps(make_trainer) -> None:
-    probe = Answers(every=2)
-    make_trainer(probes=[probe], max_steps=3, **FEW).train()
-    assert len(probe.all) == 2
-    assert math.isfinite(probe.all[1]["delta_h/forward"].value)
-    for name in ("backward", "trapezoid", "cumulative_predicted"):
-        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
-    assert "step 2 was not measured" in probe.all[1]["delta_h/backward"].reason
+def test_two_neighbouring_steps_in_three_have_a_trapezoid_and_sums(make_trainer) -> None:
+    """Sums contain the measured change over the third step, and say so."""
+    probe = Answers(every=3, steps=2)
+    make_trainer(probes=[probe], max_completion_length=8, **{"max_steps": 5}, **EIGHT_FOLDS).train()
+    steps = dict(zip((1, 2, 4, 5), probe.all, strict=True))
+    trapezoids = []
+    for before, after in ((1, 2), (4, 5)):
+        parts = steps[before]["delta_h/forward"].value, steps[after]["delta_h/backward"].value
+        trapezoids.append(steps[after]["delta_h/trapezoid"].value)
+        assert trapezoids[-1] == pytest.approx(sum(parts) / 2)
+    for name in ("backward", "trapezoid"):
+        assert math.isnan(steps[4][f"delta_h/{name}"].value)
+    assert "step 3 was not measured" in steps[4]["delta_h/backward"].reason
+    predicted = steps[5]["delta_h/cumulative_predicted"]
+    between = steps[4]["entropy/token"].value - steps[2]["entropy/token"].value
+    assert predicted.value == pytest.approx(sum(trapezoids) + between)
+    assert predicted.reason == "bridged: 2 steps by the measured change, the last of them 3"
 
 
 def test_gradients_in_8_bits_move_estimates_by_less_than_a_fiftieth_of_their_errors(make_trainer, monkeypatch) -> None:

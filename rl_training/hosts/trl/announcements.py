@@ -37,7 +37,7 @@ def opening_line(probes: Sequence[Probe], folder: Path | None) -> str:
     processes = "one process trains" if count == 1 else f"{count} processes train"
     writes = "and writes" if count == 1 else "and the first writes"
     output = "and nothing is written" if folder is None else f"{writes} {folder}"
-    names = [p.name if p.every == 1 else f"{p.name} every {p.every} steps" for p in probes]
+    names = [f"{probe.name}{probe.interval}" for probe in probes]
     return f"rl-training {VERSION} with {_versions()}: {processes} {output}; probes: {', '.join(names) or 'none'}"
 
 
