@@ -20,7 +20,7 @@ from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without
 from rl_training.optim.updates import CAUSES, OptimizerPiece, StepUpdate
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.rows import Receiver
-from rl_training.parallel.sums import sums_of_products
+from rl_training.parallel.sums import dots, inner_product
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.step.data import EntropySettings
 from rl_training.step.quantities import PRODUCTS
@@ -217,5 +217,6 @@ def _products_of_fold(
 
 def _inner_products(x: Tensor, other: Tensor, chunk_size: int) -> Tensor:
     """Return x · other, (…) fp64, for x (…, n) and other (n,)."""
+    product = inner_product if x.dim() == 1 else dots
     parts = zip(x.split(chunk_size, dim=-1), other.split(chunk_size), strict=True)
-    return torch.stack([sums_of_products(part, chunk, (len(chunk),))[..., 0] for part, chunk in parts]).sum(dim=0)
+    return torch.stack([product(part, chunk) for part, chunk in parts]).double().sum(dim=0)

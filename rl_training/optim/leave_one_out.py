@@ -94,10 +94,11 @@ class FoldMeans:
         ratios = self.fold_coefficient / self.mean_coefficient
         rows = (self._row(piece, fold) for fold in range(len(self.rows)))
         if fusion.is_on:
-            pairs = zip(rows, ratios[:, 0], strict=True)
-            squares = [fusion.sums(_square, (len(mean),), mean, *pair).sum() for pair in pairs]
+            numbers = zip(rows, ratios[:, 0], strict=True)
+            squares = [fusion.sums(_square, (len(mean),), mean, *pair).sum() for pair in numbers]
         else:
-            squares = [square_norm(torch.addcmul(mean, row, ratio)) for row, ratio in zip(rows, ratios, strict=True)]
+            pairs = zip(map(entries_of, rows), ratios, strict=True)
+            squares = [square_norm(torch.addcmul(mean, *pair)) for pair in pairs]
         return torch.stack(squares) * self.mean_coefficient[:, 0].double().square()
 
 

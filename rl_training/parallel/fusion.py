@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_training.parallel.sums import ODD_BLOCK, sums_of_blocks, sums_of_products
+from rl_training.parallel.sums import ODD_BLOCK, common_block, inner_product, sums_of_blocks, sums_of_spans
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,10 @@ NOT_COMPILED = "probes run their passes over vectors uncompiled, which takes lon
 OTHER_RESULT = "compiled, {name} gives other results, by {distance:.1g} of their norm"
 # Values are used more than once within a kernel. Without these, some would be written to memory in between.
 ONE_KERNEL = {"realize_reads_threshold": 64, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 1024}
-OPTIONS = {**ONE_KERNEL, "emulate_precision_casts": True}  # the latter: rounding to bf16 is part of some steps
+OPTIONS: dict[str, Any] = {
+    **ONE_KERNEL,
+    "emulate_precision_casts": True,
+}  # the latter: rounding to bf16 is part of some steps
 
 
 class Product(NamedTuple):
@@ -69,8 +72,7 @@ class Fusion:
             blocks = self._run(_block_sums, BLOCK, products, *arguments)
             if blocks is not None:
                 return sums_of_blocks(blocks, tuple(size // BLOCK for size in sizes))
-        table = [_span_sums(product, sizes) for product in products(*arguments)]
-        return torch.stack(torch.broadcast_tensors(*table))
+        return _uncompiled_sums(products(*arguments), tuple(sizes))
 
     def entries(self, function: Callable[..., Any], block: int, length: int, *arguments: Any) -> Any:
         """Return what `function` makes of its vectors, each as (blocks, block); None if it is not compiled.
@@ -144,10 +146,23 @@ def _block_sums(products: Products, *arguments: Any) -> Tensor:
     return torch.stack([(left * right).sum(dim=-1).mul(factor) for factor, left, right in products(*arguments)])
 
 
-def _span_sums(product: Product, sizes: Sequence[int]) -> Tensor:
-    if product.factor == 0.0:
-        return product.left.new_zeros(len(sizes), dtype=torch.float64)
-    return sums_of_products(product.left, product.right, tuple(sizes)).mul_(product.factor)
+def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...]) -> Tensor:
+    """Return the sums of products over spans, (products, …, spans) fp64. The blocks of all products are summed at once."""
+    block, factors, parts = common_block(sizes), list[float](), list[Tensor]()
+    for factor, left, right in products:
+        factors.append(factor)
+        if factor == 0.0:
+            parts.append(left.new_zeros(sum(sizes) // block if block else len(sizes)))
+        elif len(sizes) == left.dim() == right.dim() == 1:
+            parts.append(inner_product(left, right).unsqueeze(0))
+        elif block:
+            parts.append((left * right).unflatten(-1, (-1, block)).sum(dim=-1))
+        else:
+            parts.append(sums_of_spans(left * right, sizes))
+    table = torch.stack(torch.broadcast_tensors(*parts))
+    sums = sums_of_blocks(table, tuple(size // block for size in sizes)) if block else table.double()
+    torch._foreach_mul_([*sums.unbind()], factors)
+    return sums
 
 
 def _tensors(results: Any) -> Iterable[Tensor]:

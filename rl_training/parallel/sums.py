@@ -48,16 +48,18 @@ def square_norm(values: Tensor) -> Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def sums_of_products(left: Tensor, right: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the sums of left · right over consecutive spans of the last dimension, (…, spans) fp64.
+def common_block(sizes: Sequence[int]) -> int:
+    """Return the length of the blocks that spans of these sizes are summed in, or 0 if no long one divides them all."""
+    block = math.gcd(*sizes) or 1
+    return block if block >= MIN_BLOCK or sum(sizes) < MIN_BLOCK * len(sizes) else 0
 
-    Args:
-        left, right: (…, n).
-        sizes: The length of each span. They add up to n.
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two vectors, (n,), as () in their dtype. Unless they are long, no product is written.
+
+    See `dots` on long sums.
     """
-    if len(sizes) == 1 and left.dim() == right.dim() == 1 and len(left) <= DOT_SIZE:
-        return torch.dot(left, right).double().unsqueeze(0)  # products are not written; see `dots` on long sums
-    return sums_of_spans(left * right, sizes)
+    return torch.dot(a, b) if len(a) <= DOT_SIZE else (a * b).sum()
 
 
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -74,8 +76,8 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
     """
-    block = math.gcd(*sizes) or 1
-    if block >= MIN_BLOCK or sum(sizes) < MIN_BLOCK * len(sizes):
+    block = common_block(sizes)
+    if block:
         blocks = values.unflatten(-1, (-1, block)).sum(dim=-1)
         return sums_of_blocks(blocks, tuple(size // block for size in sizes))
     edges, edge_counts, block_counts = _edges(sizes, values.device)
