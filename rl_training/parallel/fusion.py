@@ -147,7 +147,7 @@ def _block_sums(products: Products, *arguments: Any) -> Tensor:
 
 
 def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...]) -> Tensor:
-    """Return the sums of products over spans, (products, …, spans) fp64. The blocks of all products are summed at once."""
+    """Return the sums of products over spans, (products, …, spans) fp64. Blocks of all products are summed at once."""
     block, factors, parts = common_block(sizes), list[float](), list[Tensor]()
     for factor, left, right in products:
         factors.append(factor)
