@@ -4,8 +4,8 @@
 
 Each section yields lines of Markdown, which are appended to the page at once. Models have random weights: LoRA is on
 one of Qwen2.5-1.5B's shape, and all weights are trained of one of Qwen2.5-0.5B's. Responses are given, not sampled, so
-a step has no generation. Ratios compare adjacent steps with and without probes. Memory formula: (K + 4) × 4 bytes per
-trained parameter, with K folds, for `simple`; 3 × 4 bytes for `measured`.
+a step has no generation. Ratios compare adjacent steps with and without probes. Memory formula: (K + 3) × 4 bytes per
+trained parameter, with K folds, for `simple`, (K/4 + 2) × 4 bytes from 2^25 parameters on; 3 × 4 bytes for `measured`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from workload import Workload, make_trainer
 
 from rl_training import DrGRPOTrainer, Probe
 from rl_training.offline.kernel.blocks import row_products
+from rl_training.parallel.vectors import LARGE
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.provenance import provenance
 
@@ -254,8 +255,9 @@ def _cost_rows(scale: Scale, deadline: Deadline, plan: list[tuple[int, int, bool
         trainer, meter = trained(workload, every_second(make_probes(names)), WARM_UP + 2 * scale.pairs)
         seconds, peaks = meter.training[WARM_UP:], meter.peaks
         ratio = statistics.median(a / b for a, b in zip(seconds[::2], seconds[1::2], strict=True))
-        vectors = {"simple": scale.prompts + 4, "measured": 3}.get(names, 1)
         num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        kept = scale.prompts / 4 + 2 if num_trained >= LARGE else scale.prompts + 3
+        vectors = {"simple": kept, "measured": 3}.get(names, 1)
         more, formula = (peaks[WARM_UP] - peaks[WARM_UP - 1]) / 1e9, vectors * 4 * num_trained / 1e9
         yield (
             f"| {rank or 'all weights'} | {tokens} | {'yes' if checkpointing else 'no'} | `{names}` | "

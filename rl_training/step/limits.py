@@ -162,7 +162,8 @@ STEP_TAKEN_AGAIN = Limit(
     "before it is no longer kept",
 )
 STEP_NOT_MEASURED = Limit(
-    "step_not_measured", "step {step} was not measured, so its update is not known; backward needs every=1"
+    "step_not_measured",
+    "step {step} was not measured, so its update is not known; backward needs every=1, or steps=2",
 )
 NOT_FINITE = Limit("not_finite", "the gradient or the update is not finite")
 

@@ -19,7 +19,7 @@ from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
-from rl_training.parallel.rows import adding_to
+from rl_training.parallel.rows import Rows, adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import dots, sums_of_spans
 from rl_training.parallel.vectors import Layout, dot, num_bytes
@@ -249,6 +249,26 @@ def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
         torch.testing.assert_close(
             rows_by_name(bf16_recorder)[name].float(), row, rtol=2.0**-7, atol=1e-9
         )  # rounded twice
+
+
+def test_rows_in_8_bits_are_rounded_once_when_a_fold_is_complete() -> None:
+    """Folds of two microbatches and of one: the rows are those of the whole gradients, rounded."""
+    model, batches = TiedModel(torch.float32), microbatches(3)
+    recorder, expected = (
+        recorder_of(model, dtype=torch.int8),
+        Rows(Layout(dict(model.named_parameters())), 2, torch.int8),
+    )
+    recorder.start_step(folds_of([3, 3], [3]))
+    for k, tokens in enumerate(batches):
+        catch(recorder, 3 * k, model(tokens))
+    recorder.finish(torch.tensor([6.0, 3.0], dtype=torch.float64), 1, mean_of(model))
+    gradients = [own_gradient(model, tokens) for tokens in batches]
+    for fold, parts in enumerate((gradients[:2], gradients[2:])):
+        sums = [sum(entries) for entries in zip(*(part.values() for part in parts), strict=True)]
+        for bucket, total in enumerate(recorder.layout.vector(sums)):
+            expected.receiver(range(fold, fold + 1)).take(bucket, 0, total.unsqueeze(0))
+    for got, exact in zip(recorder.rows.of_folds(range(2)), expected.of_folds(range(2)), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-7)
 
 
 def test_the_mean_of_the_rows_is_the_gradient_of_the_optimizer(model: TiedModel, recorder: FoldRecorder) -> None:
