@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
-from rl_training.parallel.fusion import Product
+from rl_training.parallel.fusion import Product, plus, plus_product, plus_quotient
 from rl_training.parallel.sharding import dtype_name
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import WARM_STEPS
@@ -73,10 +73,10 @@ class AdamWState(OptimizerState):
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
         g = self._moment_gradient(param, grad)
         root = self._sqrt_second_moment(g).add_(self.eps)
-        moment = torch.add(g, self.exp_avg, alpha=self._momentum_ratio)
+        moment = plus(g, self.exp_avg, self._momentum_ratio)
         if not self.decoupled:
             return moment.div_(root).mul_(self.scale)
-        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=self.scale)
+        return plus_quotient((-self.lr * self.weight_decay) * param, moment, root, self.scale)
 
     def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
         beta2, decay = self.betas[1], self.weight_decay
@@ -84,7 +84,7 @@ class AdamWState(OptimizerState):
             return super().products(param, grad, x)
         g = self._moment_gradient(param, grad)
         old_share = math.sqrt(beta2 / self.correction)
-        root = torch.addcmul(self.exp_avg_sq, g, g, value=(1.0 - beta2) / beta2).sqrt_().add_(self.eps / old_share)
+        root = plus_product(self.exp_avg_sq, g, g, (1.0 - beta2) / beta2).sqrt_().add_(self.eps / old_share)
         scaled = x / root
         factor = self.scale / old_share
         momentum = Product(factor * self._momentum_ratio, scaled, self.exp_avg)
@@ -105,11 +105,11 @@ class AdamWState(OptimizerState):
         root = sqrt_v + self.eps
         new_share = (1.0 - self.betas[1]) / self.correction
         # ∂(scale / root) / ∂g = −scale · slope / root², with the slope ∂√v̂ / ∂g = new_share · g / √v̂ ≤ √new_share
-        slope = (new_share * g).div_(sqrt_v.clamp_(min=torch.finfo(g.dtype).tiny))
-        slope.clamp_(-math.sqrt(new_share), math.sqrt(new_share))
-        by_root = slope.mul_(-self.scale).div_(root).div_(root)
+        bound = math.sqrt(new_share)
+        slope = (bound * g).div_(sqrt_v.clamp_(min=torch.finfo(g.dtype).tiny)).clamp_(-1.0, 1.0)  # by the bound
+        by_root = slope.mul_(-self.scale * bound).div_(root).div_(root)
         momentum = self._momentum_ratio * self.exp_avg * by_root
-        gradient = torch.addcmul(self.scale / root, grad, by_root)
+        gradient = torch.addcmul(root.reciprocal_().mul_(self.scale), grad, by_root)
         return momentum, gradient, None if self.decoupled else (self.weight_decay * param) * by_root
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class AdamWState(OptimizerState):
     def _sqrt_second_moment(self, g: Tensor) -> Tensor:
         """Return √v̂ of this step, given the gradient that updates the moments."""
         old = (self.betas[1] / self.correction) * self.exp_avg_sq
-        return torch.addcmul(old, g, g, value=(1.0 - self.betas[1]) / self.correction).sqrt_()
+        return plus_product(old, g, g, (1.0 - self.betas[1]) / self.correction).sqrt_()
 
     @property
     def _momentum_ratio(self) -> float:

@@ -187,7 +187,8 @@ class LeaveOneOutUpdates:
         mean, factor = piece.of(gradient.mean), self.whole.factor
         if piece.is_smooth:
             rows = gradient.rows_of(piece)
-            sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows).view(len(CAUSES), 1 + len(rows))
+            sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows, is_rough=True)
+            sums = sums.view(len(CAUSES), 1 + len(rows))
             with_mean, with_rows = sums[:, :1].T, sums[:, 1:].T
             without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_rows
             return without - self.whole.clip * with_mean

@@ -58,7 +58,7 @@ class SGDState(OptimizerState):
         return True
 
     def derivative(self, param: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, torch.full_like(grad, self._factor), None
+        return None, self._factor * torch.ones_like(grad), None
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         return param.new_tensor(self._factor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,9 @@ Products = Callable[..., Iterable[Product]]
 
 
 class Fusion:
-    """Runs functions of vectors. The first results of a compiled function are compared with those without compiler.
+    """Runs functions of vectors. Now and then the results of a compiled function are compared with uncompiled ones.
+
+    That is at calls 1, 2, 4, 8, … of each, because a compiler may take a number that changes for a constant.
 
     Where the compiler is missing or fails, functions run uncompiled from then on, and one line says so.
 
@@ -58,8 +61,9 @@ class Fusion:
         self.is_on = is_on
         self._backend = backend
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._calls = Counter[Callable[..., Any]]()
 
-    def sums(self, products: Products, sizes: Sequence[int], *arguments: Any) -> Tensor:
+    def sums(self, products: Products, sizes: Sequence[int], *arguments: Any, is_rough: bool = False) -> Tensor:
         """Return the sums of products over consecutive spans, (products, …, spans) fp64.
 
         Args:
@@ -67,12 +71,13 @@ class Fusion:
             sizes: The length of each span.
             *arguments: Tensors, (n,), or (…, n) if functions are not compiled; 0-dimensional tensors; dataclasses that
                 have tensors, (n,).
+            is_rough: A relative precision of about 1e-5 is enough for sums over one long span.
         """
         if self.is_on and all(size % BLOCK == 0 for size in sizes):
             blocks = self._run(_block_sums, BLOCK, products, *arguments)
             if blocks is not None:
                 return sums_of_blocks(blocks, tuple(size // BLOCK for size in sizes))
-        return _uncompiled_sums(products(*arguments), tuple(sizes))
+        return _uncompiled_sums(products(*arguments), tuple(sizes), is_rough)
 
     def entries(self, function: Callable[..., Any], block: int, length: int, *arguments: Any) -> Any:
         """Return what `function` makes of its vectors, each as (blocks, block); None if it is not compiled.
@@ -90,26 +95,33 @@ class Fusion:
         key = arguments[0] if function is _block_sums else function
         values = [in_blocks(value, block) for value in arguments]
         try:
+            self._calls[key] += 1
             with _one_graph_for_all_sizes():
-                if key not in self._compiled:
-                    self._compiled[key] = self._checked(function, values)
-                return self._compiled[key](*values)
+                results = self._compiler(function)(*values)
+            if self._calls[key] & (self._calls[key] - 1) == 0:
+                _check(results, function(*values), key.__name__)
+            return results
         except Exception as error:
             self.is_on = False
             lines = str(error).split("\n")[:2] or [type(error).__name__]  # the compiler's name, and what it says
             logger.warning(NOT_COMPILED.format(reason=" ".join(lines)))
             return None
 
-    def _checked(self, function: Callable[..., Any], values: Sequence[Any]) -> Callable[..., Any]:
-        """Return the compiled function, if its results equal those without compiler. Otherwise raise ValueError."""
-        options = OPTIONS if self._backend == "inductor" else None
-        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=self._backend, options=options)
-        results, expected = ([*_tensors(run(*values))] for run in (compiled, function))
-        for result, exact in zip(results, expected, strict=True):
-            distance = float((result - exact.to(result)).double().norm() / exact.double().norm().clamp(min=1e-300))
-            if distance > TOLERANCE:
-                raise ValueError(OTHER_RESULT.format(name=function.__name__, distance=distance))
-        return compiled
+    def _compiler(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if function not in self._compiled:
+            options = OPTIONS if self._backend == "inductor" else None
+            self._compiled[function] = torch.compile(
+                function, fullgraph=True, dynamic=True, backend=self._backend, options=options
+            )
+        return self._compiled[function]
+
+
+def _check(results: Any, expected: Any, name: str) -> None:
+    """Raise ValueError if results differ from the expected ones, each a tensor or several."""
+    for result, exact in zip(_tensors(results), _tensors(expected), strict=True):
+        distance = float((result - exact.to(result)).double().norm() / exact.double().norm().clamp(min=1e-300))
+        if distance > TOLERANCE:
+            raise ValueError(OTHER_RESULT.format(name=name, distance=distance))
 
 
 @contextlib.contextmanager
@@ -120,6 +132,24 @@ def _one_graph_for_all_sizes() -> Iterator[None]:
         torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS),
     ):
         yield
+
+
+def plus(total: Tensor, values: Tensor, factor: float) -> Tensor:
+    """Return total + factor · values: torch.add, whose alpha a compiler would keep from the first step."""
+    is_compiling = torch.compiler.is_compiling()
+    return total + factor * values if is_compiling else torch.add(total, values, alpha=factor)
+
+
+def plus_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return total + factor · a · b: torch.addcmul, for the same reason."""
+    is_compiling = torch.compiler.is_compiling()
+    return total + factor * (a * b) if is_compiling else torch.addcmul(total, a, b, value=factor)
+
+
+def plus_quotient(total: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return total + factor · a / b: torch.addcdiv, for the same reason."""
+    is_compiling = torch.compiler.is_compiling()
+    return total + factor * (a / b) if is_compiling else torch.addcdiv(total, a, b, value=factor)
 
 
 def in_blocks(value: Any, block: int) -> Any:
@@ -146,7 +176,7 @@ def _block_sums(products: Products, *arguments: Any) -> Tensor:
     return torch.stack([(left * right).sum(dim=-1).mul(factor) for factor, left, right in products(*arguments)])
 
 
-def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...]) -> Tensor:
+def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...], is_rough: bool) -> Tensor:
     """Return the sums of products over spans, (products, …, spans) fp64. Blocks of all products are summed at once."""
     block, factors, parts = common_block(sizes), list[float](), list[Tensor]()
     for factor, left, right in products:
@@ -154,7 +184,7 @@ def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...]) -> Ten
         if factor == 0.0:
             parts.append(left.new_zeros(sum(sizes) // block if block else len(sizes)))
         elif len(sizes) == left.dim() == right.dim() == 1:
-            parts.append(inner_product(left, right).unsqueeze(0))
+            parts.append((torch.dot if is_rough else inner_product)(left, right).unsqueeze(0))
         elif block:
             parts.append((left * right).unflatten(-1, (-1, block)).sum(dim=-1))
         else:

@@ -108,14 +108,18 @@ def test_a_traced_step_has_the_numbers_of_an_eager_one(
     assert num_graphs() <= 8, "a graph for each function, and for each way in which weight decay is kept"
 
 
-def test_compiled_products_are_the_eager_ones_at_every_step_and_size(compiler) -> None:
-    """By a C++ compiler, from one graph: steps, sizes and clipping factors are its arguments."""
+def test_compiled_updates_and_products_are_the_eager_ones_at_every_step_and_size(compiler) -> None:
+    """By a C++ compiler, from one graph each: steps, sizes and clipping factors are its arguments."""
     compiled, eager = Fusion(is_on=True), Fusion()
     for step, blocks in ((20, 4), (21, 6), (30, 6)):
         size = blocks * BLOCK
         state = state_of("adamw", size, 0.1, step)
-        span = OptimizerPieces(Layout({"w": torch.randn(size)}), {"w": torch.randn(size)}, {"w": state})
+        layout = Layout({"w": torch.randn(size)})
+        layout.fusion = compiled
+        span = OptimizerPieces(layout, {"w": torch.randn(size)}, {"w": state})
         (piece,) = span
+        update = StepUpdate(span, [torch.randn(size)], clip=0.1 * step)
+        assert_same(compute_update(layout, update), [piece.intended(update.factor * update.mean[0])])
         x, mean, row = torch.randn(3, size)
         numbers = torch.randn(3) + step
         arguments = piece, x, numbers[0], None, mean, row, *numbers[1:]
@@ -125,7 +129,7 @@ def test_compiled_products_are_the_eager_ones_at_every_step_and_size(compiler) -
         )
     if not compiled.is_on:
         pytest.skip("this machine has no C++ compiler")
-    assert num_graphs() == 1
+    assert num_graphs() == 2
 
 
 def square(vector: Tensor) -> Iterator[Product]:
