@@ -23,7 +23,8 @@ from rl_training.entropy.per_decision import slopes
 from rl_training.gradients.loss_weights import rows_with_weight
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.rows import Rows
-from rl_training.parallel.vectors import Layout, Vector, square_norm
+from rl_training.parallel.sums import square_norm
+from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch

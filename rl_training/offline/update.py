@@ -74,10 +74,10 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     rows.complete()
     gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm
-    clip = float(clipping(restored.reduce(dot(gradient, gradient)), max_norm))
     pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
     folds = fold_means(gradient, rows, batch.fold_sizes)
-    without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, clip)
+    whole = StepUpdate(pieces, gradient, clip=float(clipping(restored.reduce(dot(gradient, gradient)), max_norm)))
+    without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, whole)
     return Update(batch, gradient, compute_update(layout, without.whole), without)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_training.optim.adamw import clip_coefficient
 from rl_training.optim.formula import OptimizerState, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
-from rl_training.parallel.fusion import BLOCK, Product
+from rl_training.parallel.fusion import BLOCK, Product, uncompiled_sums
 from rl_training.parallel.vectors import Layout, Vector, constant, join
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
@@ -86,6 +86,10 @@ class OptimizerPiece(ParameterSpan):
         if self.param.dtype != gradient.dtype:  # rounding keeps the same share of every part
             x = x * kept_share(self.param, self.intended(gradient))
         return self.state.products(self.param.to(gradient.dtype), gradient, x)
+
+    def effects(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return x · δθ by cause and by parameter, (…, causes, parameters of this piece) fp64. See `products`."""
+        return uncompiled_sums(self.products(gradient, x), self.sizes).movedim(0, -2)
 
     @property
     def is_smooth(self) -> bool:
@@ -233,6 +237,10 @@ class StepUpdate:
         """The clipping factor as a tensor, (). None if nothing is clipped, which saves an uncompiled pass."""
         layout = self.pieces.layout
         return None if self.clip == 1.0 and not layout.fusion.is_on else layout.number(self.clip)
+
+    def gradient(self, piece: OptimizerPiece) -> Tensor:
+        """Return a piece's entries of the clipped gradient, (n,)."""
+        return scaled(piece.of(self.mean), self.factor)
 
 
 def scaled(mean: Tensor, factor: Tensor | None) -> Tensor:

@@ -77,7 +77,7 @@ class Fusion:
             blocks = self._run(_block_sums, BLOCK, products, *arguments)
             if blocks is not None:
                 return sums_of_blocks(blocks, tuple(size // BLOCK for size in sizes))
-        return _uncompiled_sums(products(*arguments), tuple(sizes), is_rough)
+        return uncompiled_sums(products(*arguments), tuple(sizes), is_rough)
 
     def entries(self, function: Callable[..., Any], block: int, length: int, *arguments: Any) -> Any:
         """Return what `function` makes of its vectors, each as (blocks, block); None if it is not compiled.
@@ -176,7 +176,7 @@ def _block_sums(products: Products, *arguments: Any) -> Tensor:
     return torch.stack([(left * right).sum(dim=-1).mul(factor) for factor, left, right in products(*arguments)])
 
 
-def _uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...], is_rough: bool) -> Tensor:
+def uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...], is_rough: bool = False) -> Tensor:
     """Return the sums of products over spans, (products, …, spans) fp64. Blocks of all products are summed at once."""
     block, factors, parts = common_block(sizes), list[float](), list[Tensor]()
     for factor, left, right in products:
