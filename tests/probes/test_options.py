@@ -66,6 +66,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "compile": ["abc", 1, [True]],
     "steps": [*NO_NUMBERS, None, 1.5, 0, 2],
     "numerics": NO_FLAGS,
+    "top_tokens": NO_FLAGS,
     "unclipped": NO_FLAGS,
     "rows_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
