@@ -87,7 +87,7 @@ class SimpleEntropyProbe(Probe):
         check_whole("simple: steps", steps, 1, " (measure so many neighbouring steps of each `every`)")
         if steps > every:
             raise UserError(f"simple: steps={steps} must be at most every={every}")
-        self.num_steps = steps
+        self.steps, self._within_interval = steps, range(steps)  # what is measured of each `every` steps
         error_decay = half_by_measured_step(every / steps) if error_decay is None else error_decay
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped)
@@ -105,13 +105,14 @@ class SimpleEntropyProbe(Probe):
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
 
     def measures_at(self, number: int) -> bool:
-        return (number - 1) % self.every < self.num_steps
+        return (number - 1) % self.every in self._within_interval
 
     @property
     def interval(self) -> str:
-        if self.num_steps == self.every:
+        count = len(self._within_interval)
+        if count == self.every:
             return ""
-        return super().interval if self.num_steps == 1 else f" {self.num_steps} of every {self.every} steps"
+        return super().interval if count == 1 else f" {count} of every {self.every} steps"
 
     def init(self) -> TrapezoidSum:
         return TrapezoidSum.empty(len(UNITS))
