@@ -26,6 +26,7 @@ which act on the next step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,8 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 
 MIN_RESPONSES = 16  # that KL is measured on, over all ranks; at least one to each prompt
+AUTO = "auto"
+AUTO_SHARE = 1e-2  # ended level with the best fixed rate on ten settings: benchmarks/step_size_plan.txt, third part
 MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from .68 to .23 within six steps
 
 
@@ -63,25 +66,27 @@ class KLBound:
     All methods except `restore` must be called on all ranks.
 
     Args:
-        share_of_entropy: c, a step's KL divided by the policy's entropy, both per token.
+        share: c, a step's KL divided by the policy's entropy, both per token. "auto" is AUTO_SHARE.
 
     Raises:
-        UserError: The share is not a positive number, or too large.
+        UserError: The share is neither "auto" nor a positive number, or it is too large.
     """
 
     name = "kl_bound"  # key of its state in a checkpoint
 
-    def __init__(self, share_of_entropy: float) -> None:
-        if not (isinstance(share_of_entropy, int | float) and 0.0 < share_of_entropy < math.inf):
+    def __init__(self, share: float | str) -> None:
+        number = AUTO_SHARE if share == AUTO else share
+        if isinstance(number, str):  # from a command line
+            with contextlib.suppress(ValueError):
+                number = float(number)
+        if not (isinstance(number, int | float) and 0.0 < number < math.inf):
+            raise UserError(f'target_kl_share={share!r} must be "auto", a positive number such as 1e-2, or None')
+        if number > MAX_SHARE:
             raise UserError(
-                f"target_kl_share={share_of_entropy!r} must be a positive number, for example 2e-3, or None"
+                f"target_kl_share={number:g} is above {MAX_SHARE:g}: steps that move the policy by such a share of its "
+                'entropy destroy it within a few steps. Begin with "auto"'
             )
-        if share_of_entropy > MAX_SHARE:
-            raise UserError(
-                f"target_kl_share={share_of_entropy:g} is above {MAX_SHARE:g}: steps that move the policy by such a "
-                "share of its entropy destroy it within a few steps. Begin with 2e-3"
-            )
-        self.share_of_entropy = float(share_of_entropy)
+        self.share_of_entropy = float(number)
         self.state = BoundState()
         self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made

@@ -63,7 +63,7 @@ def measured_loop(
     sample: Sample | None = None,
     decode: Callable[[Tensor], str] | None = None,
     sampling_mismatch: str = "",
-    target_kl_share: float | None = None,
+    target_kl_share: float | str | None = None,
 ) -> MeasuredLoop:
     """Return a context in which probes measure a training loop in plain PyTorch: one process, DDP or FSDP2.
 
@@ -99,8 +99,9 @@ def measured_loop(
             state restored after. Under FSDP2 a call runs equally many passes on all ranks. None: no fresh ones.
         decode: Returns the text of a tensor of token ids. If None, the ids themselves are recorded.
         sampling_mismatch: Why the responses are not samples of the policy (top-p, say): most estimates are then nan.
-        target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
-            rate of each step is set to meet it. None keeps the loop's rate. No other setting changes training.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy: "auto", which is 1e-2, or a
+            number. The learning rate of each step is set to meet it. None keeps the loop's rate. No other setting
+            changes training.
 
     Raises:
         UserError: With what to change, if probes would corrupt training or cannot measure it.

@@ -119,10 +119,15 @@ def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
     assert schedule_factor([{"lr": 0.1}]) == 1.0
 
 
-@pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "2e-3"])
+@pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "fast", "nan"])
 def test_a_kl_share_that_is_not_positive_is_refused(share: Any) -> None:
-    with pytest.raises(ValueError, match="must be a positive number"):
+    with pytest.raises(ValueError, match='must be "auto", a positive number'):
         KLBound(share)
+
+
+@pytest.mark.parametrize(("share", "number"), [("auto", 1e-2), ("2e-3", 2e-3), (2e-3, 2e-3)])
+def test_a_share_is_auto_or_a_number_also_from_a_command_line(share: Any, number: float) -> None:
+    assert KLBound(share).share_of_entropy == number
 
 
 @pytest.mark.parametrize("share", [0.11, 1.0, 2.0])

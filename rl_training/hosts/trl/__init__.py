@@ -44,7 +44,7 @@ def attach(
     *,
     metrics: Literal["core", "all"] = "core",
     whole_prompts: bool | None = None,
-    target_kl_share: float | None = None,
+    target_kl_share: float | str | None = None,
     strict: bool | None = None,
     alerts: bool = False,
 ) -> Attachment:
@@ -73,9 +73,9 @@ def attach(
             within a microbatch (`loss_type="bnpo"`, say). None does it only if nothing changes but the order in which
             a step's microbatches are summed (a rounding difference) and, with dropout, which mask a response gets.
             On a GPU, bitwise identical means with deterministic kernels.
-        target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
-            rate of each step is set so that its measured KL meets this target, which changes training. None keeps the
-            trainer's learning rate.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy: "auto", which is 1e-2, or a
+            number. The learning rate of each step is set so that its measured KL meets this target, which changes
+            training. None keeps the trainer's learning rate.
         strict: Whether an error in a probe ends training. If False, it ends only the measuring: training continues
             bitwise unchanged, later estimates are nan with the reason, and the traceback is in logs/probe_error.txt.
             None means True if the environment has RL_TRAINING_STRICT=1, else False. With several processes, or with

@@ -17,7 +17,7 @@ class Options:
 
     whole_prompts: bool | None = None
     metrics: Literal["core", "all"] = "core"
-    target_kl_share: float | None = None
+    target_kl_share: float | str | None = None
     interventions: Sequence[Intervention] = ()  # that the trainer trains with, applied in this order
     keep_attached: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None

@@ -53,8 +53,8 @@ class DrGRPOConfig(GRPOConfig):
         loss_type: "dr_grpo": a sum over tokens, divided by a constant.
         scale_rewards: "none": advantages are not divided by the group's standard deviation.
         beta: 0: no KL penalty.
-        target_kl_share: The KL divergence of each step as a share of the policy's entropy, both per token, such as
-            2e-3. The learning rate of each step is set to meet it. None uses `learning_rate`.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy, both per token: "auto",
+            which is 1e-2, or a number. The learning rate of each step is set to meet it. None uses `learning_rate`.
         logging_steps: 1: the trainer logs every step, so that every optimizer step has a full line in the records.
         bf16: None means False on the CPU, and TRL's default elsewhere.
         gradient_checkpointing: None means False, where TRL's default is True.
@@ -64,7 +64,7 @@ class DrGRPOConfig(GRPOConfig):
     loss_type: str = "dr_grpo"
     scale_rewards: str = "none"
     beta: float = 0.0
-    target_kl_share: float | None = None
+    target_kl_share: float | str | None = None
     logging_steps: float = 1
     bf16: bool | None = None
     gradient_checkpointing: bool | None = None  # transformers reads None as False
