@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import tokenize
 from collections.abc import Mapping, Sequence
+from tokenize import TokenError
 from typing import Any
 
 from torch import nn
@@ -73,6 +74,8 @@ def _digest_of_source(function: object) -> str:
     try:
         source = inspect.getsource(function)  # type: ignore[arg-type]
     except (TypeError, OSError, tokenize.TokenError):  # a model, a partial, a function typed into an interpreter
+        return ""
+    except (SyntaxError, TokenError):  # its file has been edited since it was imported
         return ""
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
