@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", help="where records and report go; default: runs/ and the script's name")
     parser.add_argument("--probes", default="simple,ess", help="names of probes, with commas; default: %(default)s")
     parser.add_argument("--metrics", choices=["core", "all"], default="core", help="numbers for the trainer's log")
-    parser.add_argument("--target-kl-share", help="set each step's rate by its KL divergence: auto, or a share of entropy such as 2e-3")
+    parser.add_argument("--target-kl-share", help="set each step's rate by its KL: auto, or a share of entropy")
     parser.add_argument("--whole-prompts", choices=BOOLEANS, help="keep responses to a prompt in consecutive rows")
     parser.add_argument("--strict", action="store_true", default=None, help="let an error in a probe end training")
     parser.add_argument("--alerts", action="store_true", help="send what stands out through W&B or trackio")
