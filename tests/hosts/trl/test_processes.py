@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]
 ALL_SHARDED = ["zero1_2", *SHARDED]
-BY_FOLDS = ("intervention/", "tokens/")
+BY_FOLDS = ("intervention/", "tokens/", "top_token/")
 FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")  # estimates of GroundTruthProbe
 
 
