@@ -37,7 +37,7 @@ RUNS = {  # by name of the picture: folder of the run, width and height of the f
     "report_lost": ("rate_1e_3_long_chains", 900, 205),
     "report_hacked": ("loophole", 900, 620),
     "report_bonus": ("entropy_bonus_3", 900, 720),
-    "report_sampler": ("fault_top_p_.7/seed_0", 900, 365),
+    "report_sampler": ("fault_top_p_.8_of_an_engine/seed_0", 900, 430),
     "report_batch": ("fault_two_prompts_a_step/seed_0", 900, 450),
     "report_compared": ("lr", 900, 775),
     "report_dashboard": ("my_run", 1060, 500),

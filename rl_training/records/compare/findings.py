@@ -23,6 +23,8 @@ def describe(pairs: Sequence[Difference]) -> list[str]:
 
 def one_group(seeds: Sequence[str]) -> str:
     """Return the sentence for a comparison with one group, which has no pair."""
+    if len(seeds) == 1:
+        return f"Nothing to compare: the runs have the same settings and the same seed ({seeds[0]})."
     return f"One group: of the settings that affect training, only the seeds differ ({', '.join(seeds)})."
 
 

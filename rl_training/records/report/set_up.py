@@ -18,7 +18,7 @@ VERL_NAMES = {  # by field of GRPOConfig
     "temperature": f"{ROLLOUT}.temperature", "top_p": f"{ROLLOUT}.top_p", "top_k": f"{ROLLOUT}.top_k",
 }  # fmt: skip
 KEPT_STEP = "target_kl_share"
-SHARE = 2e-3  # careful: where steps were too large, a fifth of "auto"
+SHARE = "auto"  # recommended in docs/how_to/bound_the_step.md
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,14 @@ class SetUp:
     def bounded_step(self) -> str:
         """Return the text of a setting that bounds how far a step moves the policy."""
         if self.kind == JOB:
-            return f"trainer.{KEPT_STEP}={SHARE:g}"
+            return f"trainer.{KEPT_STEP}={SHARE}"
         if self.kind == VERL:  # which has no bounded step
             rate = self.optimizer("lr")
             return self.line(learning_rate=0.3 * rate if math.isfinite(rate) else "…")
         whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
         whose = whose if self.kind == TRL else "measured_loop"
-        return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"
+        others = "" if whose == "DrGRPOConfig" else "…, "
+        return f'{whose}({others}{KEPT_STEP}="{SHARE}")'
 
     def reward_weights(self) -> str:
         """Return the text of the setting that weighs several reward functions."""

@@ -169,7 +169,7 @@ def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_s
     for step in (10, 20, 30):
         (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
     assert opening(read_run(folder)).advice == (
-        "To change: go back to checkpoint-20, and train on with attach(…, target_kl_share=0.002)."
+        'To change: go back to checkpoint-20, and train on with attach(…, target_kl_share="auto").'
     )
 
 
@@ -205,7 +205,7 @@ def test_the_current_change_ignores_predictions_where_forward_and_backward_disag
     assert entropy_now(run)[2] == "line through the logged steps"
     first = opening(run)
     assert first.lines[0].evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
-    assert first.advice == "To change: attach(…, target_kl_share=0.002), since steps are too large."
+    assert first.advice == 'To change: attach(…, target_kl_share="auto"), since steps are too large.'
 
 
 def test_half_a_difference_has_half_its_error(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) 
     assert verl.bounded_step() == "actor_rollout_ref.actor.optim.lr=3e-06"
     job = SetUp.of(read_run(tmp_path))
     assert (job.line(beta=0.1), job.larger_batch(4)) == ("trainer.beta=0.1", "batch.sequences_per_step=1024")
-    assert job.bounded_step() == "trainer.target_kl_share=0.002"
+    assert job.bounded_step() == "trainer.target_kl_share=auto"
     assert job.prompts == 32
 
 
