@@ -548,7 +548,7 @@ def test_the_first_screen_has_the_setting_to_paste_both_charts_and_at_most_ten_r
                      rewards__right__mean=0.3, rewards__form__mean=0.4)  # fmt: skip
     page = write_report(folder).read_text(encoding="utf-8")
     top, _, rest = page.partition('<table class="summary">')
-    assert '<code>attach(…, target_kl_share=&#34;auto&#34;)</code>' in top
+    assert "<code>attach(…, target_kl_share=&#34;auto&#34;)</code>" in top
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", top)[-2:] == ["Reward", "Token entropy"]
     assert [svg.count("<path") for svg in re.findall(r"<svg.*?</svg>", top)] == [4, 2]  # dots and means, and functions
     assert rest.partition("</table>")[0].count("<tr>") <= 10
