@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rl_training.gradients.folds import leave_out_coefficients
-from rl_training.optim.formula import UpdateParts
 from rl_training.optim.updates import (
     CAUSES,
     Entries,
@@ -197,11 +196,6 @@ class LeaveOneOutUpdates:
         terms = (gradient.terms_without(fold, piece) for fold in folds)
         sums = torch.stack([fusion.sums(products_without, sizes, piece, x, *parts) for parts in terms])
         return (sums - whole).squeeze(2)
-
-    def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yield each piece with the parts of the update without `fold`."""
-        for piece in self.pieces:
-            yield piece, piece.delta(self.clipped.without(fold, piece))
 
 
 def update_products(piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None) -> Iterable[Product]:

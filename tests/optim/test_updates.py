@@ -103,7 +103,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
         assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
         named = layout.by_name(layout.split(clip * mean_of_others))
         expected = [state.delta(parameters[name], named[name]).total for name, state in states.items()]
-        without_fold = torch.cat([parts.total for _, parts in steps.parts(k)])
+        without_fold = torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces])
         torch.testing.assert_close(without_fold, torch.cat(expected))
 
 
@@ -120,7 +120,10 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         steps = LeaveOneOutUpdates(
             pieces, fold_means([mean], Rows.holding(Layout(weights), [rows]), sizes), limit, identity
         )
-        made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
+        made = [
+            torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()
+            for k in (3, 0)
+        ]
         for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
             unclipped = step.norm() / clip / 0.1  # norm of the gradient that makes the step
             assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)

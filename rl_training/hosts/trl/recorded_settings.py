@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import tokenize
 from collections.abc import Mapping, Sequence
 from tokenize import TokenError
 from typing import Any
@@ -73,7 +72,7 @@ def _digest_of_source(function: object) -> str:
     """Return a digest of a function's source, to tell functions of the same name apart. Empty if there is no source."""
     try:
         source = inspect.getsource(function)  # type: ignore[arg-type]
-    except (TypeError, OSError, tokenize.TokenError):  # a model, a partial, a function typed into an interpreter
+    except (TypeError, OSError):  # a model, a partial, or a function typed into an interpreter
         return ""
     except (SyntaxError, TokenError):  # its file has been edited since it was imported
         return ""
