@@ -96,7 +96,8 @@ def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTr
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
         of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
-        delta = torch.cat([parts.total for _, parts in update.without.parts(fold)])
+        without = update.without
+        delta = torch.cat([piece.delta(without.clipped.without(fold, piece)).total for piece in without.pieces])
         assert close(delta, torch.cat(of_others.delta)) < 1e-4
 
 
