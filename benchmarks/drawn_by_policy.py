@@ -42,7 +42,7 @@ from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.limits import NOT_DRAWN
+from rl_training.step.reasons import NOT_DRAWN
 from rl_training.step.residual import MEAN, RUN, ResidualSums, ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny

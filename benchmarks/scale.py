@@ -126,7 +126,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     """Yield the costs of each kind of step: "" without probes, then one with each probe."""
     # There are no real values, so checks that compare values are switched off.
     gradient_check.TOLERANCE = gradient_check.SUM_TOLERANCE = gradient_check.SUM_TOLERANCE_ROUNDED = math.inf
-    OptimizerState.error_limit = math.inf  # nothing moves, which is not the optimizer's formula
+    OptimizerState.max_error = math.inf  # nothing moves, which is not the optimizer's formula
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0

@@ -86,7 +86,7 @@ def make_trainer(
     """Return a trainer for this workload, or for another model with the same workload if `config` is given."""
     set_seed(0)
     if workload.given:
-        ResidualTest._limit = lambda self, step: None  # type: ignore[method-assign]
+        ResidualTest._reason = lambda self, step: None  # type: ignore[method-assign]
     per_step = workload.prompts * workload.responses
     if workload.prompts % workload.folds:
         raise ValueError(f"{workload.prompts} prompts cannot be divided evenly into {workload.folds} folds")

@@ -1,4 +1,4 @@
-"""Build a step's data, once all gradients are complete: its sequences, folds, gradients and limits."""
+"""Build a step's data, once all gradients are complete: its sequences, folds, gradients and reasons."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
-from rl_training.step.limits import Limits
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import Reasons
 
 
 def build_step(
     step_recorder: StepRecorder,
     joined: JoinedMicrobatches,
-    limits: Limits,
+    reasons: Reasons,
     loop: LoopSpec,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
@@ -37,43 +37,43 @@ def build_step(
 ) -> StepData:
     """Return the data of a step whose gradients are complete. Collective.
 
-    `gradients.rows_limit` gives the reason if gradients cannot be split into folds: microbatches mix prompts, the loss
+    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches mix prompts, the loss
     has terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
     microbatches.
 
     Args:
         step_recorder: The recorded step and its plan.
         joined: Its microbatches, concatenated.
-        limits: What its sequences and the loop already rule out.
+        reasons: What its sequences and the loop already rule out.
         passes: Runs further passes.
         fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
         checks: What earlier steps have shown about the loss and the rewards.
     """
     needs = needs_of(step_recorder.probes)
     ranks = passes.ranks
-    other_terms = limits.other_terms
-    copies = Copies() if limits.split_prompts else find_copies(joined.rollout, joined.scores, ranks)
-    if copies.limit:
-        shared = copies.limit if copies.on_several_ranks else None
-        limits = dataclasses.replace(
-            limits, mixed_prompts=copies.limit, copied_groups=copies.limit, copied_on_ranks=shared
+    other_terms = reasons.other_terms
+    copies = Copies() if reasons.split_prompts else find_copies(joined.rollout, joined.scores, ranks)
+    if copies.reason:
+        shared = copies.reason if copies.on_several_ranks else None
+        reasons = dataclasses.replace(
+            reasons, mixed_prompts=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
     wants_gradients = Need.FOLD_GRADIENTS in needs
     folds, fold, is_recomputed = choose_folds(
-        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, limits, wants_gradients, copies
+        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, reasons, wants_gradients, copies
     )
     batch = _make_batch(step_recorder, joined, folds, fold, copies, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-    fold_gradients = rows_limit = None
+    fold_gradients = rows_reason = None
     if not is_recomputed:
-        rows_limit = limits.mixed_prompts or checks.terms.slicing_limit(step_recorder.has_slices, other_terms)
-    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
+        rows_reason = reasons.mixed_prompts or checks.terms.slicing_reason(step_recorder.has_slices, other_terms)
+    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
         fold_gradients = fold_recorder.complete(batch, passes, mean, optimizer)
-        rows_limit = mismatch_of(fold_gradients, batch, passes)
+        rows_reason = mismatch_of(fold_gradients, batch, passes)
         is_compared = step_recorder.has_slices or Need.LOSS_CHECK in needs
-        if is_compared and not (rows_limit or other_terms or is_recomputed):
+        if is_compared and not (rows_reason or other_terms or is_recomputed):
             other_terms = checks.terms.compare(batch, passes, fold_gradients.rows, fold_gradients.squares)
-            rows_limit = checks.terms.slicing_limit(step_recorder.has_slices, other_terms)
+            rows_reason = checks.terms.slicing_reason(step_recorder.has_slices, other_terms)
     return StepData(
         number=step_recorder.number,
         batch=batch,
@@ -82,15 +82,15 @@ def build_step(
             mean=mean,
             layout=loop.shard.layout,
             rows=None if fold_gradients is None else fold_gradients.rows,
-            rows_limit=rows_limit,
+            rows_reason=rows_reason,
             sq_norms=None if fold_gradients is None else fold_gradients.sq_norms,
         ),
         optimizer=optimizer,
-        limits=dataclasses.replace(
-            limits,
-            one_fold=loop.one_fold_limit(step_recorder.probes) if batch.num_folds < 2 else None,
+        reasons=dataclasses.replace(
+            reasons,
+            one_fold=loop.one_fold_reason(step_recorder.probes) if batch.num_folds < 2 else None,
             other_terms=other_terms,
-            relative_rewards=checks.relative_rewards(joined.rollout, limits, ranks),
+            relative_rewards=checks.relative_rewards(joined.rollout, reasons, ranks),
         ),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.fold_gradients import levels_of_folds
-from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_limit
+from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
 from rl_training.entropy.paired_effects import GradientShares
 from rl_training.entropy.token_effects import iter_token_products
 from rl_training.gradients.loss_weights import LossWeights
@@ -26,11 +26,11 @@ from rl_training.parallel.vectors import Vector
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction, StepData
-from rl_training.step.limits import UNKNOWN_TRUNCATION, Limits
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class StepContext:
         return self.passes.ranks
 
     @property
-    def limits(self) -> Limits:
+    def reasons(self) -> Reasons:
         """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
         test = self.passes.residual_test
         seen = None if self.prediction_if_any is None else self.prediction_if_any.seen_in_scores
-        seen = seen or (None if test is None or self.step.limits.sampling_mismatch else test.limit)
+        seen = seen or (None if test is None or self.step.reasons.sampling_mismatch else test.reason)
         if not seen:
-            return self.step.limits
-        return dataclasses.replace(self.step.limits, sampling_mismatch=seen, no_fresh_responses=seen)
+            return self.step.reasons
+        return dataclasses.replace(self.step.reasons, sampling_mismatch=seen, no_fresh_responses=seen)
 
     @property
     def prediction(self) -> EntropyPrediction:
@@ -72,7 +72,7 @@ class StepContext:
     @property
     def has_entropy_gradient(self) -> bool:
         """Whether the step has an entropy gradient whose scores were checked against training's."""
-        return self.prediction_if_any is not None and not self.prediction_if_any.limit
+        return self.prediction_if_any is not None and not self.prediction_if_any.reason
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (F, …). Collective."""
@@ -122,21 +122,21 @@ class StepContext:
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""
-        return reward_gradient(self.step.batch, self.ranks, self.limits)
+        return reward_gradient(self.step.batch, self.ranks, self.reasons)
 
-    def reward_multiple_limit(self) -> Limit | None:
-        """Return the limit if the step's gradient is not a multiple of the reward's gradient, else None. Collective."""
-        return reward_multiple_limit(self.step.batch, self.ranks, self.limits)
+    def reward_multiple_reason(self) -> Unavailable | None:
+        """Return why the step's gradient is no multiple of the reward's gradient, or None. Collective."""
+        return reward_multiple_reason(self.step.batch, self.ranks, self.reasons)
 
     # --- what a changed step would do ---------------------------------------------------------------------------------
 
-    def effects_limit(self, off_policy: Limit) -> Limit | None:
-        """Return the limit if `effects`, `effect` and `gradient_shares` are unavailable at this step, else None.
+    def effects_reason(self, off_policy: Unavailable) -> Unavailable | None:
+        """Return why `effects`, `effect` and `gradient_shares` are unavailable at this step, or None.
 
         Args:
-            off_policy: The limit to return if an earlier policy sampled the responses.
+            off_policy: The reason to return if an earlier policy sampled the responses.
         """
-        return paired_effects.paired_effects_limit(self.step, self.prediction, off_policy)
+        return paired_effects.paired_effects_reason(self.step, self.prediction, off_policy)
 
     def effects(
         self,
@@ -146,7 +146,7 @@ class StepContext:
     ) -> dict[str, Pair]:
         """Return ΔH per token and Δreward per response for each change of the step, by name. Collective.
 
-        Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
+        Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
 
         Args:
             changes: Changes that need no gradient except the step's own. None stands for the unchanged step.
@@ -163,7 +163,7 @@ class StepContext:
     def gradient_shares(self, weights: Sequence[LossWeights]) -> GradientShares:
         """Return how much of ΔH comes from the step's fresh gradient and from these parts of its weights. Collective.
 
-        Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
+        Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
         """
         return paired_effects.gradient_shares(self.step.batch, self.prediction, self.passes, weights)
 
@@ -171,6 +171,6 @@ class StepContext:
         """Yield for each fold how much of ΔH comes from each single token's gradient, (B, T). Collective.
 
         The sum over tokens and folds, weighted by fold sizes, is `gradient_shares`' whole. Needs Need.ENTROPY_ROWS, and
-        that `effects_limit` is None.
+        that `effects_reason` is None.
         """
         return iter_token_products(self.step.batch, self.prediction, self.passes)

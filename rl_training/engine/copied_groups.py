@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout, response_index
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import COPIED_GROUPS
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import COPIED_GROUPS
 
 MAX_CHANCE = 1e-4  # probability of as many repeated groups by chance, below which they are copies
 BASE, ROW_BASE = 6364136223846793005, 3202034522624059733  # odd factors of hashes mod 2^64
@@ -36,7 +36,7 @@ class Copies(NamedTuple):
     unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
     response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
     on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
-    limit: Limit | None = None  # says how many groups are distinct; None: all
+    reason: Unavailable | None = None  # says how many groups are distinct; None: all
 
 
 def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
@@ -67,9 +67,9 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
     num_of_ranks = int(ranks.reduce(logps.new_tensor([len(numbers)])))
     unit_of_prompt = torch.tensor([numbers[key] for key in local_keys], device=prompt_of_row.device)
-    limit = COPIED_GROUPS.formatted(distinct=len(distinct), total=total)
+    reason = COPIED_GROUPS.formatted(distinct=len(distinct), total=total)
     unit = unit_of_prompt[prompt_of_row]
-    return Copies(unit, _numbers_of_responses(unit, prompt_of_row, of_rows), len(distinct) < num_of_ranks, limit)
+    return Copies(unit, _numbers_of_responses(unit, prompt_of_row, of_rows), len(distinct) < num_of_ranks, reason)
 
 
 def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:

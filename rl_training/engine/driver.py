@@ -156,7 +156,7 @@ class StepDriver:
         if step.probes:
             with self._clock.timed():
                 refuse_other_parameters(self._loop.shard)  # a leaf that was frozen since would take no hook
-                step.other_terms = step.other_terms or loss.other_terms_limit(scores, self._loop.shard.leaves.values())
+                step.other_terms = step.other_terms or loss.other_terms_reason(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
                 if self._fold_recorder is not None:
                     self._fold_recorder.arm(step.planned_start)
@@ -209,10 +209,10 @@ class StepDriver:
     def _build_data(self, step: StepRecorder, passes: Passes) -> StepData:
         """Return the data of a step whose gradients are complete. Collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
-        edit_limit = None if self._predictions is None else self._predictions.edit_limit()
-        mismatch = self._checks.sampling_limit(joined.rollout, loop, edit_limit)
-        limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, limits, loop, passes, self._fold_recorder, self._checks)
+        edit_reason = None if self._predictions is None else self._predictions.edit_reason()
+        mismatch = self._checks.sampling_reason(joined.rollout, loop, edit_reason)
+        reasons = step.reasons(loop, self._seen_prompts.numbers, mismatch)
+        return build_step(step, joined, reasons, loop, passes, self._fold_recorder, self._checks)
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
@@ -241,10 +241,10 @@ class StepDriver:
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, context, reading)
             with self.measuring():  # if verification fails, states that came with predictions are dropped
-                limit = None
+                reason = None
                 if self._predictions is not None:
-                    step.verification, limit = self._predictions.verify(was_taken)
-                step.readings = self._states.commit(step.readings, limit)
+                    step.verification, reason = self._predictions.verify(was_taken)
+                step.readings = self._states.commit(step.readings, reason)
                 step.verification = {**step.verification, **self._residual_test.finish(was_taken)}
 
     def skip_step(self) -> None:

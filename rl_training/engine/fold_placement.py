@@ -12,7 +12,7 @@ from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
-from rl_training.step.limits import Limits
+from rl_training.step.reasons import Reasons
 
 
 def choose_folds(
@@ -20,7 +20,7 @@ def choose_folds(
     rollout: Rollout,
     planned: Sequence[FoldGroup],
     num_folds: int | None,
-    limits: Limits,
+    reasons: Reasons,
     wants_gradients: bool,
     copies: Copies | None = None,
 ) -> tuple[Sequence[FoldGroup], Tensor, bool]:
@@ -34,15 +34,15 @@ def choose_folds(
         rollout: All microbatches of the step.
         planned: The folds planned for the microbatches.
         num_folds: The number requested by a probe, if any.
-        limits: The step's limits.
+        reasons: Why things cannot be measured at this step.
         wants_gradients: Whether a probe reads fold gradients.
         copies: Which groups are copies.
     """
     index = rollout.prompt_index
     if copies is not None and copies.unit is not None:
         index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
-    is_mixed = bool(limits.mixed_prompts)
-    can_recompute = wants_gradients and not (limits.split_prompts or limits.other_terms)
+    is_mixed = bool(reasons.mixed_prompts)
+    can_recompute = wants_gradients and not (reasons.split_prompts or reasons.other_terms)
     if is_mixed or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
         min_prompts = int(-ranks.max(-num_prompts))

@@ -21,16 +21,16 @@ from rl_training.engine.fold_recorder import FoldGradients
 from rl_training.gradients.folds import FoldGroup
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector, dot
-from rl_training.policy.padding_check import LIMIT as SAME_SCORES
-from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
+from rl_training.policy.padding_check import MAX_DIFFERENCE as SAME_SCORES
+from rl_training.policy.padding_check import MAX_DIFFERENCE_ROUNDED as SAME_SCORES_ROUNDED
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.limits import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
 TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
@@ -46,16 +46,16 @@ NO_SLICES = "so the gradient of a part of a microbatch is not known"
 NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
 
 
-def mismatch_of(fold_gradients: FoldGradients, batch: Batch, passes: Passes) -> Limit | None:
-    """Return the limit if the step's gradient is not what its folds' gradients add up to, else None."""
+def mismatch_of(fold_gradients: FoldGradients, batch: Batch, passes: Passes) -> Unavailable | None:
+    """Return why the step's gradient is not what its folds' gradients add up to, or None."""
     if batch.has_mixed_folds:
         return weights_mismatch(fold_gradients.sums, passes.policy)
     is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
     return gradient_mismatch(fold_gradients.sums, is_rounded)
 
 
-def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
-    """Return the limit if the step's gradient is not the mean of its microbatches' gradients, else None.
+def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Unavailable | None:
+    """Return why the step's gradient is not the mean of its microbatches' gradients, or None.
 
     Args:
         sums: As returned by FoldRecorder.finish, summed over all ranks.
@@ -70,8 +70,8 @@ def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
     return GRADIENT_MISMATCH.formatted(distance=distance / norm if norm else math.inf)
 
 
-def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
-    """Return the limit if the step's gradient is not the one recomputed from its loss weights, else None.
+def weights_mismatch(sums: Tensor, policy: Policy) -> Unavailable | None:
+    """Return that the step's gradient is not the one recomputed from its loss weights, or None.
 
     Args:
         sums: As returned by FoldRecorder.finish, summed over all ranks.
@@ -115,7 +115,7 @@ class TermsCheck:
         self.allows_slices = True  # False once a loss term is known that hides the gradient of a part of a microbatch
 
     @property
-    def limit(self) -> Limit | None:
+    def reason(self) -> Unavailable | None:
         """The result of the latest comparison."""
         return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
 
@@ -125,23 +125,23 @@ class TermsCheck:
         count = self.count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
-    def slicing_limit(self, has_slices: bool, other_terms: Limit | None) -> Limit | None:
-        """Return the limit if folds are slices of microbatches and the loss has other terms, else None.
+    def slicing_reason(self, has_slices: bool, other_terms: Unavailable | None) -> Unavailable | None:
+        """Return that the loss has other terms if folds are slices of microbatches, or None.
 
         A slice's share of another term is unknown.
 
         Args:
             has_slices: Folds are slices.
-            other_terms: The limit from this step itself, apart from what earlier steps have shown.
+            other_terms: The reason by this step itself, apart from what earlier steps have shown.
         """
         if not has_slices:
             return None
-        other_terms = other_terms or (None if self.is_due else self.limit)
+        other_terms = other_terms or (None if self.is_due else self.reason)
         self.allows_slices &= not other_terms
-        return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
+        return other_terms and Unavailable(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def compare(self, batch: Batch, passes: Passes, rows: Rows | None, squares: Tensor) -> Limit | None:
-        """Return the limit if gradients of this or an earlier step reveal other loss terms, else None. Collective.
+    def compare(self, batch: Batch, passes: Passes, rows: Rows | None, squares: Tensor) -> Unavailable | None:
+        """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
 
         Args:
             batch: The step's sequences and folds.
@@ -164,7 +164,7 @@ class TermsCheck:
                 self.distance = distance / comparison.norm
             elif comparison.is_same_policy and not comparison.noise:
                 self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
-        return self.limit
+        return self.reason
 
 
 class _Recomputed(NamedTuple):

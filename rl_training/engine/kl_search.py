@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl_training.errors import UserError
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it is
 MIN_SHRINK, MAX_SHRINK = 0.1, 0.7  # each further try multiplies the factor by .1 to .7
@@ -17,12 +17,12 @@ MAX_TRIES = 8
 NEW_WEIGHT = 0.4  # of the new step in the geometric mean of curvatures
 MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
 NO_BAR = "no error bar: it describes this step"
-RATE_IS_ZERO = Limit("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
-NO_TARGET = Limit(
+RATE_IS_ZERO = Unavailable("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
+NO_TARGET = Unavailable(
     "no_kl_target",
     "the target is {target:g} and the batch's entropy {entropy:g} nats per token: this step has the learning rate 0",
 )
-NO_KL = Limit("no_kl", "the step's KL is {kl} at every length tried: this step has the learning rate 0")
+NO_KL = Unavailable("no_kl", "the step's KL is {kl} at every length tried: this step has the learning rate 0")
 
 
 @dataclass(frozen=True)

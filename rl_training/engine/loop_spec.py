@@ -10,9 +10,9 @@ from rl_training.engine.probe import Probe
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import ONE_FOLD, Fixes, Limits
+from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class LoopSpec:
     ranks: Ranks
     is_dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
     loss_settings: LossSettings | None = None  # at the start of training; None if unknown
-    # The limits of all steps that are known at the start of training. `reused` may hold for some steps only.
-    limits: Limits = field(default_factory=Limits)
+    # What is known of all steps at the start of training. `reused` may hold for some steps only.
+    reasons: Reasons = field(default_factory=Reasons)
     fixes: Fixes = field(default_factory=Fixes)
     opening: str = ""  # the host's part of the announcement, which precedes what will be measured
 
-    def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
-        """Return the limit of a one-fold step that these probes measure, whose fix says what to type for more folds."""
+    def one_fold_reason(self, probes: Sequence[Probe]) -> Unavailable:
+        """Return why a step of one fold is not enough for these probes, and what to type for more folds."""
         more = self.more_folds_fix(probes)
         return ONE_FOLD.formatted(more=more)
 

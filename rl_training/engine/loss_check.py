@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import OTHER_TERMS, OWN_FORWARD_PASS
+from rl_training.step.reasons import OTHER_TERMS, OWN_FORWARD_PASS
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class LossInfo:
     settings: LossSettings | None = None  # the current ones; None if unchanged since training began
     other_terms: bool = False  # the loop knows of terms besides the scores
 
-    def other_terms_limit(self, scores: Scores, leaves: Iterable[Tensor]) -> Limit | None:
-        """Return the limit if the loss is known to reach one of these parameters by another path than the scores."""
+    def other_terms_reason(self, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
+        """Return that the loss reaches one of these parameters by another path than the scores, or None."""
         if self.other_terms:
             return OTHER_TERMS
-        return None if self.value is None else other_terms_limit(self.value, scores, leaves)
+        return None if self.value is None else other_terms_reason(self.value, scores, leaves)
 
 
-def other_terms_limit(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Limit | None:
-    """Return the limit if the loss reaches a leaf by another path than these scores, else None.
+def other_terms_reason(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
+    """Return that the loss reaches a leaf by another path than these scores, or None.
 
     It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf. If
     no path leads through the scores, the loss is made of another forward pass.
@@ -45,8 +45,8 @@ def other_terms_limit(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) ->
     >>> w = torch.ones(1, 1, requires_grad=True)
     >>> scores = Scores(2 * w, 3 * w, torch.ones(1, 1))
     >>> loss = (scores.logps * scores.entropies).sum()
-    >>> limits = (other_terms_limit(value, scores, [w]) for value in (loss, loss + (w - 1).sum(), (2 * w).sum()))
-    >>> [limit and limit.code for limit in limits]
+    >>> reasons = (other_terms_reason(value, scores, [w]) for value in (loss, loss + (w - 1).sum(), (2 * w).sum()))
+    >>> [reason and reason.code for reason in reasons]
     [None, 'other_terms', 'own_forward_pass']
     """
     score_outputs = {

@@ -12,11 +12,11 @@ from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction, StepData
-from rl_training.step.limits import FAILED
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import FAILED
 
 
 class Predictions:
@@ -50,9 +50,9 @@ class Predictions:
         self._previous.peak_bytes = 0
         self._previous.count_bytes()
 
-    def edit_limit(self) -> Limit | None:
-        """Return the limit if the weights were changed since the step began, else None. Collective."""
-        return self._verifier.edit_limit()
+    def edit_reason(self) -> Unavailable | None:
+        """Return that the weights were changed since the step began, or None. Collective."""
+        return self._verifier.edit_reason()
 
     def predict(self, step: StepData, passes: Passes, probes: Sequence[Probe]) -> EntropyPrediction | None:
         """Return what these probes need to know about the step's effect on entropy, or None. Collective."""
@@ -76,14 +76,14 @@ class Predictions:
             self._previous.leave_out(self._unverified, FAILED)
         self._unverified = None
 
-    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Limit | None]:
-        """Return estimates of how the step was taken, and the limit on what was predicted for it. Collective.
+    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
+        """Return estimates of how the step was taken, and why its predictions are void. Collective.
 
         Args:
             was_taken: False if the loop skipped the step.
         """
         self._unverified = None
-        estimates, limit = self._verifier.verify(was_taken)
+        estimates, reason = self._verifier.verify(was_taken)
         if estimates:
-            self._previous.errors.commit(is_formula=limit is None)
-        return estimates, limit
+            self._previous.errors.commit(is_formula=reason is None)
+        return estimates, reason

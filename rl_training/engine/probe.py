@@ -28,7 +28,7 @@ from rl_training.engine.context import StepContext
 from rl_training.errors import UserError
 from rl_training.options import check_whole, refuse_other_arguments
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
 
@@ -51,9 +51,9 @@ class Reading:
         """All estimates, by metric."""
         return {**self.measured, **self.predicted}
 
-    def without_predictions(self, limit: Limit) -> Reading:
-        """Return this reading with every prediction replaced by nan and the limit, for a step off the formula."""
-        return dataclasses.replace(self, predicted=dict.fromkeys(self.predicted, Estimate.missing(limit)))
+    def without_predictions(self, reason: Unavailable) -> Reading:
+        """Return this reading with every prediction replaced by nan and this reason, for a step off the formula."""
+        return dataclasses.replace(self, predicted=dict.fromkeys(self.predicted, Estimate.missing(reason)))
 
 
 class Probe(ABC):

@@ -10,7 +10,7 @@ from rl_training.engine.probe import Probe, Reading
 from rl_training.errors import UserError
 from rl_training.parallel.state_tensors import tensors_by_name
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 
 
@@ -47,18 +47,19 @@ class ProbeStates:
             )
         return complete
 
-    def commit(self, readings: Mapping[str, Reading], limit: Limit | None) -> dict[str, Reading]:
+    def commit(self, readings: Mapping[str, Reading], reason: Unavailable | None) -> dict[str, Reading]:
         """Store the states of a step, and return its final readings.
 
         Args:
             readings: From the probes that measured the step, by name.
-            limit: Set if the step did not follow the optimizer's formula. Predictions then become nan, and a state that
-                came with a prediction is dropped.
+            reason: Set if the step did not follow the optimizer's formula. Predictions then become nan, and a state
+                that came with a prediction is dropped.
         """
-        is_valid = {name: limit is None or not reading.predicted for name, reading in readings.items()}
+        is_valid = {name: reason is None or not reading.predicted for name, reading in readings.items()}
         self.values |= {name: reading.state for name, reading in readings.items() if is_valid[name]}
         return {
-            name: reading if limit is None else reading.without_predictions(limit) for name, reading in readings.items()
+            name: reading if reason is None else reading.without_predictions(reason)
+            for name, reading in readings.items()
         }
 
     def _checked(self, probe: Probe, method: str, reading: Any) -> Reading:

@@ -23,20 +23,20 @@ from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import StepData
-from rl_training.step.limits import (
+from rl_training.step.reasons import (
     HOOKED,
-    LIMITS_ELSEWHERE,
     MIXED_PROMPTS,
     ONE_RESPONSE,
     OTHER_SIZES,
     OTHER_TERMS,
     OWN_FORWARD_PASS,
+    REASONS_ELSEWHERE,
     REUSED,
     SPLIT_PROMPTS,
-    Limits,
+    Reasons,
 )
 
 
@@ -79,7 +79,7 @@ class StepRecorder:
     rollouts: list[Rollout] = field(default_factory=list)  # per microbatch
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
-    other_terms: Limit | None = None  # why the loss has terms that do not go through these scores
+    other_terms: Unavailable | None = None  # why the loss has terms that do not go through these scores
     loss_settings: LossSettings | None = None  # of the latest microbatch
     is_ready: bool = False  # all gradients are complete
     context: StepContext | None = None  # set once it is ready, if it is measured
@@ -134,8 +134,8 @@ class StepRecorder:
         remark = "" if self.witness is None else self.witness.remark(ranks)
         return dataclasses.replace(self.context, gradient_remark=remark)
 
-    def limits(self, loop: LoopSpec, seen_prompts: set[int], mismatch: Limit | None) -> Limits:
-        """Return the limits of this step. Collective: what holds on one rank holds on all.
+    def reasons(self, loop: LoopSpec, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
+        """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
 
         Args:
             seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
@@ -152,23 +152,23 @@ class StepRecorder:
         # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
         has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
         is_mixed = is_mixed or (has_one_fold and len(prompts) > 1)
-        has_own_pass, has_other_terms = (self.other_terms == limit for limit in (OWN_FORWARD_PASS, OTHER_TERMS))
-        no_fresh = loop.limits.no_fresh_responses
-        local_limits = (mismatch, origin.sample_limit, origin.groups_limit, no_fresh)
+        has_own_pass, has_other_terms = (self.other_terms == reason for reason in (OWN_FORWARD_PASS, OTHER_TERMS))
+        no_fresh = loop.reasons.no_fresh_responses
+        local_reasons = (mismatch, origin.sample_reason, origin.groups_reason, no_fresh)
         local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, has_own_pass, has_other_terms, has_other_sizes]
-        flags = index.new_tensor([*local_flags, *map(bool, local_limits)], dtype=torch.float64)
+        flags = index.new_tensor([*local_flags, *map(bool, local_reasons)], dtype=torch.float64)
         incomplete, mixed, reused, hooked, own_pass, terms, other_sizes, *is_anywhere = loop.ranks.reduce(
             flags
         ).tolist()
         other_terms = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass) if own_pass else None
         mismatch, no_sample, no_groups, no_fresh = (
-            limit or (elsewhere if anywhere else None)
-            for limit, elsewhere, anywhere in zip(local_limits, LIMITS_ELSEWHERE, is_anywhere, strict=True)
+            reason or (elsewhere if anywhere else None)
+            for reason, elsewhere, anywhere in zip(local_reasons, REASONS_ELSEWHERE, is_anywhere, strict=True)
         )
         mixed = mixed or incomplete
         split = no_groups or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
         mixed_prompts = no_groups or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
-        return Limits(
+        return Reasons(
             sampling_mismatch=mismatch or no_sample,
             no_fresh_responses=mismatch or no_fresh,
             reused=REUSED.with_fix(fixes.no_reuse) if reused else None,

@@ -27,10 +27,10 @@ from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
-from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
+from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_reason
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
+from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.residual import ResidualTest
 
 ROUNDED = (
@@ -118,8 +118,8 @@ class Requirements:
         groups = self.folds(shape, shape.sizes)
         num_folds, num_prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
         has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
-        can_recompute = self.allows_extra_passes and not loop.limits.split_prompts and num_prompts > 0
-        if can_recompute and (loop.limits.mixed_prompts or has_few_folds):
+        can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
+        if can_recompute and (loop.reasons.mixed_prompts or has_few_folds):
             num_prompt_folds = plan_prompt_folds(num_prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
             if num_prompt_folds >= MIN_FOLDS_STEP:
                 return num_prompt_folds, 1.0
@@ -195,7 +195,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
     warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=extra_share > 0.0)
-    warnings += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
+    warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
     plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
@@ -204,19 +204,19 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
 
 
 def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
-    """Return what limits other than the folds take away: what is lost, and the limit."""
-    formula_limit = view_optimizer(loop.shard).limit if Need.ENTROPY_GRADIENT in needs else None
+    """Return what reasons other than the folds take away: what is lost, and why."""
+    formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
     is_other_loss = Need.LOSS_CHECK in needs and not loop.is_dr_grpo
     missing = [
-        ("no prediction before the step", formula_limit),
+        ("no prediction before the step", formula_reason),
         (
             "no delta_reward/forward, and no split of the noise",
             OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if is_other_loss else None,
         ),
         ("no entropy gradient", ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else None),
-        ("no entropy gradient", loop.limits.sampling_mismatch),
+        ("no entropy gradient", loop.reasons.sampling_mismatch),
     ]
-    return [f"{what}: {limit}" for what, limit in missing if limit]
+    return [f"{what}: {reason}" for what, reason in missing if reason]
 
 
 def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
@@ -227,16 +227,16 @@ def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *
         is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
-    no_folds = loop.limits.split_prompts or (None if is_recomputed else loop.limits.mixed_prompts)
+    no_folds = loop.reasons.split_prompts or (None if is_recomputed else loop.reasons.mixed_prompts)
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs
     if num_folds < 2:
         missing = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
-        return [f"{', '.join(missing)}: {loop.one_fold_limit(probes)}"] if missing else []
+        return [f"{', '.join(missing)}: {loop.one_fold_reason(probes)}"] if missing else []
     if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
         return []
-    no_stderr = stderr_limit(num_folds)
+    no_stderr = stderr_reason(num_folds)
     if no_stderr is None:
         more = loop.more_folds_fix(probes)
         return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout, centre_by_prompt
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import RELATIVE_REWARDS
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import RELATIVE_REWARDS
 
 MAX_CHANCE = 1e-6  # probability of equal means by chance, below which rewards count as relative
 TOLERANCE = 1e-5  # relative to the largest reward: rewards in fp32, minus a mean, then divided by a spread
@@ -36,8 +36,8 @@ class RewardCheck:
     def __init__(self, log_chance: float = 0.0) -> None:
         self.log_chance = log_chance
 
-    def limit(self, rollout: Rollout, ranks: Ranks) -> Limit | None:
-        """Return the limit if rewards are relative to their group, else None; the same on every rank. Collective.
+    def reason(self, rollout: Rollout, ranks: Ranks) -> Unavailable | None:
+        """Return that rewards are relative to their group, or None; the same on every rank. Collective.
 
         Args:
             rollout: All sequences of the step on this rank, with all responses to each of its prompts. Rewards are
@@ -51,11 +51,11 @@ class RewardCheck:
         if num_groups:
             is_equal = high - low <= TOLERANCE * largest
             self.log_chance = self.log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
-        return self.known_limit
+        return self.known_reason
 
     @property
-    def known_limit(self) -> Limit | None:
-        """The limit by the steps so far."""
+    def known_reason(self) -> Unavailable | None:
+        """That rewards are relative to their group, by the steps so far, or None."""
         return RELATIVE_REWARDS if self.log_chance < math.log(MAX_CHANCE) else None
 
 

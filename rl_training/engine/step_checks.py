@@ -10,8 +10,8 @@ from rl_training.engine.reward_check import RewardCheck
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.policy.rollout import Rollout
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import Limits
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import Reasons
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class StepChecks:
         """What a resumed run needs."""
         return ChecksState(self.terms.count, self.terms.distance, self.rewards.log_chance)
 
-    def relative_rewards(self, rollout: Rollout, limits: Limits, ranks: Ranks) -> Limit | None:
-        """Return the limit if rewards are relative to their group, else None. Collective.
+    def relative_rewards(self, rollout: Rollout, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
+        """Return that rewards are relative to their group, or None. Collective.
 
         Only independent groups are evidence: copies, and groups that an earlier step has shown, are not counted again.
         """
-        if limits.split_prompts:
+        if reasons.split_prompts:
             return None
-        is_repeated = limits.reused or limits.copied_groups
-        return self.rewards.known_limit if is_repeated else self.rewards.limit(rollout, ranks)
+        is_repeated = reasons.reused or reasons.copied_groups
+        return self.rewards.known_reason if is_repeated else self.rewards.reason(rollout, ranks)
 
-    def sampling_limit(self, rollout: Rollout, loop: LoopSpec, edit_limit: Limit | None) -> Limit | None:
-        """Return the limit if these are not samples of the policy that is trained and scored, else None. Collective.
+    def sampling_reason(self, rollout: Rollout, loop: LoopSpec, edit_reason: Unavailable | None) -> Unavailable | None:
+        """Return why these are no samples of the policy that is trained and scored, or None. Collective.
 
         Args:
-            edit_limit: Set if the weights were changed since the step began.
+            edit_reason: Set if the weights were changed since the step began.
         """
-        padding_limit = self.padding.limit(rollout, loop.policy, loop.ranks.reduce)
+        padding_reason = self.padding.reason(rollout, loop.policy, loop.ranks.reduce)
         mismatch = rollout.sampling_mismatch
-        return (loop.limits.sampling_mismatch if mismatch is None else mismatch) or edit_limit or padding_limit
+        return (loop.reasons.sampling_mismatch if mismatch is None else mismatch) or edit_reason or padding_reason

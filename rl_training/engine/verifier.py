@@ -23,15 +23,14 @@ from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import sums_of_spans
 from rl_training.parallel.vectors import sample_entries
-from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction
-from rl_training.step.limits import (
+from rl_training.step.reasons import (
     EDITED_AFTER_STEP,
     EDITED_BEFORE_STEP,
     EDITED_WITHIN_STEP,
     LEFT_OUT,
-    NOT_FINITE,
     NOT_THE_FORMULA,
 )
 
@@ -43,7 +42,7 @@ NOT_TO_NEAREST = "; if all of that holds, the optimizer does not round to neares
 SHARE = "update/surviving_share"
 # The smallest share of any layer, named in the detail; outside of layers, of a kind of module.
 LEAST_SHARE = f"{SHARE}/least"
-NO_STEP = Limit("no_step", "the formula moves no weight here")
+NO_STEP = Unavailable("no_step", "the formula moves no weight here")
 NO_BAR = "no error bar: it describes this step"
 LOST_REMARK = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 
@@ -76,9 +75,9 @@ class UpdateVerifier:
         self._smallest_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
         self._is_predicted = False  # whether the current step is predicted
-        self._limit: Limit | None = None  # set if the optimizer has no formula, or there is no prediction
+        self._reason: Unavailable | None = None  # set if the optimizer has no formula, or there is no prediction
         self._rounding_reason = ""
-        self._error_limit = OptimizerState.error_limit
+        self._max_error = OptimizerState.max_error
         self._weights_at_begin: Tensor | None = None  # sampled weights at the start of the step
         self._weights_at_measure = torch.empty(0)  # sampled weights when the probes see the step
         self._formula_update: Tensor | None = None  # what the formula adds to them
@@ -92,8 +91,8 @@ class UpdateVerifier:
             self._previous.forget(EDITED_AFTER_STEP)
         self._weights_after_step = None
 
-    def edit_limit(self) -> Limit | None:
-        """Return the limit if the weights were changed since the step began, else None. Collective."""
+    def edit_reason(self) -> Unavailable | None:
+        """Return that the weights were changed since the step began, or None. Collective."""
         self._weights_at_measure = self._sampled_weights()
         if self._weights_at_begin is None or not self._differ(self._weights_at_begin, self._weights_at_measure):
             return None
@@ -111,8 +110,8 @@ class UpdateVerifier:
         """Keep what is needed to verify the upcoming step."""
         self._is_predicted, self._formula_update = prediction is not None, None
         if prediction is not None:
-            self._rounding_reason, self._limit = optimizer.rounding_reason, prediction.limit or optimizer.limit
-            self._error_limit = optimizer.error_limit
+            self._rounding_reason, self._reason = optimizer.rounding_reason, prediction.reason or optimizer.reason
+            self._max_error = optimizer.max_error
             if prediction.intended is not None:
                 self._formula_update = sample_entries(self._layout, self._layout.by_name(prediction.intended).values())
 
@@ -121,14 +120,14 @@ class UpdateVerifier:
         if self._is_predicted and self._formula_update is None:
             self._weights_before_step = self._sampled_weights()
 
-    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Limit | None]:
-        """Return how far the step was from the formula, what rounding left of it, and its limit. Collective.
+    def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
+        """Return how far the step was from the formula, what rounding left, and why predictions are void. Collective.
 
         Args:
             was_taken: False if the loop skipped the step.
 
         Returns:
-            Estimates by name, empty if nothing was predicted for the step. Then the limit on its predictions, None if
+            Estimates by name, empty if nothing was predicted for the step. Then why its predictions are void, None if
             the step followed the formula or the optimizer has none.
         """
         if not self._is_predicted:
@@ -141,18 +140,18 @@ class UpdateVerifier:
                 self._previous.forget(LEFT_OUT)
             elif weights_before_step is not None and self._differ(self._weights_at_measure, weights_before_step):
                 self._previous.forget(EDITED_BEFORE_STEP)
-            assert self._limit is not None
-            return dict.fromkeys(names, Estimate.missing(self._limit)), None
+            assert self._reason is not None
+            return dict.fromkeys(names, Estimate.missing(self._reason)), None
         change = self._weights_after_step - self._weights_at_measure
         error, share, *layer_shares = self._compare(change, self._formula_update)
-        limit = None
-        if error > (ROUNDED_WEIGHTS_TOLERANCE if self._rounding_reason else self._error_limit) or not was_taken:
-            limit = NOT_THE_FORMULA.formatted(error=error)
-            limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounding_reason else limit
+        reason = None
+        if error > (ROUNDED_WEIGHTS_TOLERANCE if self._rounding_reason else self._max_error) or not was_taken:
+            reason = NOT_THE_FORMULA.formatted(error=error)
+            reason = reason.with_fix(reason.fix + NOT_TO_NEAREST) if self._rounding_reason else reason
             has_moved = was_taken and self._differ(self._weights_at_measure, self._weights_after_step)
-            limit = limit if has_moved else LEFT_OUT
+            reason = reason if has_moved else LEFT_OUT
             if not self._rounding_reason or not has_moved:  # δθ of rounded weights was measured, so it stays valid
-                self._previous.forget(limit)
+                self._previous.forget(reason)
         moved_layers = [
             (layer_share, name)
             for layer_share, name in zip(layer_shares, self._layers, strict=True)
@@ -160,11 +159,11 @@ class UpdateVerifier:
         ]
         least, layer_name = min(moved_layers, default=(math.nan, ""))
         estimates = {
-            names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
+            names[0]: Estimate(error, reason=NOT_FINITE_GRADIENT if math.isnan(error) else NO_BAR),
             SHARE: _share_estimate(share),
             LEAST_SHARE: dataclasses.replace(_share_estimate(least), detail={"layer": layer_name}),
         }
-        return estimates, limit
+        return estimates, reason
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
         """Return the error of the step beyond rounding, then (δ_actual · δ) / δ² over all weights and for each layer.

@@ -21,7 +21,7 @@ from rl_training.entropy.products import FoldProducts
 from rl_training.parallel.ranks import Ranks
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
 
@@ -35,7 +35,7 @@ class FoldTable:
 
     rows: Tensor  # (F, columns), in host memory: levels, then two columns per product, the reward's last
     corrections: Tensor  # (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
-    reward_limit: Limit | None  # why the reward's products are nan
+    reward_reason: Unavailable | None  # why the reward's products are nan
 
 
 def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
@@ -43,16 +43,16 @@ def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, prod
     assert prediction.levels is not None
     by_fold, corrections = products.sum_over_ranks(ranks.reduce)
     table = torch.cat([prediction.levels, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
-    factor, reward_limit = None, None
+    factor, reward_reason = None, None
     if prediction.settings.per_sequence:
-        gradient = reward_gradient(step.batch, ranks, step.limits)
-        factor, reward_limit = gradient.factor, gradient.factor_limit
+        gradient = reward_gradient(step.batch, ranks, step.reasons)
+        factor, reward_reason = gradient.factor, gradient.factor_reason
     reward_table = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
     reward, reward_corrections = reward_table.split(1, dim=1)
     rows, corrections = table.split([LEVELS + by_fold[0].numel(), corrections[0].numel()], dim=1)
     rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)
     corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
-    return FoldTable(rows, corrections.unflatten(1, (-1, 2)), reward_limit)
+    return FoldTable(rows, corrections.unflatten(1, (-1, 2)), reward_reason)
 
 
 def with_quantities(
@@ -74,9 +74,9 @@ def with_quantities(
     if step.batch.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
     names = ("entropy", *PRODUCTS, *prediction.labels, *[LENGTH_AND_REWARD] * per_sequence)
-    limits = {"entropy": None, "backward": prediction.backward_limit, "reuse": step.optimizer.limit}
+    reasons = {"entropy": None, "backward": prediction.backward_reason, "reuse": step.optimizer.reason}
     entropy, *changes = (
-        Quantity(name, value, stderr, step.number).masked_if(limits.get(name, prediction.forward_limit))
+        Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
     variances, batches = previous.errors.average(torch.stack([row.stderr for row in changes]).square(), step.number)
@@ -87,7 +87,7 @@ def with_quantities(
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(
-        prediction, quantities=quantities, half_step_stderr=half_step, reward_limit=table.reward_limit
+        prediction, quantities=quantities, half_step_stderr=half_step, reward_reason=table.reward_reason
     )
 
 

@@ -25,9 +25,9 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import centre_by_prompt
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Limits
+from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Reasons
 
 TOLERANCE = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
 
@@ -37,36 +37,36 @@ class RewardGradient:
     """J of a step, and whether it is a multiple of the step's own gradient."""
 
     weights: LossWeights | None  # weights of a loss whose gradient is J; None if unknown
-    limit: Limit | None  # why J is unknown
+    reason: Unavailable | None  # why J is unknown
     factor: float | None  # J as a multiple of the step's own gradient; None if it is not one
-    factor_limit: Limit | None  # why it is not one
+    factor_reason: Unavailable | None  # why it is not one
 
 
-def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradient:
+def reward_gradient(batch: Batch, ranks: Ranks, reasons: Reasons) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. Collective."""
-    advantages, limit = _advantages(batch, ranks)
-    limit = limit or limits.relative_rewards
+    advantages, reason = _advantages(batch, ranks)
+    reason = reason or reasons.relative_rewards
     log_ratios = batch.log_ratios()
-    if not limit and float(ranks.reduce(advantages.new_tensor(float(log_ratios is None)))):
-        limit = NO_SAMPLING_LOGPS
-    if limit or log_ratios is None:
-        return RewardGradient(None, limit, None, limit)
+    if not reason and float(ranks.reduce(advantages.new_tensor(float(log_ratios is None)))):
+        reason = NO_SAMPLING_LOGPS
+    if reason or log_ratios is None:
+        return RewardGradient(None, reason, None, reason)
     weights = _token_weights(batch, advantages * log_ratios.sum(dim=1).exp())
-    factor, factor_limit = _step_gradient_factor(batch, ranks, limits, weights)
-    return RewardGradient(weights, None, factor, factor_limit)
+    factor, factor_reason = _step_gradient_factor(batch, ranks, reasons, weights)
+    return RewardGradient(weights, None, factor, factor_reason)
 
 
-def reward_multiple_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
-    """Return the limit if the step's gradient is not that of rewards minus their groups' means, or None. Collective.
+def reward_multiple_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
+    """Return why the step's gradient is not that of rewards minus their groups' means, or None. Collective.
 
     Ratios to a sampler are left out, so it does not matter which policy sampled the responses.
     """
-    advantages, limit = _advantages(batch, ranks)
-    return limit or _step_gradient_factor(batch, ranks, limits, _token_weights(batch, advantages))[1]
+    advantages, reason = _advantages(batch, ranks)
+    return reason or _step_gradient_factor(batch, ranks, reasons, _token_weights(batch, advantages))[1]
 
 
-def _advantages(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]:
-    """Return (r_i − mean) n/(n−1) / S times the number of ranks, (B,), and the limit if it is unknown. Collective.
+def _advantages(batch: Batch, ranks: Ranks) -> tuple[Tensor, Unavailable | None]:
+    """Return (r_i − mean) n/(n−1) / S times the number of ranks, (B,), and why it is unknown or None. Collective.
 
     The factor is there because training's weights have it too: their gradients are averaged over ranks.
     """
@@ -90,11 +90,11 @@ def _token_weights(batch: Batch, advantages: Tensor) -> LossWeights:
 
 
 def _step_gradient_factor(
-    batch: Batch, ranks: Ranks, limits: Limits, weights: LossWeights
-) -> tuple[float | None, Limit | None]:
-    """Return the factor that turns the step's gradient into that of `weights`, or None and the limit. Collective."""
-    if limits.other_terms:
-        return None, limits.other_terms
+    batch: Batch, ranks: Ranks, reasons: Reasons, weights: LossWeights
+) -> tuple[float | None, Unavailable | None]:
+    """Return the factor that turns the step's gradient into that of `weights`, or None and the reason. Collective."""
+    if reasons.other_terms:
+        return None, reasons.other_terms
     loss_vector, reward_vector = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
     loss_square, product, reward_square = ranks.reduce(
         torch.stack([loss_vector @ loss_vector, loss_vector @ reward_vector, reward_vector @ reward_vector])
@@ -104,7 +104,7 @@ def _step_gradient_factor(
     factors = solve_combination(gram, 1, [0], tolerance)
     if factors is not None:
         return factors[0], None
-    return None, OTHER_LOSS.with_fix(limits.dr_grpo_fix)
+    return None, OTHER_LOSS.with_fix(reasons.dr_grpo_fix)
 
 
 def reward_products(

@@ -18,32 +18,34 @@ from rl_training.entropy.changed_steps import (
 )
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
-from rl_training.statistics.estimate import stderr_limit
+from rl_training.statistics.estimate import stderr_reason
 from rl_training.statistics.jackknife import jackknife_covariance
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction, StepData
 from rl_training.step.passes import Passes
 
 
-def paired_effects_limit(step: StepData, prediction: EntropyPrediction, off_policy: Limit) -> Limit | None:
-    """Return the limit if the step can have no paired effects with errors, or None.
+def paired_effects_reason(step: StepData, prediction: EntropyPrediction, off_policy: Unavailable) -> Unavailable | None:
+    """Return why the step can have no paired effects with errors, or None.
 
     Args:
         step: The step.
         prediction: Its predicted change of entropy.
-        off_policy: The limit to return for an off-policy step.
+        off_policy: The reason to return for an off-policy step.
     """
-    reused = step.limits.reused
+    reused = step.reasons.reused
     other_policy = None if step.batch.rollout.on_policy else off_policy
-    return reused or other_policy or prediction.limit or prediction.forward_limit or stderr_limit(step.batch.num_folds)
+    return (
+        reused or other_policy or prediction.reason or prediction.forward_reason or stderr_reason(step.batch.num_folds)
+    )
 
 
 class StepByFolds:
     """The updates without each fold, X of each fold, and the counts that products are divided by.
 
-    Only valid if `paired_effects_limit` returns None.
+    Only valid if `paired_effects_reason` returns None.
     """
 
     def __init__(self, prediction: EntropyPrediction) -> None:
@@ -83,7 +85,7 @@ def paired_effects(
 ) -> dict[str, Pair]:
     """Return ΔH per token and Δreward per response of each change, by name. Collective.
 
-    Only valid if `paired_effects_limit` returns None.
+    Only valid if `paired_effects_reason` returns None.
 
     Args:
         step: The step.
@@ -98,7 +100,7 @@ def paired_effects(
     reduce = passes.ranks.reduce
     unchanged = step.batch.loss_weights.stacked()
     added_weights = {name: table - unchanged for name, table in weights.items()}
-    without_basis, by_basis = changes_by_basis(added_weights, None if step.limits.other_terms else unchanged, reduce)
+    without_basis, by_basis = changes_by_basis(added_weights, None if step.reasons.other_terms else unchanged, reduce)
     directions = [Direction(folds.rows)]
     names = list(by_basis)
     reward_weights = [reward] if isinstance(reward, LossWeights) else []
@@ -138,7 +140,7 @@ def gradient_shares(
 ) -> GradientShares:
     """Return how much of ΔH comes from the step's fresh gradient, and from each of these weightings. Collective.
 
-    Only valid if `paired_effects_limit` returns None.
+    Only valid if `paired_effects_reason` returns None.
     """
     folds = StepByFolds(prediction)
 

@@ -6,24 +6,24 @@ A fold holds whole prompts.
     backward  Σ_k n_k X_k · δθ_before / N   the previous step's update, which is independent of this batch
     reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
-Where each quantity is calculated, and which limits (step/limits.py) make it nan:
+Where each quantity is calculated, and which reasons (step/reasons.py) make it nan:
 
-    all of them         X: fold_gradients.py                          `limit`, from _entropy_gradient_limit:
+    all of them         X: fold_gradients.py                          `reason`, from _entropy_gradient_reason:
                                                                       sampling_mismatch, split_prompts, one_response,
                                                                       hooked, no_sampling_logps, sampler_too_far,
                                                                       no_tokens; from step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
     entropy             levels_of_folds in fold_gradients.py          no others
-    forward, its        _LeaveOneOutProducts in products.py           `forward_limit`, from _forward_limit: the
+    forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: the
     splits, unclipped                                                 optimizer has no formula (optim/state.py),
-                                                                      one_fold, reused, `rows_limit`
+                                                                      one_fold, reused, `rows_reason`
                                                                       (engine/build_step.py)
-    backward            FoldProducts._add in products.py              `backward_limit`: first_step, step_not_measured,
-                                                                      step_taken_again, or the previous step's limit
+    backward            FoldProducts._add in products.py              `backward_reason`: first_step, step_not_measured,
+                                                                      step_taken_again, or the previous step's reason
                                                                       (previous_update.py); reused
     reuse               FoldProducts._multiply in products.py         the optimizer has no formula
-    change of length    statistic in fold_sums.py                     `forward_limit`
-    change of reward,   reward_products in length_and_reward.py       `forward_limit`, and `reward_limit`, from
+    change of length    statistic in fold_sums.py                     `forward_reason`
+    change of reward,   reward_products in length_and_reward.py       `forward_reason`, and `reward_reason`, from
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
                                                                       no_rewards, no_others, relative_rewards,
                                                                       no_sampling_logps
@@ -35,7 +35,7 @@ All of them are nan if engine/verifier.py finds, after the step, that the optimi
 Example: a KL term in the loss is part of the loss's weights on log-probabilities, so in this table it affects only
 `delta_reward/forward`. That is nan (other_loss, from _step_gradient_factor in length_and_reward.py), because the step's
 gradient is no longer a multiple of the reward's, except at the reference policy, where the term's gradient is 0. The
-same requirement makes two things outside this table nan: the split of `gns` (_split_limit in probes/gns.py), and
+same requirement makes two things outside this table nan: the split of `gns` (_split_reason in probes/gns.py), and
 interventions that need Dr-GRPO's loss or its advantages (unavailable_reason in interventions/named.py).
 
 Vectors hold this rank's entries, and a fold may have sequences on several ranks. Products are sums over entries, so
@@ -75,12 +75,12 @@ from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
 from rl_training.parallel.sums import square_norm
 from rl_training.parallel.vectors import Vector
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction, StepData
-from rl_training.step.limits import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Limits
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Reasons
 from rl_training.step.score_check import ScoreCheck
 
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
@@ -100,9 +100,9 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     """
     batch, ranks = step.batch, passes.ranks
     settings, labels = previous.settings, previous.attribution.all_labels
-    limit = _entropy_gradient_limit(batch, ranks, step.limits)
-    if limit:
-        return _without_entropy_gradient(step, passes, previous, limit)
+    reason = _entropy_gradient_reason(batch, ranks, step.reasons)
+    if reason:
+        return _without_entropy_gradient(step, passes, previous, reason)
     ratios = prefix_ratios(batch, ranks)
     levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
@@ -111,13 +111,13 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     updates = _updates(step, ranks)
     check = ScoreCheck(batch, passes.policy, passes.residual_test)
     products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
-    backward_limit = previous.limit(step.number) or step.limits.reused
+    backward_reason = previous.reason(step.number) or step.reasons.reused
     intended, rounded = _compute_updates(step, updates.whole, previous)
     prediction = EntropyPrediction(
         settings,
         labels,
-        forward_limit=_forward_limit(step),
-        backward_limit=backward_limit,
+        forward_reason=_forward_reason(step),
+        backward_reason=backward_reason,
         intended=intended,
         update=rounded,
         levels=levels,
@@ -125,32 +125,32 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
         leave_one_out=updates.leave_one_out,
     )
     previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
-    seen = check.limit(ranks.reduce, step.limits)
+    seen = check.reason(ranks.reduce, step.reasons)
     if seen:  # the updates remain valid: they do not depend on these scores
         return EntropyPrediction(settings, labels, seen, seen, intended=intended, update=rounded)
     return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
 
 
 def _without_entropy_gradient(
-    step: StepData, passes: Passes, previous: PreviousUpdate, limit: Limit
+    step: StepData, passes: Passes, previous: PreviousUpdate, reason: Unavailable
 ) -> EntropyPrediction:
     """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
-    previous.leave_out(step.number, limit)
+    previous.leave_out(step.number, reason)
     if passes.residual_test is not None:
-        passes.residual_test.leave_out(limit)
-    return EntropyPrediction(previous.settings, previous.attribution.all_labels, limit)
+        passes.residual_test.leave_out(reason)
+    return EntropyPrediction(previous.settings, previous.attribution.all_labels, reason)
 
 
-def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
-    """Return the limit if the step can have no X, or None. Collective if the rollout has sampling_logps.
+def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
+    """Return why the step can have no X, or None. Collective if the rollout has sampling_logps.
 
     X needs all responses to each prompt. They must be sampled from the policy, or from a sampler whose
     log-probabilities are known.
     """
     log_ratios = batch.log_ratios()
-    limit = limits.sampling_mismatch or limits.no_baseline or limits.hooked
-    if limit or log_ratios is None:
-        return limit or NO_SAMPLING_LOGPS
+    reason = reasons.sampling_mismatch or reasons.no_baseline or reasons.hooked
+    if reason or log_ratios is None:
+        return reason or NO_SAMPLING_LOGPS
     if batch.rollout.sampling_logps is None:
         return None
     total, total_of_squares = ranks.reduce(kish_sums(log_ratios.sum(dim=1).exp())).tolist()
@@ -158,10 +158,10 @@ def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit
     return None if ess >= MIN_ESS else TOO_FAR.formatted(ess=ess, least=MIN_ESS)
 
 
-def _forward_limit(step: StepData) -> Limit | None:
-    """Return the limit if no fold can be left out of the step, or None."""
-    limits = step.limits
-    return step.optimizer.limit or step.gradients.rows_limit or limits.one_fold or limits.reused
+def _forward_reason(step: StepData) -> Unavailable | None:
+    """Return why no fold can be left out of the step, or None."""
+    reasons = step.reasons
+    return step.optimizer.reason or step.gradients.rows_reason or reasons.one_fold or reasons.reused
 
 
 def _updates(step: StepData, ranks: Ranks) -> Updates:
@@ -179,7 +179,7 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     whole = StepUpdate(pieces, mean, clip=float(clipping(ranks.reduce(square), max_grad_norm)))
     if not layout.is_large and not step.optimizer.rounding_reason:
         whole = dataclasses.replace(whole, held=compute_update(layout, whole))
-    if gradients.rows is None or _forward_limit(step):
+    if gradients.rows is None or _forward_reason(step):
         return Updates(whole)
     folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
     return Updates(whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole))

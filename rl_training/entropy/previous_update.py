@@ -12,10 +12,10 @@ from rl_training.entropy.averaged_errors import AveragedErrors
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
+from rl_training.step.reasons import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PreviousUpdate:
         self.step: int | None = state.step or None  # the last step; None before the first
         self.errors = AveragedErrors(state.errors, settings.error_decay)
         self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
-        self._limit: Limit | None = None  # why δθ of `step` is unknown
+        self._reason: Unavailable | None = None  # why δθ of `step` is unknown
         self.settings = settings
         self.device = "cpu" if offload else None  # where tensors by fold are kept; None: on the parameters' device
         self.peak_bytes = 0  # bytes of all vectors that the last step held at once
@@ -84,20 +84,20 @@ class PreviousUpdate:
         """Return δθ of step − 1, or None if it is unknown."""
         return self.update if self.step == step - 1 else None
 
-    def limit(self, step: int) -> Limit | None:
-        """Return the limit of `backward` if δθ of step − 1 is unknown, or None."""
+    def reason(self, step: int) -> Unavailable | None:
+        """Return why δθ of step − 1 is unknown, or None."""
         if self.step is None:
             return FIRST_STEP
         if self.step >= step:
             return STEP_TAKEN_AGAIN
         if self.step != step - 1:
             return STEP_NOT_MEASURED.formatted(step=step - 1)
-        return self._limit
+        return self._reason
 
     def release(self) -> Vector | None:
         """Return the last δθ, if there is one, for the next one to be written over it. `keep` must follow."""
         update, self.update = self.update, None
-        self._limit = FAILED.prefixed(f"step {self.step}")
+        self._reason = FAILED.prefixed(f"step {self.step}")
         return update
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
@@ -105,15 +105,15 @@ class PreviousUpdate:
         self.step = step
         self.errors.begin()
         self.update = update
-        self._limit = None
+        self._reason = None
         self._old_weights = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
-    def leave_out(self, step: int, limit: Limit) -> None:
-        """Record a step without keeping its δθ, because of this limit."""
+    def leave_out(self, step: int, reason: Unavailable) -> None:
+        """Record a step without keeping its δθ, for this reason."""
         self.step = step
         self.errors.begin()
         self._old_weights = {}
-        self.forget(limit)
+        self.forget(reason)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Calculate δθ from the weights after a step, if the weights before it are kept."""
@@ -123,7 +123,7 @@ class PreviousUpdate:
             self.update = self._layout.vector(changes)
             self._old_weights = {}
 
-    def forget(self, limit: Limit) -> None:
-        """Discard δθ of the last step, and keep `limit` as the reason."""
+    def forget(self, reason: Unavailable) -> None:
+        """Discard δθ of the last step, and keep the reason."""
         self.update = None
-        self._limit = limit.prefixed(f"step {self.step}")
+        self._reason = reason.prefixed(f"step {self.step}")

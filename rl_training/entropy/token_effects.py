@@ -38,7 +38,7 @@ ATTEMPTS = 4
 def iter_token_products(batch: Batch, prediction: EntropyPrediction, passes: Passes) -> Iterator[Tensor]:
     """Yield for each fold k the summands of X_k · a_(−k) ∘ g_(−k) by token, (B, T) fp64; 0 in fold k. Collective.
 
-    Only valid if `paired_effects_limit` returns None.
+    Only valid if `paired_effects_reason` returns None.
     """
     folds, weights, sizes = StepByFolds(prediction), batch.loss_weights, batch.fold_sizes
     has_weight = rows_with_weight([weights])

@@ -101,7 +101,7 @@ class TrapezoidSum:
             half_step_stderr: The error of ½(forward + backward), which share this batch's noise.
         """
         zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
-        limit = backward.reason or forward.reason or MISSING_TERM
+        no_term = backward.reason or forward.reason or MISSING_TERM
         batch_fields: dict[str, Any] = {
             "step": step,
             "level": level.value,
@@ -115,7 +115,7 @@ class TrapezoidSum:
             first = dataclasses.replace(self, **batch_fields, first_level=level.value, first_level_stderr=level.stderr)
             unknown = (nans, nans, ones)
             zero = (zeros, zeros, ones)
-            return first, _terms(step - 1, (limit, "", ""), (unknown, zero, zero))
+            return first, _terms(step - 1, (no_term, "", ""), (unknown, zero, zero))
         trapezoid = 0.5 * ((self.forward if self.step == step - 1 else nans) + backward.value)
         stderr = 0.5 * torch.hypot(self.forward_stderr, backward.stderr)
         batches = _batches_of_sum(
@@ -123,12 +123,12 @@ class TrapezoidSum:
         )
         extended = dataclasses.replace(self, **batch_fields, **_fields_after(self, step, level, backward, trapezoid))
         predicted, error, batches_of_sum = _total(extended)
-        reason = "" if predicted.isfinite().any() else limit
+        reason = "" if predicted.isfinite().any() else no_term
         remark = NO_BAR if error.isnan().all() else _remark(extended.bridged)
         measured_stderr = torch.hypot(level.stderr, self.first_level_stderr)
         terms = _terms(
             step - 1,
-            (limit, reason, ""),
+            (no_term, reason, ""),
             (
                 (trapezoid, stderr, batches),
                 (predicted, error, batches_of_sum),

@@ -29,15 +29,17 @@ from rl_training.evaluation.pass_at_k import majority_vote, pass_at_k
 from rl_training.evaluation.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
 
 BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
-NO_ANSWER = Limit("no_given_answer", "the task does not define how to read an answer (Task.given_answer)")
-NO_GREEDY = Limit("no_greedy", "greedy decoding is off (evaluation.greedy)")
-NO_REFERENCE = Limit("no_reference", "no first model to compare with (evaluation.kl is off, or the run is unknown)")
+NO_ANSWER = Unavailable("no_given_answer", "the task does not define how to read an answer (Task.given_answer)")
+NO_GREEDY = Unavailable("no_greedy", "greedy decoding is off (evaluation.greedy)")
+NO_REFERENCE = Unavailable(
+    "no_reference", "no first model to compare with (evaluation.kl is off, or the run is unknown)"
+)
 
 
 def response_metrics(

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import jackknife_stderr
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import mean_of
 
-ONE_PROMPT = Limit("one_prompt", "one prompt has no standard error")
-ZERO_DENOMINATOR = Limit("zero_denominator", "its denominator is 0 over all prompts")
+ONE_PROMPT = Unavailable("one_prompt", "one prompt has no standard error")
+ZERO_DENOMINATOR = Unavailable("zero_denominator", "its denominator is 0 over all prompts")
 
 
 def mean_over_prompts(values: Tensor) -> Estimate:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,6 @@ from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 
-NUMBER_PATTERN = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # a number in the text of a reason
 MAX_NAMED_ESTIMATES = 3  # missing estimates that a warning names; the report lists all of them
 
 
@@ -60,7 +58,7 @@ class EstimateWriter:
         self._step_time = 0.0  # duration of the last step, in seconds
         self._longer_responses = longer_responses
         self._has_warned_of_equal_rewards = False
-        self._num_missing_steps: Counter[str] = Counter()  # number of steps with missing estimates, by limit
+        self._num_missing_steps: Counter[str] = Counter()  # steps with missing estimates, by reason
 
     def finish(self, number: int) -> dict[str, float]:
         """End the driver's step, write its sequences and estimates, and return the numbers to log.
@@ -149,22 +147,22 @@ class EstimateWriter:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
 
     def _warn_of_missing(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
-        """Warn once about each limit that makes estimates nan, at its second step: at the first, some always are.
+        """Warn once about each reason that makes estimates nan, at its second step: at the first, some always are.
 
-        Reasons of one limit may differ in the step's numbers that their texts quote, so numbers are removed to compare.
+        A reason with a code is known by it: its text may quote numbers of the step.
         """
         missing: dict[str, list[str]] = {}
-        reasons: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for name, estimate in itertools.chain.from_iterable(by_name.items() for by_name in estimates.values()):
             if math.isnan(estimate.value):
-                limit = NUMBER_PATTERN.sub("", estimate.reason)
-                missing.setdefault(limit, []).append(name)
-                reasons.setdefault(limit, estimate.reason)
-        for limit, names in missing.items():
-            self._num_missing_steps[limit] += 1
-            if self._num_missing_steps[limit] == 2 and all_ranks().number == 0:
+                code = estimate.code or estimate.reason
+                missing.setdefault(code, []).append(name)
+                texts.setdefault(code, estimate.reason)
+        for code, names in missing.items():
+            self._num_missing_steps[code] += 1
+            if self._num_missing_steps[code] == 2 and all_ranks().number == 0:
                 more = f" and {len(names) - MAX_NAMED_ESTIMATES} more" if len(names) > MAX_NAMED_ESTIMATES else ""
-                logger.warning(f"not measured: {', '.join(names[:MAX_NAMED_ESTIMATES])}{more}: {reasons[limit]}")
+                logger.warning(f"not measured: {', '.join(names[:MAX_NAMED_ESTIMATES])}{more}: {texts[code]}")
 
 
 def as_records(given: Any) -> Records | None:

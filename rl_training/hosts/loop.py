@@ -37,8 +37,8 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.records.jsonl import Records
 from rl_training.statistics.estimate import Estimate
-from rl_training.step import limits
-from rl_training.step.limits import Fixes, Limits
+from rl_training.step import reasons
+from rl_training.step.reasons import Fixes, Reasons
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def measured_loop(
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
-        limits=Limits(
-            sampling_mismatch=limits.sampling_mismatch(sampling_mismatch),
+        reasons=Reasons(
+            sampling_mismatch=reasons.sampling_mismatch(sampling_mismatch),
             no_fresh_responses=None if sample is not None else NO_SAMPLE,
         ),
         fixes=Fixes(dr_grpo=DR_GRPO_FIX if dr_grpo else ""),

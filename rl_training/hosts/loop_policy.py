@@ -14,10 +14,10 @@ from rl_training.policy.policy import Policy, draws_of_rank
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scorer import Scorer
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 Sample = Callable[[int], Rollout]
-NO_SAMPLE = Limit(
+NO_SAMPLE = Unavailable(
     "no_sample",
     "fresh responses are needed, and the loop does not say how to sample them",
     fix="measured_loop(..., sample=...)",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rl_training.errors import UserError
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
-from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.hosts.trl.versions import enable_checkpointing
@@ -174,7 +174,7 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file, also for checkpoints that DeepSpeed wrote"
         )
-    otherwise = sampling_limit(trainer)
+    otherwise = sampling_reason(trainer)
     if otherwise:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:
@@ -269,7 +269,7 @@ def refuse_without_gradients(
 
 def _refuse_other_moments(shard: Shard, optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
-        raise UserError(f"the step after {checkpoint} has no formula: {optimizer.limit}")
+        raise UserError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
     if optimizer.rounding_reason:
         raise UserError(
             f"{optimizer.rounding_reason}, whose rounding changes the step: analyze with model.dtype=float32"

@@ -24,15 +24,15 @@ from torch import Tensor
 from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
 from rl_training.parallel.fusion import Product, plus, plus_product, plus_quotient
 from rl_training.parallel.sharding import dtype_name
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import WARM_STEPS
+from rl_training.statistics.unavailable import Unavailable
 
 # Steps after which the change of a step is nearly linear in a small change of the gradient. Before, v is made of so few
 # gradients that the step is close to their sign. In four runs of the default task, linear errors of `forward` were 0.4
 # to 3.5 times the exact ones at the first step, 0.83 to 1.48 at the third, and 0.91 to 1.06 from the sixth on.
 SMOOTH_STEPS = 5
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
-NO_AMSGRAD = Limit("no_formula", "amsgrad and maximize have no formula here")
+NO_AMSGRAD = Unavailable("no_amsgrad_formula", "amsgrad and maximize have no formula here")
 NO_DECAY = (
     "Adam's second moment never decays: it is kept in {dtype}, where {beta2} times a number rounds to the same number. "
     "If gradients become smaller, steps become too small: use adam_beta2=0.99, or weights in float32"
@@ -181,12 +181,12 @@ def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -
     )
 
 
-def _limit(optimizer: torch.optim.Optimizer) -> Limit | None:
+def _reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
     return NO_AMSGRAD if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) else None
 
 
-ADAMW = StepFormula("torch.optim.adamw.AdamW", _read, _limit)
-ADAM = StepFormula("torch.optim.adam.Adam", _read, _limit)
+ADAMW = StepFormula("torch.optim.adamw.AdamW", _read, _reason)
+ADAM = StepFormula("torch.optim.adam.Adam", _read, _reason)
 
 
 def adamw_delta(

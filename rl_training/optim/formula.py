@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_training.parallel.fusion import Product
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 
 class UpdateParts(NamedTuple):
@@ -40,7 +40,7 @@ class OptimizerState(abc.ABC):
     """
 
     # A step that differs from `total` by more than this share of its norm did not follow the formula.
-    error_limit: ClassVar[float] = 1e-3
+    max_error: ClassVar[float] = 1e-3
 
     lr: float
     weight_decay: float | Tensor  # one number per parameter; with `can_join_decays` it may be one per entry
@@ -126,7 +126,7 @@ class OptimizerState(abc.ABC):
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]
 
 
-def no_limit(optimizer: torch.optim.Optimizer) -> Limit | None:
+def no_reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
     """Return None: every setting of the optimizer has a formula."""
     return None
 
@@ -138,4 +138,6 @@ class StepFormula:
     optimizer: str  # the full name of the class; its library need not be installed
     # Reads (weights, (n,); the optimizer's state of them, empty before the first step; their parameter group).
     read: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], OptimizerState]
-    limit: Callable[[torch.optim.Optimizer], Limit | None] = no_limit  # why the optimizer's settings have no formula
+    reason: Callable[[torch.optim.Optimizer], Unavailable | None] = (
+        no_reason  # why the optimizer's settings have no formula
+    )

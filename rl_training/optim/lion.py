@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-NOT_32_BITS = Limit("no_formula", "Lion with 8-bit or paged moments has no formula here", "optim=lion_32bit")
+NOT_32_BITS = Unavailable(
+    "no_8_bit_formula", "Lion with 8-bit or paged moments has no formula here", "optim=lion_32bit"
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LionState(OptimizerState):
 
     # Rounding of the clipped gradient may flip the sign of an entry whose c is nearly 0, which moves the step by
     # 2 / √entries of its norm: 0.004 for 2^18 compared entries. Below 10,000 entries one flipped sign is too much.
-    error_limit: ClassVar[float] = 0.02
+    max_error: ClassVar[float] = 0.02
 
     exp_avg: Tensor  # m, shaped like the parameter
     step: int  # steps already taken
@@ -96,8 +98,8 @@ def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -
     )
 
 
-def _limit(optimizer: Any) -> Limit | None:
+def _reason(optimizer: Any) -> Unavailable | None:
     return NOT_32_BITS if optimizer.args.optim_bits != 32 or optimizer.is_paged else None
 
 
-LION = StepFormula("bitsandbytes.optim.lion.Lion", _read, _limit)
+LION = StepFormula("bitsandbytes.optim.lion.Lion", _read, _reason)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
 from rl_training.parallel.fusion import Product
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-NO_MAXIMIZE = Limit("no_formula", "maximize has no formula here")
+NO_MAXIMIZE = Unavailable("no_maximize_formula", "maximize has no formula here")
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -
     )
 
 
-def _limit(optimizer: torch.optim.Optimizer) -> Limit | None:
+def _reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
     return NO_MAXIMIZE if any(group["maximize"] for group in optimizer.param_groups) else None
 
 
-SGD = StepFormula("torch.optim.sgd.SGD", _read, _limit)
+SGD = StepFormula("torch.optim.sgd.SGD", _read, _reason)

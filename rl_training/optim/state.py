@@ -15,9 +15,9 @@ from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState
 from rl_training.optim.supported import formula_of
 from rl_training.parallel.sharding import Shard, dtype_name
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-NOT_IN_OPTIMIZER = Limit("not_in_optimizer", "parameter {name} is trainable but not in the optimizer")
+NOT_IN_OPTIMIZER = Unavailable("not_in_optimizer", "parameter {name} is trainable but not in the optimizer")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OptimizerView:
 
     states: Mapping[str, OptimizerState] | None  # by parameter name; None if the step has no formula
     max_grad_norm: float  # gradient clipping threshold; inf if there is none
-    limit: Limit | None = None  # why `states` is None
+    reason: Unavailable | None = None  # why `states` is None
     rounding_reason: str = ""  # names a parameter kept in less than fp32 and its dtype, if rounding changes the step
 
     @property
@@ -35,9 +35,9 @@ class OptimizerView:
         return any(state.is_sign_based for state in (self.states or {}).values())
 
     @property
-    def error_limit(self) -> float:
+    def max_error(self) -> float:
         """A step that differs from the formula by more than this share of its norm did not follow it."""
-        return max((state.error_limit for state in (self.states or {}).values()), default=OptimizerState.error_limit)
+        return max((state.max_error for state in (self.states or {}).values()), default=OptimizerState.max_error)
 
     @property
     def steady_state_factor(self) -> float:
@@ -83,7 +83,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     optimizer = shard.optimizer
     max_grad_norm = shard.max_grad_norm
     formula = formula_of(optimizer, shard.readable_optimizers)
-    if isinstance(formula, Limit):
+    if isinstance(formula, Unavailable):
         return OptimizerView(None, max_grad_norm, formula)
     groups = shard.groups()
     weights = shard.weights()

@@ -10,17 +10,17 @@ from rl_training.optim.adamw import ADAM, ADAMW
 from rl_training.optim.formula import StepFormula
 from rl_training.optim.lion import LION
 from rl_training.optim.sgd import SGD
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 FORMULAS = (ADAMW, ADAM, SGD, LION)
-NO_FORMULA = Limit(
+NO_FORMULA = Unavailable(
     "no_formula",
     "the step of {optimizer} has no formula here, only those of {supported} do",
     fix="the probe named measured still measures its effect",
 )
 
 
-def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | None = None) -> StepFormula | Limit:
+def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | None = None) -> StepFormula | Unavailable:
     """Return the formula of an optimizer's step, or why there is none.
 
     Args:
@@ -33,7 +33,7 @@ def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | Non
         # The message names the library, because bitsandbytes has an AdamW too, with 8-bit states.
         return NO_FORMULA.formatted(optimizer=_with_library(full_name), supported=list_names(formulas))
     formula = formulas[full_name]
-    return formula.limit(optimizer) or formula
+    return formula.reason(optimizer) or formula
 
 
 def _with_library(full_name: str) -> str:

@@ -10,13 +10,13 @@ from torch import Tensor
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, first_tokens
 from rl_training.policy.rotary import depends_on_longest_row
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 ROWS = 4  # responses per rank: those with the most padding
 TOKENS = 128  # the first tokens of each response
-LIMIT = 0.01  # nats: largest mean difference per token
-LIMIT_ROUNDED = 0.1  # the same for weights below fp32
-PADDING_MATTERS = Limit(
+MAX_DIFFERENCE = 0.01  # nats: largest mean difference per token
+MAX_DIFFERENCE_ROUNDED = 0.1  # the same for weights below fp32
+PADDING_MATTERS = Unavailable(
     "padding_matters",
     "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
     "embeddings?), so sampling, training and measurement see different policies",
@@ -33,14 +33,14 @@ class PaddingCheck:
     def __init__(self) -> None:
         self._count = 0
         self._next = 1
-        self._limit: Limit | None = None
+        self._reason: Unavailable | None = None
 
-    def limit(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
-        """Return the limit if padding matters for this model, else None; the same on every rank. Collective."""
+    def reason(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+        """Return that padding matters for this model, or None; the same on every rank. Collective."""
         self._count += 1
-        if self._limit or self._count < self._next or depends_on_longest_row(policy.model):
+        if self._reason or self._count < self._next or depends_on_longest_row(policy.model):
             # For models with such tables, this cannot tell padding from length: step/score_check.py checks them.
-            return self._limit
+            return self._reason
         self._next *= 10
         rollout = first_tokens(rollout, TOKENS)
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
@@ -50,6 +50,6 @@ class PaddingCheck:
         mask = unpadded.mask.bool()
         difference = (unpadded.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
         total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
-        tolerance = LIMIT_ROUNDED if policy.scorer.rounding_reason else LIMIT
-        self._limit = PADDING_MATTERS if count and not total / count <= tolerance else None
-        return self._limit
+        tolerance = MAX_DIFFERENCE_ROUNDED if policy.scorer.rounding_reason else MAX_DIFFERENCE
+        self._reason = PADDING_MATTERS if count and not total / count <= tolerance else None
+        return self._reason

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_training.errors import UserError
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Origin:
     """Why sequences are not the latest policy's own sample with the same number of responses per prompt."""
 
     # They were not sampled from a policy whose log-probabilities are known.
-    sample_limit: Limit | None = None
+    sample_reason: Unavailable | None = None
     # Responses cannot be matched to prompts, or prompts have different numbers of responses.
-    groups_limit: Limit | None = None
+    groups_reason: Unavailable | None = None
     learned: bool = False  # whether a step has already trained on some of them, in an earlier rollout
 
 
@@ -55,8 +55,8 @@ class Rollout:
     images: Mapping[str, Any] | None = None  # further model inputs by name: a tensor or a list, B rows each
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None: unknown
     old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
-    # A Limit if they are not samples of the scored policy, "" if they are; None: the loop decides.
-    sampling_mismatch: Limit | Literal[""] | None = None
+    # Why they are not samples of the scored policy, "" if they are; None: the loop decides.
+    sampling_mismatch: Unavailable | Literal[""] | None = None
     origin: Origin = Origin()
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
     # (B,) each: values of several reward functions by name, whether or not they are part of `rewards`; nan: no value
@@ -104,10 +104,10 @@ def as_rollout(
 
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
-    """Return the joint origin of several rollouts: the first limit of each kind."""
+    """Return the joint origin of several rollouts: the first reason of each kind."""
     return Origin(
-        next((part.sample_limit for part in parts if part.sample_limit), None),
-        next((part.groups_limit for part in parts if part.groups_limit), None),
+        next((part.sample_reason for part in parts if part.sample_reason), None),
+        next((part.groups_reason for part in parts if part.groups_reason), None),
         any(part.learned for part in parts),
     )
 

@@ -30,7 +30,7 @@ class CovariancePredictorProbe(Probe):
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             ctx.sum_by_fold(terms),
-            no_bar=ctx.limits.split_prompts,
+            no_bar=ctx.reasons.split_prompts,
             few=FEW_FOLDS,
         )
         return Reading(measured=estimates)

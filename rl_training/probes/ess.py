@@ -24,15 +24,14 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import NOT_FINITE, Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import NO_SAMPLING_LOGPS
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
-NO_WEIGHT = Limit("no_weight", "every advantage of the step is zero, so no sequence has any weight")
-NO_RATIO = Limit("no_ratio", "a ratio to the sampler is more than float64 can hold, or not a number")
-NOT_FINITE = Limit("not_finite", "an advantage of the step is not a finite number")
+NO_WEIGHT = Unavailable("no_weight", "every advantage of the step is zero, so no sequence has any weight")
+NO_RATIO = Unavailable("no_ratio", "a ratio to the sampler is more than float64 can hold, or not a number")
 
 
 class EffectiveSampleSizeProbe(Probe):
@@ -46,7 +45,7 @@ class EffectiveSampleSizeProbe(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        batch, split = step.batch, ctx.limits.split_prompts
+        batch, split = step.batch, ctx.reasons.split_prompts
         distinct = batch.response
         order = batch.rollout.prompt_index.argsort()  # puts each prompt's responses next to each other
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
@@ -77,7 +76,7 @@ class EffectiveSampleSizeProbe(Probe):
 
         importance = kish_size_of_sums(*size_sums[:2])
         no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None
-        no_importance = ctx.limits.sampling_mismatch or no_ratios
+        no_importance = ctx.reasons.sampling_mismatch or no_ratios
         estimates = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),

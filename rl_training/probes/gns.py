@@ -31,14 +31,13 @@ from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import response_index
 from rl_training.statistics import noise_scale as noise
-from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
 from rl_training.statistics.noise_scale import BOUNDS
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 
 MIN_WEIGHT = 1e-4  # a step is dropped once its weight decay^age is below this
 CHANNELS = ("all", "adam", *KINDS, "split")  # pairs: (tr Σ, |G|²); for "split", tr Σ (between, within)
-NOT_FINITE = Limit("not_finite", "the step's gradient is not a finite number")
 NOT_SPLIT = "the trace can be split only for Dr-GRPO's loss"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
@@ -100,7 +99,7 @@ class GradientNoiseScaleProbe(Probe):
     def measure(self, ctx: StepContext, state: NoiseHistory) -> Reading:
         step = ctx.step
         blocks, group = step.batch.num_folds, step.batch.responses_per_prompt
-        reason = step.gradients.rows_limit or ctx.limits.reused or ctx.limits.copied_groups or ctx.limits.one_fold
+        reason = step.gradients.rows_reason or ctx.reasons.reused or ctx.reasons.copied_groups or ctx.reasons.one_fold
         if reason:
             names = NAMES + SPLIT * bool(self.split_prompts)
             return Reading(measured=dict.fromkeys(names, Estimate.missing(reason)), state=state)
@@ -110,12 +109,12 @@ class GradientNoiseScaleProbe(Probe):
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
         moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
-        split_limit = _split_limit(ctx) if self.split_prompts else None
-        if self.split_prompts and not split_limit:
+        split_reason = _split_reason(ctx) if self.split_prompts else None
+        if self.split_prompts and not split_reason:
             same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
             moments[-1] = noise.split_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         history = state.add(moments, step.number, self.decay)
-        return Reading(measured=self._estimates(ctx, history, int(blocks), batch_size, split_limit), state=history)
+        return Reading(measured=self._estimates(ctx, history, int(blocks), batch_size, split_reason), state=history)
 
     def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         remark = ctx.gradient_remark
@@ -126,10 +125,10 @@ class GradientNoiseScaleProbe(Probe):
         return replace(reading, measured={**reading.measured, **remarked})
 
     def _estimates(
-        self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_limit: Limit | None
+        self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_reason: Unavailable | None
     ) -> dict[str, Estimate]:
         raw = history.moments[-1, 0]
-        reason = NO_RAW_ERROR if raw.isfinite().all() else NOT_FINITE
+        reason = NO_RAW_ERROR if raw.isfinite().all() else NOT_FINITE_GRADIENT
         estimates = {
             name: Estimate(value, math.nan, blocks, reason) for name, value in zip(RAW, raw.tolist(), strict=True)
         }
@@ -150,20 +149,20 @@ class GradientNoiseScaleProbe(Probe):
         kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
         estimates |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
-            split = [Estimate.missing(split_limit)] * 2 if split_limit else noise.means(averages["split"])
+            split = [Estimate.missing(split_reason)] * 2 if split_reason else noise.means(averages["split"])
             estimates |= dict(zip(SPLIT, split, strict=True))
         return estimates
 
 
-def _split_limit(ctx: StepContext) -> Limit | None:
-    """Return the limit if the noise cannot be split between prompts and responses, else None. Collective.
+def _split_reason(ctx: StepContext) -> Unavailable | None:
+    """Return why the noise cannot be split between prompts and responses, or None. Collective.
 
     The split is only valid for a gradient of rewards minus their groups' means, without other terms.
     """
-    if ctx.limits.sampling_mismatch:
-        return ctx.limits.sampling_mismatch
-    limit = ctx.reward_multiple_limit()
-    return limit and limit.prefixed(NOT_SPLIT)
+    if ctx.reasons.sampling_mismatch:
+        return ctx.reasons.sampling_mismatch
+    reason = ctx.reward_multiple_reason()
+    return reason and reason.prefixed(NOT_SPLIT)
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:

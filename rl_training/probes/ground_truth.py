@@ -40,13 +40,15 @@ from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
-NOT_FINITE = Limit("not_finite", "a log-probability or an entropy of the evaluation buffer is not a finite number")
-OVERFLOW = Limit("overflow", "the step changed a sequence's probability by more than float64 can hold")
-FEW_BLOCKS = Limit("few_blocks", "{count} blocks of sequences: an error bar needs {least}")
+NOT_FINITE = Unavailable(
+    "not_finite_evaluation", "a log-probability or an entropy of the evaluation buffer is not a finite number"
+)
+OVERFLOW = Unavailable("overflow", "the step changed a sequence's probability by more than float64 can hold")
+FEW_BLOCKS = Unavailable("few_blocks", "{count} blocks of sequences: an error bar needs {least}")
 MAX_SEQUENCES = 65536
 SUFFIXES = ("", "_sequence")
 PREDICTED = ("delta_h/evaluation", "delta_h/evaluation_error")
@@ -87,15 +89,15 @@ class GroundTruthProbe(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> BufferReading:
         step = ctx.step
-        no_truth, change = ctx.limits.no_fresh_responses, ctx.prediction
+        no_truth, change = ctx.reasons.no_fresh_responses, ctx.prediction
         num_targets = 1 + change.settings.per_sequence
-        limit = no_truth or change.limit or step.optimizer.limit
+        reason = no_truth or change.reason or step.optimizer.reason
         names = [f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]]
-        missing = dict.fromkeys(names, Estimate.missing(limit or "not measured yet"))
+        missing = dict.fromkeys(names, Estimate.missing(reason or "not measured yet"))
         if no_truth:
             return BufferReading(missing)
         buffer, floor = self._draw(ctx)
-        if limit:
+        if reason:
             return BufferReading(missing, buffer=buffer, floor=floor)
         blocks = buffer.blocks(len(step.batch.microbatch_rows[0]))
         prediction = predicted_change(ctx, buffer, blocks, num_targets), blocks
@@ -104,7 +106,7 @@ class GroundTruthProbe(Probe):
     def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         assert isinstance(reading, BufferReading)
         if reading.buffer is None:
-            no_truth = ctx.limits.no_fresh_responses
+            no_truth = ctx.reasons.no_fresh_responses
             assert no_truth is not None
             return Reading(reading.predicted, dict.fromkeys(MEASURED, Estimate.missing(no_truth)))
         return self._measured(ctx, reading, reading.buffer)

@@ -35,8 +35,8 @@ from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, parse_interventions
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 
 DEFAULT_INTERVENTIONS = ("bonus", "psr", "nsr", "lr", "clip_cov")
@@ -49,20 +49,20 @@ PLAIN_METRICS = tuple(
 )
 KEPT = "/kept"  # suffix: the running mean of an intervention's kept effect
 MIN_DELTA_H = 1e-4  # nats: measurements did not confirm smaller predictions
-OFF_POLICY = Limit(
-    "off_policy",
+OFF_POLICY = Unavailable(
+    "off_policy_effects",
     "off-policy: where ratios differ from 1, predictions came out 1.6 times too large",
     fix="use one step per rollout",
 )
-INTERVAL_INCLUDES_ZERO = Limit("interval_holds_0", "the interval of its ΔH includes 0")
-TOO_SMALL = Limit("too_small", f"its ΔH is below {MIN_DELTA_H:g} nats")
+INTERVAL_INCLUDES_ZERO = Unavailable("interval_holds_0", "the interval of its ΔH includes 0")
+TOO_SMALL = Unavailable("too_small", f"its ΔH is below {MIN_DELTA_H:g} nats")
 BY_SIGN = "the step takes only the gradient's signs (Adam's first, Lion's always): its size ignores the gradient's"
-OTHER_BETAS = Limit("other_betas", "parameters with different betas have no common factor")
-NOT_LINEAR = Limit("not_linear", "the gradient is not linear in the strength")
-NO_STRENGTH = Limit("no_strength", "it has no strength")
-NO_FALL = Limit("no_fall", "entropy does not fall significantly at this step")
+OTHER_BETAS = Unavailable("other_betas", "parameters with different betas have no common factor")
+NOT_LINEAR = Unavailable("not_linear", "the gradient is not linear in the strength")
+NO_STRENGTH = Unavailable("no_strength", "it has no strength")
+NO_FALL = Unavailable("no_fall", "entropy does not fall significantly at this step")
 NO_BAR = "no error bar"
-NEVER_HALF = Limit("never_half", "no strength halves the fall: the rest of it comes from momentum")
+NEVER_HALF = Unavailable("never_half", "no strength halves the fall: the rest of it comes from momentum")
 
 
 class InterventionsProbe(Probe):
@@ -105,9 +105,9 @@ class InterventionsProbe(Probe):
 
     def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
         step = ctx.step
-        limit = ctx.effects_limit(OFF_POLICY)
-        if limit:
-            return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(limit)), state=state)
+        reason = ctx.effects_reason(OFF_POLICY)
+        if reason:
+            return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(reason)), state=state)
         with_reference = any("reference" in intervention.needs for intervention in self.which)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
@@ -122,7 +122,7 @@ class InterventionsProbe(Probe):
                 weights[intervention.name] = torch.cat([intervention.weights(part).stacked() for part in loss], dim=1)
         pairs = ctx.effects(changes, weights, reward)
         means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
-        no_reward = gradient.limit
+        no_reward = gradient.reason
         estimates = [*pairs[PLAIN].estimates(no_reward), *means[PLAIN].mean().estimates(no_reward)]
         for intervention in self.which:
             name = intervention.name
@@ -152,7 +152,7 @@ class InterventionsProbe(Probe):
         pair: Pair,
         factor: float,
         means: Mapping[str, RunningPair],
-        no_reward: Limit | None,
+        no_reward: Unavailable | None,
     ) -> list[Estimate]:
         """Return the QUANTITIES of an intervention at this step.
 

@@ -46,10 +46,10 @@ from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_sum import RunningSum
 from rl_training.statistics.running_variance import RunningVariance
-from rl_training.step.limits import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN
 from rl_training.step.score_check import ScoreCheck
 
 ENTROPY, LENGTH, REWARD = (
@@ -64,14 +64,14 @@ NAMES = (*CHANGES, KL, ESS, STEPS, LENGTH_SUM, REWARD_SUM)
 SPAN = 3  # steps to either side, if training's forward pass is rounded
 MAX_RESCORE_DIFFERENCE = 1e-5  # nats: largest mean difference between log-probabilities of the same weights in fp32
 MIN_ESS = 0.5  # share of the responses; with a smaller effective sample size, importance weights are worthless
-FIRST = Limit("first_step", "the weights before the last step are not known yet")
-OLD_ROLLOUT = Limit(
+FIRST = Unavailable("no_earlier_weights", "the weights before the last step are not known yet")
+OLD_ROLLOUT = Unavailable(
     "old_rollout",
     "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout",
 )
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
-LOW_ESS = Limit(
-    "too_far",
+LOW_ESS = Unavailable(
+    "low_ess",
     "the effective sample size is {ess:.2f} of the responses, below {least}",
     fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
 )
@@ -113,20 +113,20 @@ class MeasuredStepProbe(Probe):
         return WeightsBefore()
 
     def measure(self, ctx: StepContext, state: WeightsBefore) -> Reading:
-        limits, fresh = ctx.limits, ctx.step.batch.rollout.on_policy
-        limit = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
-        limit = limit or self._scores_limit(ctx)
+        reasons, fresh = ctx.reasons, ctx.step.batch.rollout.on_policy
+        reason = reasons.sampling_mismatch or reasons.no_baseline or (None if fresh else OLD_ROLLOUT)
+        reason = reason or self._scores_reason(ctx)
         names = names_of_changes(ctx.step.batch.rollout)
-        if limit:
-            missing = dict.fromkeys(with_sums(names), Estimate.missing(limit))
+        if reason:
+            missing = dict.fromkeys(with_sums(names), Estimate.missing(reason))
             return Reading(measured=missing, state=state)
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
         assert shard is not None
         is_repeated = state.step >= ctx.step.number
         if state.step and not is_repeated:
             estimates, changed = self._changes(ctx, names, state.weights.local(shard), state)
-            if ctx.limits.sampling_mismatch:  # its own passes have shown it
-                estimates = dict.fromkeys(with_sums(names), Estimate.missing(ctx.limits.sampling_mismatch))
+            if ctx.reasons.sampling_mismatch:  # its own passes have shown it
+                estimates = dict.fromkeys(with_sums(names), Estimate.missing(ctx.reasons.sampling_mismatch))
             else:
                 state = changed
         else:
@@ -143,13 +143,13 @@ class MeasuredStepProbe(Probe):
         number = response_index(ctx.step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
-    def _scores_limit(self, ctx: StepContext) -> Limit | None:
-        """Return the limit if the policy that probes score is not the trained one, else None. Collective."""
+    def _scores_reason(self, ctx: StepContext) -> Unavailable | None:
+        """Return why the policy that probes score is not the trained one, or None. Collective."""
         if ctx.has_entropy_gradient:
             return None  # making the entropy gradient has already compared the scores with training's
         check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.passes.residual_test)
         check.score_and_compare(self._rows(ctx))
-        return check.limit(ctx.ranks.reduce, ctx.step.limits)
+        return check.reason(ctx.ranks.reduce, ctx.step.reasons)
 
     def _changes(
         self, ctx: StepContext, names: Sequence[str], before: Mapping[str, Tensor], state: WeightsBefore
@@ -172,14 +172,14 @@ class MeasuredStepProbe(Probe):
             sums_of_responses(ctx.step.batch.scores, rows, terms, logs, have_others(rewards, rollout.prompt_index))
         )
         estimates = estimates_over_units(
-            (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.limits.copied_on_ranks
+            (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.reasons.copied_on_ranks
         )
         num_rewarded = ctx.ranks.reduce(by_prompt[:, -rewards.shape[1] :].sum(dim=0)).tolist()
         for name, count in zip(names[len(CHANGES) - 1 :], num_rewarded, strict=True):
             if not count:
                 estimates[name] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
-        if ctx.limits.relative_rewards:
-            estimates[REWARD] = Estimate.missing(ctx.limits.relative_rewards)
+        if ctx.reasons.relative_rewards:
+            estimates[REWARD] = Estimate.missing(ctx.reasons.relative_rewards)
         if estimates[ESS].value < MIN_ESS:
             far = Estimate.missing(LOW_ESS.formatted(ess=estimates[ESS].value, least=MIN_ESS))
             estimates |= dict.fromkeys(names, far)
@@ -254,7 +254,7 @@ def test_tokens(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores
     new = test.are_new(rows)
     scores = Scores(earlier.logps[new], earlier.entropies[new], earlier.mask[new], earlier.varentropies[new])
     test.add(rows[new], scores, log_ratios[new], rollout.untested)
-    test.decide(ctx.ranks.reduce, ctx.step.limits.reused, rollout.sampling_logps is not None)
+    test.decide(ctx.ranks.reduce, ctx.step.reasons.reused, rollout.sampling_logps is not None)
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:

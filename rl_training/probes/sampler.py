@@ -30,8 +30,8 @@ from rl_training.options import check_flag
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS, NOT_DRAWN
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import NO_REWARDS, NO_SAMPLING_LOGPS, NOT_DRAWN
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")
@@ -44,7 +44,7 @@ TRUNCATED_SAMPLER = (
     "log-probabilities than it samples with (temperature)"
 )
 NO_LOGP = "the sampler gave no log-probability of {share:.1%} of the tokens: their ratio counts as 1, as in TRL's loss"
-NO_LOSS = Limit("unknown_loss", "how this loss treats the ratios to the sampler is not known")
+NO_LOSS = Unavailable("unknown_loss", "how this loss treats the ratios to the sampler is not known")
 
 
 class SamplerProbe(Probe):
@@ -67,12 +67,12 @@ class SamplerProbe(Probe):
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        sampler_limit = ctx.limits.sampling_mismatch
+        sampler_reason = ctx.reasons.sampling_mismatch
         is_reported = batch.rollout.sampling_logps is not None
-        if sampler_limit and is_reported and sampler_limit.code != NOT_DRAWN.code:
-            sampler_limit = None  # the ratios are still those to the reported sampler
-        if logs is None or sampler_limit:  # without this, an unknown sampler's ratios would be 1
-            estimates = dict.fromkeys(names, Estimate.missing(sampler_limit or NO_SAMPLING_LOGPS))
+        if sampler_reason and is_reported and sampler_reason.code != NOT_DRAWN.code:
+            sampler_reason = None  # the ratios are still those to the reported sampler
+        if logs is None or sampler_reason:  # without this, an unknown sampler's ratios would be 1
+            estimates = dict.fromkeys(names, Estimate.missing(sampler_reason or NO_SAMPLING_LOGPS))
         else:
             corrected, old = torch.zeros_like(logs), batch.rollout.old_logps
             if correction is not None:  # the loss corrects π_old/μ, π_old before the rollout's first step
@@ -87,13 +87,13 @@ class SamplerProbe(Probe):
             ]  # fmt: skip
             estimates = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
-                ctx.limits.split_prompts or ctx.limits.copied_on_ranks,
+                ctx.reasons.split_prompts or ctx.reasons.copied_on_ranks,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 estimates = {
                     name: Estimate(estimate.value, reason=SAMPLED_BY_POLICY) for name, estimate in estimates.items()
                 }
-            no_gap = NO_REWARDS if rewards is None else ctx.limits.relative_rewards
+            no_gap = NO_REWARDS if rewards is None else ctx.reasons.relative_rewards
             if no_gap:
                 estimates["sampler/reward_gap"] = Estimate.missing(no_gap)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs

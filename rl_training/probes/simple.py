@@ -31,7 +31,7 @@ from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction, EntropySettings
 from rl_training.step.needs import Need
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
@@ -119,8 +119,8 @@ class SimpleEntropyProbe(Probe):
 
     def measure(self, ctx: StepContext, state: TrapezoidSum) -> Reading:
         change = ctx.prediction
-        if change.limit:
-            reading = self._without_entropy_gradient(ctx, change, state, change.limit)
+        if change.reason:
+            reading = self._without_entropy_gradient(ctx, change, state, change.reason)
         else:
             reading = self._reading(ctx, change, state)
         if not self.per_sequence:
@@ -128,13 +128,13 @@ class SimpleEntropyProbe(Probe):
         return dataclasses.replace(reading, measured={**reading.measured, TRUNCATED: ctx.truncated_share()})
 
     def _without_entropy_gradient(
-        self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum, limit: Limit
+        self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum, reason: Unavailable
     ) -> Reading:
-        missing = Estimate.missing(limit)
+        missing = Estimate.missing(reason)
         names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
         predicted = {metric: missing for name in names if name not in MEASURED for metric in self._metrics(name)}
         measured = {metric: missing for name in MEASURED for metric in self._metrics(name)}
-        if ctx.limits.sampling_mismatch:
+        if ctx.reasons.sampling_mismatch:
             measured |= visited_entropy(ctx)
         return Reading(predicted, measured, state)
 
@@ -145,12 +145,12 @@ class SimpleEntropyProbe(Probe):
         state, closed = state.add(ctx.step.number, level, forward, backward, half_step_stderr)
         predicted = dict[str, Estimate]()
         measured = dict[str, Estimate]()
-        few = ctx.limits.copied_groups and ctx.limits.copied_groups.prefixed("no error bar")
+        few = ctx.reasons.copied_groups and ctx.reasons.copied_groups.prefixed("no error bar")
         for row in (*change.quantities.values(), *closed):
             estimates = zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds, few), strict=False)
             (measured if row.name in MEASURED else predicted).update(estimates)
-        if change.reward_limit and not change.forward_limit:
-            predicted[REWARD] = Estimate.missing(change.reward_limit)
+        if change.reward_reason and not change.forward_reason:
+            predicted[REWARD] = Estimate.missing(change.reward_reason)
         return Reading(predicted, measured, state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
@@ -175,6 +175,6 @@ def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # columns: number of sequences, Σ h, Σ T
         ctx.levels(),
-        no_bar=ctx.limits.split_prompts,
+        no_bar=ctx.reasons.split_prompts,
         few=FEW_FOLDS,
     )

@@ -33,10 +33,10 @@ from rl_training.options import check_flag, check_num_folds
 from rl_training.probes import top_tokens
 from rl_training.probes.top_tokens import TokenSums
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair
-from rl_training.step.limits import NO_TOKENS
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
+from rl_training.step.reasons import NO_TOKENS
 
 CLASSES = {  # of each kind; the index of a class is its number
     "entropy": ("lower_half", "middle", "top_fifth"),
@@ -47,15 +47,15 @@ CLASSES = {  # of each kind; the index of a class is its number
 QUANTILES = (0.5, 0.8)  # of entropy, the boundaries of its classes
 DECAY = 0.9  # weight of an optimizer step, measured or not, relative to the next one in the means
 TAG = re.compile(r"<[^<>\s]+>")
-BY_SIGN = Limit(
+BY_SIGN = Unavailable(
     "goes_by_sign", "the step takes only the gradient's signs (Adam's first, Lion's always): no class has a share in it"
 )
-OFF_POLICY = Limit(
-    "off_policy",
+OFF_POLICY = Unavailable(
+    "off_policy_classes",
     "off-policy: a class's share is not weighted by importance ratios",
     fix="use one step per rollout",
 )
-NO_TEXT = Limit(
+NO_TEXT = Unavailable(
     "no_text", "how tokens are decoded is not known", fix="give measured_loop(..., decode=...), or verl a tokenizer"
 )
 
@@ -86,12 +86,12 @@ class TokenClassesProbe(Probe):
     def measure(self, ctx: StepContext, state: dict[str, Any]) -> Reading:
         kinds = self.kinds(ctx)
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
-        limit = ctx.effects_limit(OFF_POLICY)
-        if not limit:
-            limit = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.limits.other_terms
-        pairs = {} if limit else _pairs(ctx, kinds, sums)
+        reason = ctx.effects_reason(OFF_POLICY)
+        if not reason:
+            reason = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.reasons.other_terms
+        pairs = {} if reason else _pairs(ctx, kinds, sums)
         means, kept = dict(state), top_tokens.kept_factor(ctx)
-        no_tokens = limit or top_tokens.limit_of(ctx)
+        no_tokens = reason or top_tokens.reason_of(ctx)
         predicted = dict[str, Estimate]()
         if self.top_tokens and no_tokens:
             predicted = dict.fromkeys(top_tokens.NAMES, Estimate.missing(no_tokens))
@@ -102,7 +102,7 @@ class TokenClassesProbe(Probe):
         for kind, names in CLASSES.items():
             for index, name in enumerate(names):
                 key = f"{kind}/{name}"
-                step_estimate = mean_estimate = Estimate.missing(limit or NO_TEXT)
+                step_estimate = mean_estimate = Estimate.missing(reason or NO_TEXT)
                 if (kind, index) in pairs:
                     means[key] = means[key].add(pairs[kind, index], ctx.step.number, DECAY)
                     step_estimate = pairs[kind, index].estimate(0)

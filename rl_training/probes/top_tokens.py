@@ -17,11 +17,11 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import jackknife_stderr
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 COUNT = 10
 NAMES = tuple(f"top_token/{place}/mean_delta_h" for place in range(1, COUNT + 1))
-HALF = Limit("half_precision", "weights in half precision cannot be shifted by as little as a step")
+HALF = Unavailable("half_precision", "weights in half precision cannot be shifted by as little as a step")
 COLUMNS = 4  # Σ value, Σ variance, Σ variance², occurrences
 AROUND = 6  # tokens of an example on each side
 
@@ -67,8 +67,8 @@ def key(half: int) -> str:
     return f"top_tokens_{half}"
 
 
-def limit_of(ctx: StepContext) -> Limit | None:
-    """Return the limit if single tokens cannot be measured at this step even though classes can, else None."""
+def reason_of(ctx: StepContext) -> Unavailable | None:
+    """Return why single tokens cannot be measured at this step even though classes can, or None."""
     return HALF if ctx.step.optimizer.rounding_reason else None
 
 
@@ -79,7 +79,7 @@ def kept_factor(ctx: StepContext) -> dict[str, float]:
 
 
 def add_step(ctx: StepContext, state: Mapping[str, TokenSums]) -> dict[str, TokenSums]:
-    """Return the sums with this step in one half. Collective, valid if `ctx.effects_limit` returns None."""
+    """Return the sums with this step in one half. Collective, valid if `ctx.effects_reason` returns None."""
     halves = [state[key(half)] for half in (0, 1)]
     half = int(halves[0].num_steps > halves[1].num_steps)
     ids, table = _sums_of_step(ctx)

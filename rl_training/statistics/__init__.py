@@ -1,6 +1,6 @@
 """Numbers from samples: estimates with errors, by the jackknife, over runs and over steps.
 
-estimate.py, limit.py                  a number with its error, or the reason why it is missing: read these first
+estimate.py, unavailable.py            a number with its error, or the reason why it is missing: read these first
 jackknife.py                           errors of functions of sums over independent units
 running_variance.py, running_pairs.py  averages over steps
 welch.py, calibration.py               errors over runs and steps

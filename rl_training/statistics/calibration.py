@@ -26,16 +26,17 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 MIN_PAIRS = MIN_UNITS_OFFLINE  # with fewer, any cloud of points looks like a line
-NO_NOISE_LEFT = Limit(
-    "lost_in_noise", "the predictions are smaller than their own error bars: subtracting their noise leaves nothing"
+NO_NOISE_LEFT = Unavailable(
+    "predictions_lost_in_noise",
+    "the predictions are smaller than their own error bars: subtracting their noise leaves nothing",
 )
-ALL_ZERO = Limit("all_zero", "all predictions are zero")
-NO_SPREAD = Limit("no_spread", "all predictions, or all truths, are the same number")
-NO_HITS = Limit("no_pairs", "there are no pairs")
-FEW_PAIRS = Limit("few_pairs", "{count} pairs of prediction and truth: at least {least} are needed{detail}")
+ALL_ZERO = Unavailable("all_zero", "all predictions are zero")
+NO_SPREAD = Unavailable("no_spread", "all predictions, or all truths, are the same number")
+NO_HITS = Unavailable("no_pairs", "there are no pairs")
+FEW_PAIRS = Unavailable("few_pairs", "{count} pairs of prediction and truth: at least {least} are needed{detail}")
 NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
 
@@ -110,14 +111,14 @@ def _share(hits: np.ndarray, needs: str = "") -> Estimate:
 
 
 def _estimate(
-    statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], limit: Limit, needs: str = ""
+    statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], reason: Unavailable, needs: str = ""
 ) -> Estimate:
     """Return statistic(sums over pairs) with its delete-one-pair jackknife error.
 
     Args:
         statistic: Maps (..., columns) sums to (...) values.
         columns: The terms whose sums the statistic takes, (pairs,) each.
-        limit: The reason to give if the statistic is nan.
+        reason: The reason to give if the statistic is nan.
         needs: What pairs must have to count; added to the message about too few pairs.
     """
     terms = np.stack(columns, axis=1)
@@ -130,7 +131,7 @@ def _estimate(
     value = float(statistic(sums))
     stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # row l lacks pair l
     if math.isnan(value):
-        return Estimate(value, stderr, num_pairs, limit)
+        return Estimate(value, stderr, num_pairs, reason)
     if math.isnan(stderr):
-        return Estimate(value, stderr, num_pairs, limit.prefixed("no error bar: without one pair"))
+        return Estimate(value, stderr, num_pairs, reason.prefixed("no error bar: without one pair"))
     return Estimate(value, stderr, num_pairs)

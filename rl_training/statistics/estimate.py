@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 MIN_UNITS_OFFLINE = 8  # with fewer units, a jackknife error is too noisy to report
 MIN_FOLDS_STEP = 4  # folds or prompts of a step; they give the error to about 40 %, which Student's t accounts for
-FEW_FOLDS = Limit("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
-FEW_PROMPTS = Limit("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
+FEW_FOLDS = Unavailable("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
+FEW_PROMPTS = Unavailable("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
+NOT_FINITE = Unavailable(
+    "not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number"
+)
+NOT_FINITE_GRADIENT = Unavailable("not_finite_gradient", "a gradient or the update of the step is not finite")
 
 
-def stderr_limit(num_units: int, few: Limit = FEW_FOLDS) -> Limit | None:
-    """Return the limit if a step has too few folds, or other independent units, for an error bar; else None."""
+def stderr_reason(num_units: int, few: Unavailable = FEW_FOLDS) -> Unavailable | None:
+    """Return why a step has no error bar: too few folds, or other independent units. None if it has one."""
     return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 
@@ -30,7 +34,7 @@ class Estimate:
     # Independent units behind the error, such as folds of prompts: Student's t has num_samples − 1 degrees of freedom.
     # For an error averaged over several steps, the average's degrees of freedom plus 1.
     num_samples: int = 0
-    reason: str = ""  # why `value` or `stderr` is nan, often a Limit; otherwise "" or a remark
+    reason: str = ""  # why `value` or `stderr` is nan, often an Unavailable; otherwise "" or a remark
     about_step: int | None = None  # the optimizer step it refers to, if measured at another one
     detail: Mapping[str, str | float] = field(default_factory=dict)  # further facts, written to probes.jsonl
     # The 95 % interval if it is not value ± half_width(), for example of a share near 1 or of a ratio.
@@ -42,13 +46,13 @@ class Estimate:
 
     @classmethod
     def missing(cls, reason: str) -> Estimate:
-        """Return an estimate that is nan for this reason, a Limit or any text."""
+        """Return an estimate that is nan for this reason, an Unavailable or any text."""
         return cls(math.nan, reason=reason)
 
     @property
     def code(self) -> str:
-        """The code of its reason if that is a Limit, otherwise "". Records store it next to the text."""
-        return self.reason.code if isinstance(self.reason, Limit) else ""
+        """The code of its reason if that is an Unavailable, otherwise "". Records store it next to the text."""
+        return self.reason.code if isinstance(self.reason, Unavailable) else ""
 
     def half_width(self, coverage: float = 0.95) -> float:
         """Return h such that value ± h is the Student-t interval with this coverage; nan without a standard error.

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import FEW_PROMPTS, Estimate, stderr_limit
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.estimate import FEW_PROMPTS, NOT_FINITE, Estimate, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
 
-NONE_WITHOUT = Limit("none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number")
-NOT_FINITE = Limit("not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number")
+NONE_WITHOUT = Unavailable(
+    "none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number"
+)
 
 
 def jackknife_stderr(
@@ -95,7 +96,7 @@ def estimates_over_units(
     by_unit: Tensor,
     reduce: Callable[[Tensor], Tensor] = identity,
     no_bar: str | None = None,
-    few: Limit = FEW_PROMPTS,
+    few: Unavailable = FEW_PROMPTS,
 ) -> dict[str, Estimate]:
     """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors if there are enough units.
 
@@ -105,7 +106,7 @@ def estimates_over_units(
         by_unit: What each independent unit, such as a fold or a prompt with all its responses, adds. (units, m).
         reduce: Sums a tensor over ranks, if each rank holds other units. The call is then collective.
         no_bar: The reason to give no error if the units are not independent; None if they are.
-        few: The limit if there are too few units. Its text names the kind of unit.
+        few: The reason if there are too few units. Its text names the kind of unit.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -113,7 +114,7 @@ def estimates_over_units(
     table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
     num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
-    no_bar = no_bar or stderr_limit(num_units, few)
+    no_bar = no_bar or stderr_reason(num_units, few)
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)

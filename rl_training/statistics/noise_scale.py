@@ -25,19 +25,19 @@ from torch import Tensor
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import jackknife_covariance, jackknife_stderr
 from rl_training.statistics.kish import kish_size
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import fieller_interval
+from rl_training.statistics.unavailable import Unavailable
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
 WARM_STEPS = 10  # of AdamW; after them, the previous step's preconditioner can serve as a metric
-NOT_WARM = Limit(
+NOT_WARM = Unavailable(
     "not_warm",
     f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric",
 )
-LOST = Limit("lost_in_noise", "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
-NO_NOISE = Limit("no_gradient", "tr Σ and |G|² are both 0: no gradient at all")
+LOST = Unavailable("lost_in_noise", "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
+NO_NOISE = Unavailable("no_gradient", "tr Σ and |G|² are both 0: no gradient at all")
 NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
-FEW_STEPS = Limit("few_steps", f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
+FEW_STEPS = Unavailable("few_steps", f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
 INTERVAL_END = "no error bar: the end of a 95 % interval"
 
 

@@ -13,10 +13,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
-
-NOT_FINITE = Limit("not_finite", "a gradient of the step is not finite")
+from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
 
 
 def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:
@@ -68,24 +65,24 @@ class Pair:
     def estimate(self, number: int, remark: str = "") -> Estimate:
         """Return estimate 0 or 1 with its error; missing if it is not finite."""
         if not bool(self.values[number].isfinite()):
-            return Estimate.missing(remark or NOT_FINITE)
+            return Estimate.missing(remark or NOT_FINITE_GRADIENT)
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
-    def estimates(self, second_limit: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
-        """Return both estimates with their errors. The second is missing if a reason, `second_limit`, is given."""
-        second = Estimate.missing(second_limit) if second_limit else self.estimate(1, remark)
+    def estimates(self, second_reason: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
+        """Return both estimates with their errors. The second is missing if a reason, `second_reason`, is given."""
+        second = Estimate.missing(second_reason) if second_reason else self.estimate(1, remark)
         return self.estimate(0, remark), second
 
-    def minus_ratio(self, limit: str) -> Estimate:
-        """Return −second/first with Fieller's interval; missing, for the reason `limit`, if the first may be 0.
+    def minus_ratio(self, reason: str) -> Estimate:
+        """Return −second/first with Fieller's interval; missing, for `reason`, if the first may be 0.
 
         Example: first −2 without error, second 6 ± 1: 3 ± 0.5.
         """
         signs = self.values.new_tensor([1.0, -1.0])
         ends = fieller_interval(signs * self.values, signs.unsqueeze(1) * self.covariance * signs, self.degrees)
         if not math.isfinite(ends[0]):
-            return Estimate.missing(limit)
+            return Estimate.missing(reason)
         first, second = self.values.tolist()
         ratio = -second / first
         along = self.values.new_tensor([ratio, 1.0])  # ∂ratio = −(∂second + ratio ∂first) / first

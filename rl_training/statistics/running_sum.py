@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-SOME_STEPS = Limit("some_steps", "over {count} of {num_steps} steps: the others could not be measured")
+SOME_STEPS = Unavailable("some_steps", "over {count} of {num_steps} steps: the others could not be measured")
 COLUMNS = 4  # Σ value, Σ v, Σ v², number of steps
 
 

@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-NO_VALUES = Limit("no_values", "there is no finite value")
-ONE_VALUE = Limit("one_value", "one value has no error")
+NO_VALUES = Unavailable("no_values", "there is no finite value")
+ONE_VALUE = Unavailable("one_value", "one value has no error")
 
 
 def mean_of(values: Sequence[float]) -> Estimate:

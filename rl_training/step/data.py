@@ -1,4 +1,4 @@
-"""An optimizer step as data: tensors, numbers and limits.
+"""An optimizer step as data: tensors, numbers and reasons.
 
 For the letters in shapes see policy/rollout.py. step/passes.py computes with this data on all ranks.
 """
@@ -15,10 +15,10 @@ from rl_training.optim.state import OptimizerView
 from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout, Vector
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.limits import Limits
 from rl_training.step.quantities import Quantity
+from rl_training.step.reasons import Reasons
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Gradients:
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
     rows: Rows | None  # the mean gradient of each fold: rows.means(), (F, n) per bucket
-    rows_limit: Limit | None = None  # why `rows` is None although a probe asks for it
+    rows_reason: Unavailable | None = None  # why `rows` is None although a probe asks for it
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
 
@@ -64,26 +64,30 @@ class EntropySettings:
 class EntropyPrediction:
     """What the step does to entropy to first order. The formulas are in entropy/prediction.py.
 
-    Vectors have the layout of the step's gradients. A Limit is None if what it concerns is available.
+    Vectors have the layout of the step's gradients. A `…reason` is None if what it concerns is available.
     """
 
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
-    limit: Limit | None = None  # why there is no entropy gradient; of the fields below only the two δθ may then be set
+    reason: Unavailable | None = (
+        None  # why there is no entropy gradient; of the fields below only the two δθ may then be set
+    )
     # The same, because of what the probes' own scores of the responses show: they differ from training's, or the policy
     # did not draw these tokens.
-    seen_in_scores: Limit | None = None
-    forward_limit: Limit | None = None  # why no fold can be left out of the step
-    backward_limit: Limit | None = None  # why the previous update cannot be multiplied with the entropy gradient
-    reward_limit: Limit | None = None  # why the reward gradient is no multiple of the step's own; with per_sequence
+    seen_in_scores: Unavailable | None = None
+    forward_reason: Unavailable | None = None  # why no fold can be left out of the step
+    backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
+    reward_reason: Unavailable | None = (
+        None  # why the reward gradient is no multiple of the step's own; with per_sequence
+    )
     intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
-    levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `limit` is set
+    levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Rows | None = None  # E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_limit` is set
+    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
 
 
 @dataclass(frozen=True)
@@ -94,4 +98,4 @@ class StepData:
     batch: Batch
     gradients: Gradients
     optimizer: OptimizerView
-    limits: Limits  # as known before probes score the policy again
+    reasons: Reasons  # as known before probes score the policy again

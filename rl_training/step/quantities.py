@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import FEW_FOLDS, Estimate, stderr_limit
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import NOT_FINITE
+from rl_training.statistics.estimate import FEW_FOLDS, NOT_FINITE_GRADIENT, Estimate, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
 
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
-NO_STDERR = {"reuse": Limit("biased", "no error bar: the same-batch product is biased")}
+NO_STDERR = {"reuse": Unavailable("biased", "no error bar: the same-batch product is biased")}
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Quantity:
     value: Tensor  # (2,)
     stderr: Tensor  # (2,)
     about_step: int  # the step to which it refers
-    reason: str = ""  # a Limit: why it is missing, if it is
+    reason: str = ""  # an Unavailable: why it is missing, if it is
     # (2,): number of batches of equal variance behind the error (Satterthwaite)
     batches: Tensor = field(default_factory=lambda: torch.ones(2))
     stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
@@ -40,12 +39,12 @@ class Quantity:
         unknown = torch.full((2,), torch.nan)
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
-    def estimates(self, num_folds: int, few: Limit | None = None) -> list[Estimate]:
+    def estimates(self, num_folds: int, few: Unavailable | None = None) -> list[Estimate]:
         """Return both numbers as estimates. Error bars require enough folds; `few` may say why there are too few."""
-        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_limit(num_folds, few or FEW_FOLDS)
+        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_reason(num_folds, few or FEW_FOLDS)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
-            missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""
+            missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
             error = math.nan if missing or self.name.split("/")[0] in NO_STDERR else stderr
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
             num_samples = (

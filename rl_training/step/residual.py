@@ -31,9 +31,9 @@ from torch import Tensor
 
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
 from rl_training.statistics.martingale import bound
-from rl_training.step.limits import NO_TOKENS, NOT_DRAWN, UNTESTED
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import NO_TOKENS, NOT_DRAWN, UNTESTED
 
 MEAN, RUN, BOUND = "sampler/residual", "sampler/residual_run", "sampler/residual_bound"
 RUN_ALPHA = STEPS_ALPHA = 0.0045
@@ -103,8 +103,8 @@ class ResidualTest:
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
         self._added_rows: list[Tensor] = []
         self._step: ResidualSums | None = None
-        self._missing: Limit | None = None  # why the step's tokens cannot be tested
-        self.limit = self._limit(ResidualSums())  # of the run so far, until the step's tokens are known
+        self._missing: Unavailable | None = None  # why the step's tokens cannot be tested
+        self.reason = self._reason(ResidualSums())  # of the run so far, until the step's tokens are known
 
     def are_new(self, rows: Tensor) -> Tensor:
         """Return which of these rows of the step have not been added yet: (rows,) bool."""
@@ -129,8 +129,10 @@ class ResidualTest:
         sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
 
-    def decide(self, reduce: Callable[[Tensor], Tensor], missing: Limit | None, is_sampler: bool) -> Limit | None:
-        """Return the limit if the policy did not draw the step's tokens, or those of the run so far. Collective.
+    def decide(
+        self, reduce: Callable[[Tensor], Tensor], missing: Unavailable | None, is_sampler: bool
+    ) -> Unavailable | None:
+        """Return that the policy did not draw the step's tokens, or those of the run so far, or None. Collective.
 
         It takes what was added since the last call. A step may have several.
 
@@ -145,14 +147,14 @@ class ResidualTest:
         if missing:
             self._missing = missing
             self._added_rows = []
-            return self.limit
+            return self.reason
         variance *= max(1.0, squares / single) if single else 1.0
         sums = ResidualSums(residual, variance, squares, tokens, steps=0 if self._step else 1)
         self._step, self._is_sampler = (self._step or ResidualSums()) + sums, is_sampler
-        self.limit = self._limit(self._step)
-        return self.limit
+        self.reason = self._reason(self._step)
+        return self.reason
 
-    def leave_out(self, missing: Limit) -> None:
+    def leave_out(self, missing: Unavailable) -> None:
         """Record why no tokens of this step are tested."""
         self._missing = missing
 
@@ -176,13 +178,13 @@ class ResidualTest:
         if not run.variance:
             return dict.fromkeys(names, missing)
         count = int(step.tokens)
-        mean = Estimate(step.residual / count, step.stderr / count, count, self.limit or "") if count else missing
+        mean = Estimate(step.residual / count, step.stderr / count, count, self.reason or "") if count else missing
         total, chance = run.in_errors(run.residual), run.in_errors(run.bound(RUN_ALPHA))
-        rest = Estimate(total, reason=self.limit or NO_BAR), Estimate(chance, reason=BOUND_REMARK)
+        rest = Estimate(total, reason=self.reason or NO_BAR), Estimate(chance, reason=BOUND_REMARK)
         return dict(zip(names, (mean, *rest), strict=True))
 
-    def _limit(self, step: ResidualSums) -> Limit | None:
-        """Return the limit if the sums of this step, or of the run with it, are more than chance; else None."""
+    def _reason(self, step: ResidualSums) -> Unavailable | None:
+        """Return that the sums of this step, or of the run with it, are more than chance, or None."""
         run = self.run + step
         for sums, alpha, which in (
             (step, STEPS_ALPHA / MAX_STEPS, "of this step"),

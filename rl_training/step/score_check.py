@@ -26,9 +26,9 @@ from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.limits import OTHER_SCORES, RANDOM_PASSES, Limits
+from rl_training.step.reasons import OTHER_SCORES, RANDOM_PASSES, Reasons
 from rl_training.step.residual import ResidualTest
 
 TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
@@ -84,24 +84,24 @@ class ScoreCheck:
         for part, fresh in zip(batches, scored, strict=True):
             self.compare(part, fresh)
 
-    def limit(self, reduce: Callable[[Tensor], Tensor], limits: Limits) -> Limit | None:
-        """Return the limit if these are not training's scores, or not of tokens that the policy drew. Collective.
+    def reason(self, reduce: Callable[[Tensor], Tensor], reasons: Reasons) -> Unavailable | None:
+        """Return why these are not training's scores, or not of tokens that the policy drew, or None. Collective.
 
         Args:
             reduce: Sums over ranks.
-            limits: The step's other limits.
+            reasons: What else cannot be measured at the step.
         """
-        differing = self.difference_limit(reduce)
+        differing = self.difference_reason(reduce)
         if self._test is None:
             return differing
         if differing:
             self._test.leave_out(differing)
             return differing
-        missing = limits.reused or (RANDOM_PASSES if draws_noise(self._policy.model) else None)
+        missing = reasons.reused or (RANDOM_PASSES if draws_noise(self._policy.model) else None)
         return self._test.decide(reduce, missing, self._is_sampler)
 
-    def difference_limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
-        """Return the limit if the step's scores on all ranks differ from training's, else None. Collective."""
+    def difference_reason(self, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+        """Return that the step's scores on all ranks differ from training's, or None. Collective."""
         difference, tolerance = _means(reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
         if bool((difference <= tolerance).all()):
             return None

@@ -42,8 +42,8 @@ def test_a_group_and_its_copies_are_one_unit() -> None:
     a, b, *others, last_b, last_a = found.response.tolist()
     assert (a, b) == (last_a, last_b)  # each response is matched with its copy
     assert len({a, b, *others}) == 6
-    assert found.limit is not None
-    assert "only 3 of the 4 groups" in found.limit
+    assert found.reason is not None
+    assert "only 3 of the 4 groups" in found.reason
     assert not found.on_several_ranks
     assert copies_of([A, D, C]) == Copies()
     assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 9, [0] * 7])]) == Copies()  # 0 is a token like any
@@ -55,11 +55,11 @@ def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:
     A group of 16 different responses has 16! orders, so it recurs far more often than in the same order.
     """
     assert copies_of([A, A, A], logp=-0.01) == Copies()
-    assert copies_of([A, A, A], logp=-1.0).limit is not None
+    assert copies_of([A, A, A], logp=-1.0).reason is not None
     assert copies_of([A, A, A], logp=float("nan")) == Copies()
     many = ([5, 6], [[n] for n in range(16)])
     assert copies_of([many, many], logp=-1.8) == Copies()
-    assert copies_of([many, ([5, 6], many[1][::-1])], logp=-3.0).limit is not None
+    assert copies_of([many, ([5, 6], many[1][::-1])], logp=-3.0).reason is not None
 
 
 def test_copies_on_another_rank_are_found() -> None:
@@ -69,5 +69,5 @@ def test_copies_on_another_rank_are_found() -> None:
     first, second = on_two_ranks(found)
     assert first.on_several_ranks
     assert second.on_several_ranks
-    assert first.limit == second.limit
-    assert first.limit.code == "copied_groups"
+    assert first.reason == second.reason
+    assert first.reason.code == "copied_groups"

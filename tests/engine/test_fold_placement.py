@@ -24,7 +24,7 @@ from rl_training import Estimate, Rollout, attach, measured_loop
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
-from rl_training.step.limits import MIXED_PROMPTS, Limits
+from rl_training.step.reasons import MIXED_PROMPTS, Reasons
 from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # by step: the number of the given rollout that it trains on
@@ -155,8 +155,8 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        limits = Limits(mixed_prompts=MIXED_PROMPTS)
-        folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, limits, wants_gradients=False)
+        reasons = Reasons(mixed_prompts=MIXED_PROMPTS)
+        folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, reasons, wants_gradients=False)
         placed_folds[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)
 

@@ -19,13 +19,13 @@ from trl import GRPOTrainer
 from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import gradient_check
 from rl_training.engine.gradient_check import EVERY, TermsCheck
-from rl_training.engine.loss_check import other_terms_limit
+from rl_training.engine.loss_check import other_terms_reason
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.loop import DR_GRPO_FIX
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.step.limits import OTHER_TERMS
 from rl_training.step.needs import Need
+from rl_training.step.reasons import OTHER_TERMS
 from rl_training.tasks.models import load_tiny
 
 PROMPTS = 8  # per step
@@ -163,13 +163,13 @@ def test_a_loop_that_declares_dr_grpo_with_other_loss_weights_is_reported(monkey
 
 
 class Terms(Seen):
-    """Keeps the limit for other loss terms at each step."""
+    """Keeps the reason of other loss terms at each step."""
 
     needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
 
     @property
     def found(self) -> list[str | None]:
-        return [step.limits.other_terms for step in self.steps]
+        return [step.reasons.other_terms for step in self.steps]
 
 
 def test_a_term_added_at_one_step_is_detected_at_that_step_alone(make_trainer: Any) -> None:
@@ -201,9 +201,9 @@ def test_a_coefficient_learned_beside_the_model_is_not_an_undeclared_term() -> N
     hidden = 2 * weight
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
     loss = (scores.logps * scores.entropies * coefficient).sum()
-    assert other_terms_limit(loss, scores, [weight]) is None
-    assert other_terms_limit(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores
-    assert other_terms_limit(scores.logps.detach().sum(), scores, [weight]) is None
+    assert other_terms_reason(loss, scores, [weight]) is None
+    assert other_terms_reason(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores
+    assert other_terms_reason(scores.logps.detach().sum(), scores, [weight]) is None
 
 
 def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -> None:
@@ -212,8 +212,8 @@ def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -
     scores = Scores(logps.unsqueeze(0), entropies.unsqueeze(0), torch.ones(1, 2))
     whole = Scores(logps, entropies, torch.ones(2))
     for given in (scores, whole):
-        assert other_terms_limit(given.logps.sum() + given.entropies.sum(), given, [weight]) is None
-    assert other_terms_limit(whole.logps.sum() + third.sum(), whole, [weight]) == OTHER_TERMS
+        assert other_terms_reason(given.logps.sum() + given.entropies.sum(), given, [weight]) is None
+    assert other_terms_reason(whole.logps.sum() + third.sum(), whole, [weight]) == OTHER_TERMS
 
 
 def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() -> None:

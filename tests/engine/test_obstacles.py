@@ -24,7 +24,7 @@ from rl_training import measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
-from rl_training.entropy.paired_effects import paired_effects_limit
+from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
@@ -35,12 +35,12 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.statistics.estimate import Estimate, stderr_limit
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.estimate import Estimate, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import ONE_FOLD, Fixes, Limits
 from rl_training.step.needs import Need
+from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
 
 
@@ -51,10 +51,10 @@ def ctx() -> StepContext:
 
 
 def test_paired_effects_need_four_folds(ctx: StepContext) -> None:
-    batch, off_policy = ctx.step.batch, Limit("off_policy", "")
+    batch, off_policy = ctx.step.batch, Unavailable("off_policy", "")
     batches = [dataclasses.replace(batch, fold_sizes=batch.fold_sizes[:n]) for n in (3, 4)]
     steps = [dataclasses.replace(ctx.step, batch=fewer) for fewer in batches]
-    assert [paired_effects_limit(step, ctx.prediction, off_policy) for step in steps] == [stderr_limit(3), None]
+    assert [paired_effects_reason(step, ctx.prediction, off_policy) for step in steps] == [stderr_reason(3), None]
 
 
 def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
@@ -68,7 +68,7 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
 
     step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
     previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in predict_entropy(step, passes, previous, Need.ENTROPY_ROWS).limit
+    assert "is 0.26 of the sequences" in predict_entropy(step, passes, previous, Need.ENTROPY_ROWS).reason
 
 
 def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
@@ -78,11 +78,11 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
         shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(
-            shape=shape, ranks=ranks, fixes=Fixes(), limits=Limits(), is_dr_grpo=True, shard=shard
+            shape=shape, ranks=ranks, fixes=Fixes(), reasons=Reasons(), is_dr_grpo=True, shard=shard
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = step.limits(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
+        why = step.reasons(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2
@@ -145,8 +145,8 @@ def test_an_optimizer_of_another_library_is_distinguished_from_torchs_of_the_sam
     model = load_tiny()[0]
     view = view_optimizer(Shard(model, AdamW(model.parameters()), None))
     assert view.states is None
-    assert view.limit.message.startswith("the step of bitsandbytes' AdamW has no formula here, only those of torch's ")
-    assert view.limit.message.endswith(" do")
+    assert view.reason.message.startswith("the step of bitsandbytes' AdamW has no formula here, only those of torch's ")
+    assert view.reason.message.endswith(" do")
 
 
 def test_a_parameter_that_does_not_move_does_not_make_a_step_look_like_a_sign_step() -> None:
@@ -274,7 +274,9 @@ def test_training_with_one_fold_announces_that_there_is_no_noise_scale(caplog) -
         assert caplog.messages[0].startswith(f"no noise scale: {ONE_FOLD.message}: use smaller")
 
 
-def test_the_announcement_at_the_start_and_the_estimates_have_the_same_limits(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_announcement_at_the_start_and_the_estimates_have_the_same_reasons(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Here: only one prompt, and another policy's samples. Both are reported at the start and with each estimate."""
     short = {"responses_per_prompt": G_OF_LOOP, "microbatch_size": G_OF_LOOP, "microbatches": 1}
     for settings, code in (({}, "one_fold"), ({"sampling_mismatch": "top-p cuts them"}, "sampling_mismatch")):
@@ -285,6 +287,6 @@ def test_the_announcement_at_the_start_and_the_estimates_have_the_same_limits(ca
             model, optimizer, [SimpleEntropyProbe()], max_grad_norm=plain_loop.CLIP, **short, **settings
         )
         first, *_ = plain_loop.train(model, optimizer, loop, steps=1, size=G_OF_LOOP, count=1)
-        limit = first["delta_h/forward"]
-        assert limit.code == code
-        assert limit.reason in "\n".join(caplog.messages)
+        reason = first["delta_h/forward"]
+        assert reason.code == code
+        assert reason.reason in "\n".join(caplog.messages)

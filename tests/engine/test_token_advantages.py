@@ -1,4 +1,4 @@
-"""Per-token advantages, (B, T), as a subclass may pass them to TRL's loss: measured exactly, or reported as a limit."""
+"""Per-token advantages, (B, T), as a subclass may pass them to TRL's loss: measured exactly, or missing."""
 
 from __future__ import annotations
 

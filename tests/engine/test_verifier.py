@@ -16,8 +16,8 @@ from rl_training import Estimate, measured_loop
 from rl_training.optim.adamw import adamw_delta
 from rl_training.parallel import vectors
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
 
 SIZE, COUNT = G, 4
 
@@ -108,7 +108,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-CODES = {"gradient_mismatch", "gradient_in_parts", "not_the_formula", "edited_weights", "hooked"}
+CODES = {"gradient_mismatch", "gradient_in_parts", "not_the_formula", "edited_within_step", "hooked"}
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
@@ -226,8 +226,8 @@ def other_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.optim.SGD(norms, lr=1.0).step()
 
 
-# For an optimizer without a formula: what else changes the weights and when, and the expected limit.
-WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
+# For an optimizer without a formula: what else changes the weights and when, and the expected reason.
+WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Unavailable | None]] = {
     "nothing": ({}, None),
     "a second optimizer behind it": ({"after": other_weights}, EDITED_AFTER_STEP),
     "a second optimizer before it": ({"before_optimizer": other_weights}, EDITED_BEFORE_STEP),
@@ -239,11 +239,11 @@ WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
 @pytest.mark.parametrize("what", WITHOUT_FORMULA)
 def test_without_a_formula_backward_needs_that_only_the_optimizer_moved_the_weights(what: str) -> None:
     """X · (θ_after − θ_before) needs the optimizer's step alone; otherwise it covers two changes, or part of one."""
-    actions, limit = WITHOUT_FORMULA[what]
+    actions, reason = WITHOUT_FORMULA[what]
     _, last = estimates(kind=torch.optim.Adagrad, probes=[SimpleEntropyProbe()], **actions)
     backward = last["delta_h/backward"]
-    assert backward.reason == (limit.prefixed("step 1") if limit else "")
-    assert math.isnan(backward.value) == (limit is not None)
+    assert backward.reason == (reason.prefixed("step 1") if reason else "")
+    assert math.isnan(backward.value) == (reason is not None)
 
 
 def test_a_learning_rate_set_within_the_step_is_the_one_predicted_with() -> None:

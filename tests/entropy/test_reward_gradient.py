@@ -32,9 +32,9 @@ from rl_training.probes import (
     SamplerProbe,
     SimpleEntropyProbe,
 )
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Limits
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
+from rl_training.step.reasons import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Reasons
 
 STEP = FEW | {"max_steps": 2}  # two microbatches of one prompt with 4 responses
 G = 4
@@ -49,7 +49,7 @@ class BothGradients(Seen):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         reading = super().measure(ctx, state)
-        self.found, rollout = reward_gradient(step.batch, ctx.ranks, step.limits), step.batch.rollout
+        self.found, rollout = reward_gradient(step.batch, ctx.ranks, step.reasons), step.batch.rollout
         params = [p for p in ctx.policy.model.parameters() if p.requires_grad]
         fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
         above = above_the_others(rollout.rewards, G)
@@ -102,7 +102,7 @@ def test_the_reward_gradient_does_not_depend_on_how_the_loss_uses_rewards(
     if kind == "longer":
         trainer.add_callback(Longer(trainer))
     for step in found_by(trainer):
-        assert (step.found.factor_limit.code if code else step.found.factor_limit) == (code or None)
+        assert (step.found.factor_reason.code if code else step.found.factor_reason) == (code or None)
         assert (step.found.factor is None) == bool(code)
         assert float(step.by_hand.norm()) > 1e-2
         assert float((step.gradient - step.by_hand).norm() / step.by_hand.norm()) < 1e-3
@@ -166,19 +166,19 @@ def rewarded(groups: list[list[float]]) -> Any:
 def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> None:
     """Of ten groups with one right response of two each, chance is at most .5^9 = 1/512 a step, and 1/512² < 1e-5."""
     check, alike = RewardCheck(), rewarded([[0.0, 1.0]] * 10)
-    assert [check.limit(alike, ALONE) is None for _ in range(3)] == [True, True, False]
-    assert check.limit(rewarded([[0.0, 1.0]] * 9 + [[1.0, 1.0]]), ALONE) is None  # one other mean, and it starts over
-    assert check.limit(alike, ALONE) is None
+    assert [check.reason(alike, ALONE) is None for _ in range(3)] == [True, True, False]
+    assert check.reason(rewarded([[0.0, 1.0]] * 9 + [[1.0, 1.0]]), ALONE) is None  # one other mean, and it starts over
+    assert check.reason(alike, ALONE) is None
     flat = rewarded([[1.0, 1.0]] * 10)
-    assert all(RewardCheck().limit(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
+    assert all(RewardCheck().reason(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
 
 
 @pytest.mark.parametrize("again", ["reused", "copied_groups"])
 def test_groups_that_are_there_again_are_no_further_evidence(again: str) -> None:
     checks, alike = StepChecks(), rewarded([[0.0, 1.0]] * 10)
-    repeated = Limits(**{again: Limit(again, "there again")})
+    repeated = Reasons(**{again: Unavailable(again, "there again")})
     assert [checks.relative_rewards(alike, repeated, ALONE) for _ in range(5)] == [None] * 5
-    fresh = [checks.relative_rewards(alike, Limits(), ALONE) is None for _ in range(3)]
+    fresh = [checks.relative_rewards(alike, Reasons(), ALONE) is None for _ in range(3)]
     assert fresh == [True, True, False]
     assert checks.relative_rewards(alike, repeated, ALONE) is RELATIVE_REWARDS  # as known from before
 
@@ -188,12 +188,12 @@ def test_groups_on_two_processes_are_compared_with_each_other() -> None:
     rewards = torch.randn(2, 6, 4, generator=draw)
     rewards = rewards - rewards.mean(dim=2, keepdim=True)
 
-    def limits(rank: int, reduce: Callable[[Tensor], Tensor]) -> list[Limit | None]:
+    def reasons(rank: int, reduce: Callable[[Tensor], Tensor]) -> list[Unavailable | None]:
         shifted = rewards[rank] + float(rank)  # the same mean within each process only
         parts = [rewarded(values.tolist()) for values in (rewards[rank], shifted)]
-        return [RewardCheck().limit(part, Ranks(2, reduce, rank)) for part in parts]
+        return [RewardCheck().reason(part, Ranks(2, reduce, rank)) for part in parts]
 
-    assert on_two_ranks(limits) == [[RELATIVE_REWARDS, None]] * 2
+    assert on_two_ranks(reasons) == [[RELATIVE_REWARDS, None]] * 2
 
 
 def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> None:
@@ -208,7 +208,7 @@ def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> 
         )
         scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
         batch: Any = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
-        weights = reward_gradient(batch, Ranks(2, reduce, rank), Limits(other_terms=OTHER_TERMS)).weights
+        weights = reward_gradient(batch, Ranks(2, reduce, rank), Reasons(other_terms=OTHER_TERMS)).weights
         assert weights is not None
         return weights.logps.flatten()
 

@@ -21,7 +21,7 @@ from rl_training import measured_loop
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.step.limits import LEFT_OUT
+from rl_training.step.reasons import LEFT_OUT
 
 
 def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:

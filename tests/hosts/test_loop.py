@@ -50,9 +50,9 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
-from rl_training.step.limits import REUSED, TOO_FAR, Fixes, Limits
+from rl_training.step.reasons import REUSED, TOO_FAR, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
@@ -624,10 +624,10 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
     for words in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(fixes=words, limits=Limits(), shape=shape, ranks=all_ranks(), shard=shard)
+        loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), shape=shape, ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = step.limits(loop, set(), mismatch=None)
+        why = step.reasons(loop, set(), mismatch=None)
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
         assert why.dr_grpo_fix == words.dr_grpo
@@ -643,7 +643,7 @@ def test_a_warning_of_many_missing_estimates_names_three(caplog: pytest.LogCaptu
     assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]
 
 
-def test_a_limit_with_a_number_is_reported_once_for_the_estimates_of_all_probes(caplog: Any) -> None:
+def test_a_reason_with_a_number_is_reported_once_for_the_estimates_of_all_probes(caplog: Any) -> None:
     writer = EstimateWriter(StepDriver([]), None, str)
     for step, ess in ((1, 0.1), (2, 0.2), (3, 0.3)):
         missing = Estimate.missing(TOO_FAR.formatted(ess=ess, least=0.5))
@@ -652,9 +652,9 @@ def test_a_limit_with_a_number_is_reported_once_for_the_estimates_of_all_probes(
     assert "sample size is 0.20" in caplog.text
 
 
-def test_different_reasons_of_one_code_are_reported_with_their_own_estimates(caplog: Any) -> None:
+def test_each_reason_is_reported_with_its_own_estimates(caplog: Any) -> None:
     writer = EstimateWriter(StepDriver([]), None, str)
-    backward, measured = (Limit("first_step", text) for text in ("no update is known", "no weights are known"))
+    backward, measured = (Unavailable(code, "nothing is known yet") for code in ("first_step", "no_earlier_weights"))
     for step in (1, 2):
         writer.write(step, {"one": {"a": Estimate.missing(backward), "b": Estimate.missing(measured)}})
     assert [line.message for line in caplog.records] == [f"not measured: a: {backward}", f"not measured: b: {measured}"]

@@ -19,7 +19,7 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
-from rl_training.step.limits import Limits
+from rl_training.step.reasons import Reasons
 from rl_training.tasks.models import load_tiny
 
 SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
@@ -40,7 +40,7 @@ def test_the_reward_gradient_is_exact_in_the_mean_over_groups_of_another_sampler
     scores = Scores(logps.detach(), entropies.detach(), mask)
     nothing = LossWeights(torch.zeros_like(scores.logps), None)
     batch = scored(rollout, scores, nothing)
-    weights = reward_gradient(batch, all_ranks(), Limits()).weights
+    weights = reward_gradient(batch, all_ranks(), Reasons()).weights
     assert weights is not None
     chance = [
         math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs

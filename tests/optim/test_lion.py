@@ -14,7 +14,7 @@ from rl_training.optim.lion import LionState
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.tasks.models import load_tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -92,15 +92,15 @@ def test_lion_steps_equal_those_of_bitsandbytes_from_the_first(dtype: torch.dtyp
 
 def test_lion_with_8_bit_or_paged_moments_has_no_formula() -> None:
     model = torch.nn.Linear(2, 2)
-    for optimizer in (
-        bitsandbytes.optim.Lion(model.parameters(), optim_bits=8),
-        bitsandbytes.optim.Lion(model.parameters(), is_paged=True),
-        bitsandbytes.optim.Lion8bit(model.parameters()),
+    for optimizer, code in (
+        (bitsandbytes.optim.Lion(model.parameters(), optim_bits=8), "no_8_bit_formula"),
+        (bitsandbytes.optim.Lion(model.parameters(), is_paged=True), "no_8_bit_formula"),
+        (bitsandbytes.optim.Lion8bit(model.parameters()), "no_formula"),
     ):
         view = view_optimizer(Shard(model, optimizer, None))
         assert view.states is None
-        assert isinstance(view.limit, Limit)
-        assert view.limit.code == "no_formula"
+        assert isinstance(view.reason, Unavailable)
+        assert view.reason.code == code
 
 
 def test_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) -> None:

@@ -26,8 +26,8 @@ from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import STEP_NOT_MEASURED
 from rl_training.step.quantities import PRODUCTS
+from rl_training.step.reasons import STEP_NOT_MEASURED
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # maximum number of entries that are joined, in these tests
@@ -110,7 +110,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
 def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> None:
     """In fp32 the squared norms cancel to less than their rounding error, or below 0."""
     generator = torch.Generator().manual_seed(0)
-    sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
+    sizes, reason = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
     for others in (0.0, 1e-9, 1e-5, 1e-3):
         rows = others * torch.randn(8, 20000, generator=generator)
         rows[3] = torch.randn(20000, generator=generator)
@@ -118,7 +118,7 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, fold_means([mean], Rows.holding(Layout(weights), [rows]), sizes), limit, identity
+            pieces, fold_means([mean], Rows.holding(Layout(weights), [rows]), sizes), reason, identity
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()
@@ -126,7 +126,7 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         ]
         for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
             unclipped = step.norm() / clip / 0.1  # norm of the gradient that makes the step
-            assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)
+            assert clip == pytest.approx(min(1.0, reason / (float(unclipped) + 1e-6)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate
 
 def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
     history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
-    assert history.limit(1).code == "first_step"
+    assert history.reason(1).code == "first_step"
     history.keep(4, update, nowhere)
     state = from_tensors(UpdateState(), to_tensors(history.state))
     for kept in (history, history_of(3, state)):
         assert kept.update_before(5)[0].tolist() == [1.0, -2.0, 0.5]
-        assert kept.limit(5) is None
+        assert kept.reason(5) is None
         assert kept.update_before(6) is None
-        assert kept.limit(6) == STEP_NOT_MEASURED.formatted(step=5)
+        assert kept.reason(6) == STEP_NOT_MEASURED.formatted(step=5)
     with pytest.raises(UserError, match="does not match the 2 numbers that are trained"):
         history_of(2, state)
 

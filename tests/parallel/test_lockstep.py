@@ -35,14 +35,14 @@ from rl_training.policy.rollout import Origin, Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe, SamplerProbe
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import Fixes, Limits
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import Fixes, Reasons
 from rl_training.step.score_check import ScoreCheck
 from rl_training.tasks.models import load_tiny
 
 BATCH_SIZE, G = 4, 2
-NO_TRUTH = Limit("not_here", "this step has no entropy gradient")
+NO_TRUTH = Unavailable("not_here", "this step has no entropy gradient")
 
 
 def rollout_of(num_sequences: int) -> Rollout:
@@ -82,11 +82,11 @@ class Rank:
         return rollout_of(count)
 
     def context(self) -> StepContext:
-        optimizer: Any = SimpleNamespace(limit=None, rounding_reason="")
+        optimizer: Any = SimpleNamespace(reason=None, rounding_reason="")
         prediction: Any = SimpleNamespace(
-            settings=SimpleNamespace(per_sequence=False), limit=NO_TRUTH, seen_in_scores=None
+            settings=SimpleNamespace(per_sequence=False), reason=NO_TRUTH, seen_in_scores=None
         )
-        step: Any = SimpleNamespace(number=1, batch=self.batch, limits=Limits(), optimizer=optimizer)
+        step: Any = SimpleNamespace(number=1, batch=self.batch, reasons=Reasons(), optimizer=optimizer)
         return StepContext(step, self.passes, prediction)
 
 
@@ -124,7 +124,7 @@ def check_scores(rank: Rank) -> None:
     check = ScoreCheck(rank.batch, rank.policy)
     check.score_and_compare(torch.arange(rank.rollout.num_sequences))
     assert check._sums[2] == rank.rollout.completion_mask[:8].sum()  # a pass for the others' sake is not compared
-    assert not check.difference_limit(rank.ranks.reduce)
+    assert not check.difference_reason(rank.ranks.reduce)
 
 
 def measure_numerics(rank: Rank) -> None:
@@ -218,26 +218,28 @@ def test_a_sample_of_another_size_than_asked_is_an_error() -> None:
         policy.sample(4, seed=0)
 
 
-LOCAL_LIMITS = {
-    "not_generated": Origin(sample_limit=Limit("not_generated", "responses of a replay buffer")),
-    "uneven_prompts": Origin(groups_limit=Limit("uneven_prompts", "prompts differ in their number of responses")),
+LOCAL_REASONS = {
+    "not_generated": Origin(sample_reason=Unavailable("not_generated", "responses of a replay buffer")),
+    "uneven_prompts": Origin(
+        groups_reason=Unavailable("uneven_prompts", "prompts differ in their number of responses")
+    ),
 }
 
 
-@pytest.mark.parametrize("code", [*LOCAL_LIMITS, "no_sample"])
+@pytest.mark.parametrize("code", [*LOCAL_REASONS, "no_sample"])
 def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) -> None:
     """Otherwise one process would return early from a collective in which the other waits."""
 
     def found(ranks: Ranks) -> list[bool]:
-        origin = LOCAL_LIMITS.get(code, Origin()) if ranks.number else Origin()
-        no_sample = Limit(code, "no function to sample with") if ranks.number and code == "no_sample" else None
+        origin = LOCAL_REASONS.get(code, Origin()) if ranks.number else Origin()
+        no_sample = Unavailable(code, "no function to sample with") if ranks.number and code == "no_sample" else None
         loop: Any = SimpleNamespace(
-            ranks=ranks, fixes=Fixes(), limits=Limits(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
+            ranks=ranks, fixes=Fixes(), reasons=Reasons(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        limits = step.limits(loop, set(), mismatch=None)
-        return [bool(value) for value in vars(limits).values()]
+        reasons = step.reasons(loop, set(), mismatch=None)
+        return [bool(value) for value in vars(reasons).values()]
 
     first, second = CountingRanks().run(found)
     assert first == second

@@ -16,7 +16,7 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Origin, Rollout, join_origins, join_rollouts
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 IDS = torch.ones(2, 3, dtype=torch.long)
 OWN = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -84,8 +84,8 @@ def test_all_processes_agree_on_which_rollout_fields_are_known(of_second_rank: R
     assert [flags.tolist() for flags in on_two_ranks(known_on_rank)] == [expected] * 2
 
 
-def test_limits_of_one_microbatchs_origin_apply_to_the_step() -> None:
-    drawn, unlike = Limit("not_generated", "drawn elsewhere"), Limit("uneven_prompts", "unlike")
+def test_reasons_of_one_microbatchs_origin_apply_to_the_step() -> None:
+    drawn, unlike = Unavailable("not_generated", "drawn elsewhere"), Unavailable("uneven_prompts", "unlike")
     parts = [Origin(), Origin(drawn, None, True), Origin(None, unlike, False)]
     assert join_origins(parts) == Origin(drawn, unlike, True)
     assert join_origins([Origin()] * 2) == Origin()

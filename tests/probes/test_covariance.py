@@ -87,8 +87,8 @@ def test_the_error_is_the_jackknife_over_folds(answers: Answers) -> None:
 
 def test_folds_that_split_prompts_give_a_value_without_an_error(answers: Answers) -> None:
     ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
-    spread = dataclasses.replace(ctx.step.limits, split_prompts="spread")
-    reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)), None)
+    spread = dataclasses.replace(ctx.step.reasons, split_prompts="spread")
+    reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, reasons=spread)), None)
     for name, estimate in reading.estimates.items():
         assert estimate.value == answers.all[-1][name].value
         assert math.isnan(estimate.stderr)

@@ -168,7 +168,7 @@ def test_prompts_spread_over_steps_have_no_share_but_a_fix(make_trainer) -> None
     with attach(trainer, probes=[probe]):
         trainer.train()
     for answer, step in zip(probe.all, probe.steps, strict=True):
-        assert step.limits.split_prompts
+        assert step.reasons.split_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert answer["ess/zero_advantage_prompts"].code == "split_prompts"
         advantages = step.batch.rollout.advantages.tolist()

@@ -445,7 +445,7 @@ def test_a_non_finite_step_is_nan_and_leaves_the_average_unchanged() -> None:
     truth, generator, loop = Truth(), seeded(10), Loop(GradientNoiseScaleProbe())
     before = loop.step(truth.draw(4, 16, generator=generator) + 1.0)
     broken = loop.step(torch.full((4, 16, DIM), math.inf, dtype=torch.float64))
-    assert all(math.isnan(broken[name].value) and broken[name].code == "not_finite" for name in RAW)
+    assert all(math.isnan(broken[name].value) and broken[name].code == "not_finite_gradient" for name in RAW)
     assert broken["gns/noise_scale_prompts"].value == pytest.approx(before["gns/noise_scale_prompts"].value, rel=1e-12)
 
 

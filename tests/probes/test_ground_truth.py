@@ -329,7 +329,7 @@ def test_a_nan_error_is_not_attributed_to_too_few_blocks() -> None:
     estimate = _prediction_and_error(predicted, true)["delta_h/evaluation"]
     assert (estimate.value, estimate.num_samples) == (0.0, 8)
     assert math.isnan(estimate.stderr)
-    assert estimate.code == "not_finite"
+    assert estimate.code == "not_finite_evaluation"
 
 
 def test_ess_and_weights_follow_from_the_two_scorings(make_trainer) -> None:
@@ -416,7 +416,7 @@ def test_a_non_finite_score_gives_nan_with_its_reason(make_trainer) -> None:
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
     for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/ess", "delta_h/weight_max"):
         assert math.isnan(probe.all[0][name].value)
-        assert probe.all[0][name].code == "not_finite"
+        assert probe.all[0][name].code == "not_finite_evaluation"
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_the_measured_change_equals_its_definition_for_any_optimizer(
     settings = SHAPE | {"optimizers": (optimizer(model), None), "max_steps": 3, "max_completion_length": 24}
     settings |= {"reward": [graded, num_characters], "reward_weights": [2.0, 0.0]}  # the second is only watched
     make_trainer(probes=[probe], model=model, **settings).train()
-    assert {e.code for e in probe.all[0].values()} == {"first_step"}
+    assert {e.code for e in probe.all[0].values()} == {"no_earlier_weights"}
     assert [*probe.steps[1].batch.rollout.rewards_by_name] == ["graded", "num_characters"]
     changes = []
     for number in (1, 2):
@@ -199,7 +199,7 @@ def test_steps_too_far_apart_have_no_change_but_their_distance(make_trainer) -> 
     make_trainer(probes=[probe], learning_rate=3e-2, **SHAPE).train()
     estimates = probe.all[1]
     assert estimates[ESS].value < 0.5
-    assert {estimates[name].code for name in CHANGES} == {"too_far"}
+    assert {estimates[name].code for name in CHANGES} == {"low_ess"}
     assert estimates[KL].value > 0.1
 
 

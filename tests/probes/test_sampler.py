@@ -24,7 +24,7 @@ from rl_training.policy.scores import Scores
 from rl_training.probes.sampler import METRICS, TRUNCATED_SAMPLER, SamplerProbe
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, Correction, LossSettings
-from rl_training.step.limits import Limits
+from rl_training.step.reasons import Reasons
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6
@@ -34,9 +34,9 @@ class Says(Kept, SamplerProbe):
     """The sampler probe, which keeps its steps and estimates."""
 
 
-def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
+def context(batch: Batch, ranks: Ranks, reasons: Reasons, policy: Any = None) -> StepContext:
     """Return a context with only the parts of a step that the probe reads."""
-    step: Any = SimpleNamespace(batch=batch, limits=limits)
+    step: Any = SimpleNamespace(batch=batch, reasons=reasons)
     passes: Any = SimpleNamespace(ranks=ranks, policy=policy, residual_test=None)
     return StepContext(step, passes)
 
@@ -51,8 +51,8 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     )  # fmt: skip
 
 
-def answers(batch: Batch, ranks: Ranks = ALONE, limits: Limits | None = None) -> dict[str, Estimate]:
-    return SamplerProbe().measure(context(batch, ranks, limits or Limits()), None).estimates
+def answers(batch: Batch, ranks: Ranks = ALONE, reasons: Reasons | None = None) -> dict[str, Estimate]:
+    return SamplerProbe().measure(context(batch, ranks, reasons or Reasons()), None).estimates
 
 
 def random_batch(correction: Correction | None = None) -> Batch:
@@ -135,7 +135,7 @@ def test_prompts_on_another_process_count_like_local_ones() -> None:
 
 def test_prompts_spread_over_processes_give_values_without_errors() -> None:
     batch = random_batch()
-    whole, parts = answers(batch), answers(batch, limits=Limits(split_prompts="spread"))
+    whole, parts = answers(batch), answers(batch, reasons=Reasons(split_prompts="spread"))
     assert {estimate.value for estimate in whole.values()} == {estimate.value for estimate in parts.values()}
     assert all(math.isnan(estimate.stderr) and estimate.reason == "spread" for estimate in parts.values())
 
@@ -149,7 +149,7 @@ def test_numerics_and_their_error_use_one_response_per_prompt() -> None:
         return Scores(again[rows], again[rows], batch.scores.mask[rows])
 
     policy = SimpleNamespace(run_passes=run_each, scorer=SimpleNamespace(score=score))
-    answers = SamplerProbe(numerics=True).measure(context(batch, ALONE, Limits(), policy), None).estimates
+    answers = SamplerProbe(numerics=True).measure(context(batch, ALONE, Reasons(), policy), None).estimates
     rows = []
     for i in range(0, G * PROMPTS, G):
         apart = (batch.scores.logps[i] - again[i])[batch.scores.mask[i]].tolist()

@@ -192,7 +192,7 @@ def test_a_non_finite_gradient_is_reported_and_not_averaged(make_trainer: Callab
     probe = InfiniteWeight()
     make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
     estimates = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
-    assert [estimate.code for estimate in estimates.values()] == ["not_finite"]
+    assert [estimate.code for estimate in estimates.values()] == ["not_finite_gradient"]
     assert probe.state["position/first_quarter"].num_steps == 0
 
 
@@ -260,7 +260,7 @@ def test_means_continue_from_their_state_as_if_never_stopped(run: tuple[Any, ...
     ("settings", "code"),
     [
         ({"max_steps": 1}, "goes_by_sign"),
-        ({"steps_per_generation": 8}, "off_policy"),
+        ({"steps_per_generation": 8}, "off_policy_classes"),
         ({"num_iterations": 2}, "reused"),
         ({"optim": "adafactor"}, "no_formula"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from rl_training import Estimate
 from rl_training.records import checkpoint_states
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, iterate_rollouts, read_estimates, read_metrics
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 
 def write_steps(records: Records, steps: range) -> None:
@@ -62,7 +62,10 @@ def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
 
 def test_an_estimate_keeps_all_its_fields_and_is_about_its_own_step_by_default(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    missing = {"y": Estimate.missing("why"), "z": Estimate.missing(Limit("other_loss", "its loss", fix="another"))}
+    missing = {
+        "y": Estimate.missing("why"),
+        "z": Estimate.missing(Unavailable("other_loss", "its loss", fix="another")),
+    }
     records.write_estimates(7, 2, "probe", {"x": Estimate(-0.25, 0.5, 8, about_step=6), **missing})
     x, y, z = read_estimates(tmp_path)
     assert x == {

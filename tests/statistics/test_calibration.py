@@ -117,7 +117,7 @@ def test_undefined_calibration_values_are_nan_with_their_reason() -> None:
     equal = calibrated([(0.1, 5.0, 8, float(x), 0.1) for x in range(9)])
     assert equal["correlation"].code == "no_spread"
     assert math.isnan(equal["correlation"].value)
-    assert equal["slope_corrected"].code == "lost_in_noise"
+    assert equal["slope_corrected"].code == "predictions_lost_in_noise"
     assert math.isnan(equal["slope_corrected"].value)
     zero = calibrated([(0.0, 1.0, 8, 1.0, 0.1)] * 9)
     assert math.isnan(zero["slope"].value)

@@ -7,7 +7,7 @@ import torch
 
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import NONE_WITHOUT, estimates_over_units
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 
 def test_nan_without_a_reason_raises() -> None:
@@ -55,7 +55,7 @@ def test_the_half_width_is_nan_without_a_standard_error_or_a_degree_of_freedom(e
 
 
 @pytest.mark.parametrize(("few", "code"), [({}, "few_prompts"), ({"few": FEW_FOLDS}, "few_folds")])
-def test_the_reason_for_too_few_units_names_their_kind(few: dict[str, Limit], code: str) -> None:
+def test_the_reason_for_too_few_units_names_their_kind(few: dict[str, Unavailable], code: str) -> None:
     (estimate,) = estimates_over_units(["mean"], lambda sums: sums[..., :1] / 3.0, torch.ones(3, 1), **few).values()
     assert estimate.value == 1.0
     assert estimate.code == code

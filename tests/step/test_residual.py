@@ -25,7 +25,7 @@ from rl_training.probes import EffectiveSampleSizeProbe, MeasuredStepProbe, Samp
 from rl_training.statistics.martingale import bound
 from rl_training.step import residual
 from rl_training.step.batch import Batch
-from rl_training.step.limits import NO_TOKENS, NOT_DRAWN, RANDOM_PASSES, REUSED, UNTESTED
+from rl_training.step.reasons import NO_TOKENS, NOT_DRAWN, RANDOM_PASSES, REUSED, UNTESTED
 from rl_training.step.residual import ResidualSums, ResidualTest
 from rl_training.step.score_check import ScoreCheck
 from rl_training.tasks.arithmetic import arithmetic
@@ -82,9 +82,9 @@ def test_chance_passes_the_bound_in_fewer_than_one_run_of_a_hundred_with_ten_tho
         looks = torch.arange(1, 10_001) * variance
         quadratic = (drawn.square().cumsum(1) + 2 * looks) / 3
         spread = quadratic + 25.0
-        limits = (spread * (2 * math.log(2 / residual.RUN_ALPHA) + (spread / 25.0).log())).sqrt()
-        assert float(limits[0, -1]) == pytest.approx(bound(float(quadratic[0, -1]), residual.RUN_ALPHA / 2))
-        alarms += int((drawn.cumsum(1).abs() > limits + residual.TOLERANCE * looks).any(dim=1).sum())
+        reasons = (spread * (2 * math.log(2 / residual.RUN_ALPHA) + (spread / 25.0).log())).sqrt()
+        assert float(reasons[0, -1]) == pytest.approx(bound(float(quadratic[0, -1]), residual.RUN_ALPHA / 2))
+        alarms += int((drawn.cumsum(1).abs() > reasons + residual.TOLERANCE * looks).any(dim=1).sum())
     assert alarms <= 5  # of 1000 runs
 
 
@@ -257,16 +257,16 @@ def test_the_run_is_noticed_before_any_of_its_steps_and_stays_so_after_a_checkpo
     for _ in range(8):
         test.begin()
         test._step = step
-        test.limit = test._limit(step)
-        noticed.append(test.limit is not None)
+        test.reason = test._reason(step)
+        noticed.append(test.reason is not None)
         test.finish(was_taken=True)
     assert noticed == [False] * 4 + [True] * 4
     kept = from_tensors(ResidualSums(), to_tensors(test.run))
     assert kept == test.run
     assert kept.steps == 8
     resumed = ResidualTest(kept, 1.0)
-    assert resumed.limit is not None
-    assert resumed.limit.code == NOT_DRAWN.code
+    assert resumed.reason is not None
+    assert resumed.reason.code == NOT_DRAWN.code
 
 
 def test_a_step_that_is_not_taken_is_forgotten() -> None:
@@ -276,13 +276,13 @@ def test_a_step_that_is_not_taken_is_forgotten() -> None:
     test.begin()
     test.finish(was_taken=True)
     assert test.run == ResidualSums()
-    assert test.limit is None
+    assert test.reason is None
 
 
 def test_a_difference_of_half_a_percent_in_temperature_is_no_other_policy_however_long_the_run() -> None:
     for drift, is_noticed in ((0.004, False), (0.006, True)):
         sums = ResidualSums(drift * 1e9, 1e9, 1e9, 1e9, 1000)
-        assert (ResidualTest(sums, 1.0).limit is not None) == is_noticed
+        assert (ResidualTest(sums, 1.0).reason is not None) == is_noticed
 
 
 @pytest.mark.parametrize("missing", [REUSED, RANDOM_PASSES])
@@ -292,7 +292,7 @@ def test_what_cannot_be_tested_says_why_and_enters_no_sum(missing: Any) -> None:
     rollout = Rollout(row, row, row, row, torch.zeros(1), None, torch.zeros(1, dtype=torch.long))
     for given, why in ((rollout, missing), (dataclasses.replace(rollout, untested=True), UNTESTED)):
         test = once(given, scores, missing if given is rollout else None)
-        assert test.limit is None
+        assert test.reason is None
         assert {name: estimate.code for name, estimate in test.estimates().items()} == dict.fromkeys(
             (residual.MEAN, residual.RUN, residual.BOUND), why.code
         )

@@ -115,7 +115,7 @@ def test_a_step_whose_scores_differ_from_the_policys_has_a_reason_and_no_estimat
     assert math.isfinite(odd["ess/advantage"].value)
     assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
     # If it is unknown which policy is trained, no loop can provide fresh responses from it.
-    fresh = [ctx.limits.no_fresh_responses for ctx in seen.contexts]
+    fresh = [ctx.reasons.no_fresh_responses for ctx in seen.contexts]
     assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 
@@ -167,7 +167,7 @@ def test_all_processes_agree_where_the_scores_of_one_differ() -> None:
         )
         check = ScoreCheck(batch, policy)
         check.score_and_compare(torch.arange(ROWS))
-        why = check.difference_limit(reduce)
+        why = check.difference_reason(reduce)
         return torch.tensor([bool(why), f"by {off / 2:.2g} nats" in (why or "")])
 
     for off in (1.9 * TOLERANCE, 2.1 * TOLERANCE):
@@ -183,7 +183,7 @@ def test_a_non_finite_score_is_not_taken_for_another_policy() -> None:
         stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
         check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
         check.compare(torch.arange(1), Scores(nothing, nothing, mask))
-        assert check.difference_limit(torch.clone) is None
+        assert check.difference_reason(torch.clone) is None
 
 
 # --- noise or rounding in a forward pass is not a different policy ----------------------------------------------------

@@ -29,9 +29,9 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
-from rl_training.step.limits import ONE_FOLD, Limits
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import ONE_FOLD, Reasons
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
@@ -132,7 +132,7 @@ def step_of(
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),
-        limits=Limits(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
+        reasons=Reasons(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
     )
     passes = Passes(policy, ranks, FoldReduction(shard))
     if previous is None:

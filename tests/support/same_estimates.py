@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rl_training.records.jsonl import read_estimates
-from rl_training.step.limits import UNKNOWN_TRUNCATION
+from rl_training.step.reasons import UNKNOWN_TRUNCATION
 
 Estimates = Mapping[tuple[int, str], tuple[float, float]]  # by step and name: value and standard error
 

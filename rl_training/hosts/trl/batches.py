@@ -19,9 +19,9 @@ from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
-from rl_training.step.limits import Fixes
+from rl_training.step.reasons import Fixes
 
 # Keys that this package adds to TRL's batch dictionaries.
 REWARD = "rollout_reward"
@@ -217,7 +217,7 @@ def read_rollout(
     on_policy: bool,
     pad_token_id: int | None = None,
     end_tokens: Sequence[int] = (),
-    sampling_mismatch: Limit | Literal[""] | None = None,
+    sampling_mismatch: Unavailable | Literal[""] | None = None,
 ) -> Rollout:
     """Return the sequences of one of TRL's batch dictionaries.
 
@@ -228,7 +228,7 @@ def read_rollout(
         pad_token_id: Give it if the loss may mask truncated responses (mask_truncated_completions), to read them too.
         end_tokens: End-of-response tokens and the padding token: a response that ends with none of them is truncated.
             If empty, truncation is unknown.
-        sampling_mismatch: The limit if the responses are not samples of the trainer's policy, "" if they are, None to
+        sampling_mismatch: Why the responses are not samples of the trainer's policy, "" if they are, None to
             use the loop's.
     """
     tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)

@@ -1,7 +1,7 @@
 """Errors of `attach`: an unknown TRL version, and settings under which probes corrupt training or measure nothing.
 
 If a version lacks a member in the tables of members.py, or its first forward pass returns something unexpected, the
-error names it. A setting that only one estimate cannot handle is no error: that estimate is nan (step/limits.py).
+error names it. A setting that only one estimate cannot handle is no error: that estimate is nan (step/reasons.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
 MAX_PAST_RESPONSES = 2**16  # number of responses of earlier rollouts that are kept
 
@@ -28,7 +28,7 @@ class Response:
     by_function: tuple[float, ...] = ()  # of each reward function, nan if it returned none; empty if unknown
     tool_mask: list[int] | None = None  # (T,), 1 on tokens that the policy wrote; None if it wrote all of them
     learned: bool = False  # whether it was in the batch of an earlier rollout
-    mismatch: Limit | None = None  # why it is not a sample of the scored policy
+    mismatch: Unavailable | None = None  # why it is not a sample of the scored policy
 
 
 def key_of(prompt: bytes, completion: bytes) -> bytes:
@@ -62,7 +62,7 @@ class GeneratedResponses:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         tool_masks: Sequence[list[int]] | None,
-        mismatch: Limit | None = None,
+        mismatch: Unavailable | None = None,
     ) -> None:
         """Add the responses that were just generated.
 

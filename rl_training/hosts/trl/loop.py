@@ -8,11 +8,11 @@ from trl import GRPOTrainer
 
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_limit, sampling_limit
+from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Limits
+from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
 
 
 def loop_of(
@@ -43,12 +43,12 @@ def loop_of(
         ranks=all_ranks(),
         is_dr_grpo=settings.is_dr_grpo,
         loss_settings=settings,
-        limits=Limits(
+        reasons=Reasons(
             mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
             split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
             reused=REUSED.with_fix(fixes.no_reuse) if args.num_iterations > 1 else None,
-            sampling_mismatch=sampling_limit(trainer),
-            no_fresh_responses=fresh_responses_limit(trainer),
+            sampling_mismatch=sampling_reason(trainer),
+            no_fresh_responses=fresh_responses_reason(trainer),
         ),
         fixes=fixes,
     )

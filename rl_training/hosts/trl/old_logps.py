@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
+from rl_training.policy.padding_check import MAX_DIFFERENCE, MAX_DIFFERENCE_ROUNDED
 from rl_training.policy.policy import Policy
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, take_rows
@@ -56,7 +56,7 @@ def own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
 
 
 def _tolerance(policy: Policy) -> float:
-    return LIMIT_ROUNDED if policy.scorer.training_rounding else LIMIT
+    return MAX_DIFFERENCE_ROUNDED if policy.scorer.training_rounding else MAX_DIFFERENCE
 
 
 def _differences(some: Tensor, others: Tensor, is_token: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
-from rl_training.step.limits import SAMPLING_MISMATCH
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import SAMPLING_MISMATCH
 
 REGEX = "vllm_structured_outputs_regex"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options that are fields of GRPOConfig
@@ -53,18 +53,20 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 
 
-STREAM = Limit(
+STREAM = Unavailable(
     "streamed",
     "prompts can be drawn at random only from a training set with a length",
     fix="load it without streaming, or measure without fresh samples",
 )
-KEEPS_STATE = Limit(
+KEEPS_STATE = Unavailable(
     "generation_keeps_state",
     "fresh responses would call the tools, environments or rollout_func once more; if these keep state, training would "
     "differ from training without probes",
 )
-IMAGES = Limit("images", "fresh responses can only be sampled for text prompts", fix="validate in a run without images")
-OTHER_SAMPLING = Limit(
+IMAGES = Unavailable(
+    "images", "fresh responses can only be sampled for text prompts", fix="validate in a run without images"
+)
+OTHER_SAMPLING = Unavailable(
     SAMPLING_MISMATCH.code,
     "{setting} makes the sampled policy differ from the scored one, so its entropy gradient cannot be estimated from "
     "these samples",
@@ -213,7 +215,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Generate a response to each prompt as TRL does, cut after the first end-of-sequence token."""
     pad, ends = versions.tokenizer_of(trainer).pad_token_id, versions.of_trainer(trainer, "eos_token_ids")
     config = None if trainer.use_vllm else trainer.generation_config
-    if config is None:  # vLLM's settings are neutral too: otherwise sampling_limit rules out fresh samples
+    if config is None:  # vLLM's settings are neutral too: otherwise sampling_reason rules out fresh samples
         config = GenerationConfig(
             max_new_tokens=trainer.max_completion_length,
             do_sample=True,
@@ -240,8 +242,8 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
 
-def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
-    """Return the limit if responses sampled now are not samples of the scored policy, or None.
+def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
+    """Return why responses sampled now are not samples of the scored policy, or None.
 
     It reads the current options of generation, which a callback may have changed since the trainer was made.
     """
@@ -281,8 +283,8 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
     return effective, where
 
 
-def fresh_responses_limit(trainer: GRPOTrainer) -> Limit | None:
-    """Return the limit if this trainer cannot sample extra responses during training, or None."""
+def fresh_responses_reason(trainer: GRPOTrainer) -> Unavailable | None:
+    """Return why this trainer cannot sample extra responses during training, or None."""
     if versions.generation_calls_code(trainer):
         return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):

@@ -22,33 +22,33 @@ from rl_training.hosts.trl.compatibility import warn_of_leftover_responses, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.members import SHUFFLE
 from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
-from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 
-NOT_GENERATED = Limit(
+NOT_GENERATED = Unavailable(
     "not_generated",
     "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
     "has no log-probabilities from the policy that generated them (old_per_token_logps)",
 )
-NOT_ALL_KEPT = Limit(
+NOT_ALL_KEPT = Unavailable(
     "not_all_kept",
     "the batch has {kept} of the {generated} responses that were generated per prompt: the kept ones were selected, so "
     "they are not a sample of the policy",
     fix="keep or leave out whole prompts",
 )
-UNEVEN = Limit(
+UNEVEN = Unavailable(
     "uneven_prompts",
     "responses cannot be assigned to prompts: prompts have different numbers of responses, or rows with images are not "
     "in the order of generation",
     fix="keep or leave out whole prompts",
 )
-PLACEHOLDERS = Limit(
+PLACEHOLDERS = Unavailable(
     "placeholder_logps",
     "the sampler's log-probabilities (sampling_per_token_logps) are all 0, as if every token had been certain",
     fix="from a rollout_func, return logprobs=None if the policy itself samples, and otherwise the sampler's own",
@@ -93,7 +93,7 @@ class Rollouts:
         self._is_fresh = True  # whether all its responses were generated for it, if that is known
         self._origin = Origin()
         # Why its responses are not samples of the scored policy; "" if they are.
-        self._mismatch: Limit | Literal[""] = ""
+        self._mismatch: Unavailable | Literal[""] = ""
         # With dropout: whether its old log-probabilities are the policy's own; otherwise each microbatch tells.
         self._old_logps_are_own: bool | None = None
 
@@ -105,15 +105,15 @@ class Rollouts:
             warn_of_leftover_responses(self._trainer)
             self._origin = dataclasses.replace(self._origin, learned=num_used >= args.steps_per_generation)
 
-    def add_generated(self, generated: tuple, limit_before: Limit | None) -> None:
+    def add_generated(self, generated: tuple, reason_before: Unavailable | None) -> None:
         """Take what TRL has generated, with the tool masks, before TRL masks truncated responses.
 
         Args:
             generated: The tuple that TRL's `_generate` returned.
-            limit_before: The sampling limit by the settings before generation. None if there was none.
+            reason_before: Why responses are no samples, by the settings before generation, or None.
         """
         prompts, completions, tool_masks = generated[:3]
-        self._generated.add(prompts, completions, tool_masks, limit_before or sampling_limit(self._trainer))
+        self._generated.add(prompts, completions, tool_masks, reason_before or sampling_reason(self._trainer))
 
     def add_rewards(self, by_function: Tensor) -> None:
         """Take the generated responses' rewards, (sequences of all ranks, functions), which TRL does not pass on."""
@@ -157,7 +157,7 @@ class Rollouts:
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         mismatches = [response.mismatch for response in responses if response is not None]
         self._mismatch = (
-            next(filter(None, mismatches), "") if mismatches else sampling_limit(trainer) or ""
+            next(filter(None, mismatches), "") if mismatches else sampling_reason(trainer) or ""
         )  # by the present settings, if no row is a known response
         if not self._mismatch and placeholders.any():
             self._mismatch = PLACEHOLDERS
@@ -221,13 +221,13 @@ class Rollouts:
         is_even = len(group_sizes) == 1 and group_sizes != {0}
         self.responses_per_prompt = group_sizes.pop() if is_even else expected
         self._is_fresh = not num_foreign
-        limit = None
+        reason = None
         if num_foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            limit = NOT_GENERATED.formatted(count=int(num_foreign), rows=int(num_rows))
+            reason = NOT_GENERATED.formatted(count=int(num_foreign), rows=int(num_rows))
         elif self.responses_per_prompt < expected:
-            limit = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
+            reason = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
         uneven = None if is_even else UNEVEN
-        self._origin = Origin(limit or uneven, uneven, bool(learned))
+        self._origin = Origin(reason or uneven, uneven, bool(learned))
         if unrewarded:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)

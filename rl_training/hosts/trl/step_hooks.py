@@ -23,7 +23,7 @@ from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import FORWARD_PASS
-from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
@@ -115,14 +115,14 @@ class StepHooks:
                 self._driver.skip_step()
 
     def _on_generate_tokens(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        limit_before = None
+        reason_before = None
         if not self._guard.reason:
             with self._guard.watching():
-                limit_before = sampling_limit(self._trainer)
+                reason_before = sampling_reason(self._trainer)
         generated = original(prompts)
         if self._trainer.model.training and not self._guard.reason:
             with self._guard.watching():
-                self._rollouts.add_generated(generated, limit_before)
+                self._rollouts.add_generated(generated, reason_before)
         return generated
 
     def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -36,10 +36,10 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
-from rl_training.statistics.limit import Limit
-from rl_training.step import limits
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step import reasons
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import Fixes, Limits
+from rl_training.step.reasons import Fixes, Reasons
 
 SETTINGS = "rl_training"  # key of a batch, under which the trainer passes the settings of probes
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
@@ -50,7 +50,9 @@ DR_GRPO_FIX = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
 )
-NO_SAMPLE = Limit("no_sample", "fresh responses are needed, and verl's rollout server sleeps while the engine trains")
+NO_SAMPLE = Unavailable(
+    "server_sleeps", "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
+)
 
 
 class Measurement:
@@ -158,8 +160,8 @@ def _describe_loop(
         ranks=ranks,
         is_dr_grpo=loss is not None,
         loss_settings=loss,
-        limits=Limits(
-            sampling_mismatch=limits.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
+        reasons=Reasons(
+            sampling_mismatch=reasons.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
         ),
         fixes=Fixes(settings["whole_prompts_fix"], DR_GRPO_FIX, BATCH_FIX, "probes.{name}.num_folds={folds}"),
     )

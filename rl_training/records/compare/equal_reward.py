@@ -30,7 +30,7 @@ from rl_training.records.compare.groups import Group, Member
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import Z_95
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.limit import Limit
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import difference, mean_of
 
 MIN_STEPS = 8  # logged steps of a path
@@ -38,10 +38,12 @@ SMOOTHED = 10  # the running mean covers this part of a run: a tenth
 MIN_WINDOW = 5  # steps that it covers at least
 RISES = 4.0  # standard errors of its slope by which reward must rise in the window
 MAX_CORRELATION = 0.8  # of neighbouring steps' scatter: beyond, the error would be a guess
-NO_PATH = Limit("no_path", "fewer than {least} of its steps have logged both reward and entropy")
-NO_RISE = Limit("no_rise", "its reward does not rise by more than noise")
-BEGINS_ABOVE = Limit("begins_above", "its reward begins at {first:.3g}, above {level:.3g}, all that the other earns")
-NOT_REACHED = Limit("not_reached", "its reward does not reach {level:.3g}")
+NO_PATH = Unavailable("no_path", "fewer than {least} of its steps have logged both reward and entropy")
+NO_RISE = Unavailable("no_rise", "its reward does not rise by more than noise")
+BEGINS_ABOVE = Unavailable(
+    "begins_above", "its reward begins at {first:.3g}, above {level:.3g}, all that the other earns"
+)
+NOT_REACHED = Unavailable("not_reached", "its reward does not reach {level:.3g}")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_a_plain_trainer_with_whole_prompt_order_has_the_forward_estimate(make_t
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
     for step in witness.steps:
-        assert not step.limits.mixed_prompts
+        assert not step.reasons.mixed_prompts
         for rows in step.batch.microbatch_rows:
             assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
                 4,
@@ -579,7 +579,7 @@ def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reas
     trainer.train()
     forward = trainer.attachment.latest["delta_h/forward"]
     assert math.isnan(forward.value)
-    assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_weights")
+    assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_within_step")
 
 
 def test_weights_edited_by_a_callback_are_not_the_step_of_the_optimizer(make_trainer) -> None:

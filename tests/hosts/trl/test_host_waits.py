@@ -33,7 +33,7 @@ def batch_on_gpu() -> dict[str, Any]:
 
 
 def rollouts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
-    monkeypatch.setattr(rollouts_module, "sampling_limit", lambda trainer: None)
+    monkeypatch.setattr(rollouts_module, "sampling_reason", lambda trainer: None)
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=0, num_processes=1), num_generations=4, eos_token_ids=[9],
         args=SimpleNamespace(

@@ -25,7 +25,7 @@ NONE: Any = None
 
 @pytest.fixture(autouse=True)
 def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "sampling_limit", lambda trainer: None)
+    monkeypatch.setattr(module, "sampling_reason", lambda trainer: None)
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
@@ -126,8 +126,8 @@ def test_rows_in_any_order_have_their_own_prompts_rewards_and_origins(
     assert (rollout_begun.prompt_index - 6).tolist() == prompts
     assert rollouts.responses_per_prompt == group
     assert (None if rollout_begun.rewards is None else rollout_begun.rewards.tolist()) == rewards
-    assert (rollout_begun.origin.sample_limit or "").startswith(why)
-    assert bool(rollout_begun.origin.sample_limit) == bool(why)
+    assert (rollout_begun.origin.sample_reason or "").startswith(why)
+    assert bool(rollout_begun.origin.sample_reason) == bool(why)
 
 
 def test_a_prompt_drawn_twice_counts_as_two_while_rows_keep_their_order() -> None:
@@ -158,7 +158,7 @@ def test_a_foreign_row_on_one_process_makes_the_sample_unknown_on_all(monkeypatc
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS if rank == 0 else [*ROWS[:5], (3, 99)])
-        reasons.append(read.origin.sample_limit)
+        reasons.append(read.origin.sample_reason)
         return torch.tensor([read.on_policy, read.rewards is None])
 
     ranks: dict[int, Ranks] = {}
@@ -174,7 +174,7 @@ def test_unequal_groups_on_one_process_are_reported_by_all(monkeypatch: Any) -> 
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS[:4] if rank == 0 else [ROWS[0], ROWS[2]])
-        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_limit == module.UNEVEN])
+        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_reason == module.UNEVEN])
 
     ranks: dict[int, Ranks] = {}
     assert [tensor.tolist() for tensor in on_two_ranks(found)] == [[2, True]] * 2

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Con
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, sampling_limit
+from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, sampling_reason
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -74,8 +74,8 @@ def as_made(args: Any, model: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(("settings", "way_out"), [*REFUSED["sampling"], ({}, "")])
 def test_every_sampling_option_besides_temperature_is_named(plain, settings, way_out) -> None:
-    assert sampling_limit(plain) is None
-    why = sampling_limit(as_made(plain.args, plain.model, **settings)) or ""
+    assert sampling_reason(plain) is None
+    why = sampling_reason(as_made(plain.args, plain.model, **settings)) or ""
     assert why.endswith(way_out)
     assert " in trainer" not in why
     assert bool(why) == bool(settings)
@@ -84,14 +84,14 @@ def test_every_sampling_option_besides_temperature_is_named(plain, settings, way
 def test_sampling_options_of_the_models_generation_config_are_named(plain) -> None:
     policy = load_tiny()[0]
     policy.generation_config.min_p = 0.2
-    why = sampling_limit(as_made(plain.args, policy))
+    why = sampling_reason(as_made(plain.args, policy))
     assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
 
 
 def test_a_temperature_set_on_the_engine_later_is_read_from_the_engine(plain) -> None:
     trainer = as_made(plain.args, plain.model, use_vllm=True)
     trainer.vllm_generation.temperature = 0.7
-    assert sampling_limit(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
+    assert sampling_reason(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
 
 
 class Anneals(TrainerCallback):

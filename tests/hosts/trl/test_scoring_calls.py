@@ -142,8 +142,8 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
         assert 0 < silent.sum() < len(silent)
         assert not step.batch.loss_weights.logps[silent].any()
     if trainer_class is OwnLoss:
-        assert step.limits.other_terms.code == "own_forward_pass"
-        assert FORWARD_PASS in step.limits.other_terms.fix
+        assert step.reasons.other_terms.code == "own_forward_pass"
+        assert FORWARD_PASS in step.reasons.other_terms.fix
 
 
 @pytest.mark.parametrize("asked", [True, False])

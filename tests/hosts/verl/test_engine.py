@@ -30,7 +30,7 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.limits import UNKNOWN_TRUNCATION
+from rl_training.step.reasons import UNKNOWN_TRUNCATION
 from rl_training.tasks.models import load_tiny
 
 RUNS_FILE = Path(__file__).with_name("runs.py")

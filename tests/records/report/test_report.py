@@ -35,7 +35,7 @@ from rl_training.records.report.preview import preview
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli
-from rl_training.statistics.estimate import Estimate, stderr_limit
+from rl_training.statistics.estimate import Estimate, stderr_reason
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -357,7 +357,7 @@ def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
 
 
 def test_too_few_prompts_for_an_error_bar_are_said_once_in_the_opening(tmp_path: Path) -> None:
-    few = stderr_limit(2)
+    few = stderr_reason(2)
     assert few is not None
     records = Records(tmp_path / "logs")
     for step in (1, 2):
