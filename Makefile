@@ -123,7 +123,7 @@ WHOLE := 1.0.0 1.13.0 # with all tests of TRL's trainer; the others with a selec
 LIBRARIES := trl transformers peft accelerate
 SELECTED := $(addprefix tests/hosts/trl/test_,versions.py compatibility.py attach.py bitwise.py trl_features.py launcher.py) \
   tests/interventions/test_training_with_interventions.py tests/engine/test_other_losses.py \
-  tests/gradients/test_gradients.py tests/optim/test_updates.py tests/entropy/test_bias.py
+  tests/step/test_gradients.py tests/optim/test_updates.py tests/entropy/test_bias.py
 $(COMPAT)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
 	$(call torch_first,$(COMPAT),constraints.txt)

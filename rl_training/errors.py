@@ -1,4 +1,13 @@
-"""The one error meant for the user: commands print only its message, but the traceback of any other error."""
+"""The one error meant for the user: commands print only its message, but the traceback of any other error.
+
+Errors in functions that the user wrote are told apart from the package's own, with file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
 
 
 class UserError(ValueError):
@@ -6,3 +15,36 @@ class UserError(ValueError):
 
     The message names the cause and the fix, in one line. Any other exception is a bug in the program.
     """
+
+
+@contextlib.contextmanager
+def wrap_user_errors(what: str) -> Iterator[None]:
+    """Turn any failure inside the context, even sys.exit(), into a UserError that begins with `what`.
+
+    Example: with what "intervention f": "intervention f failed: ZeroDivisionError: division by zero (f.py:2)".
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{what} failed: {message} ({_location(error)})") from error
+
+
+@contextlib.contextmanager
+def add_note_on_error(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
+    """Add a note to any error raised inside the context. Its type stays the same for callers that catch it.
+
+    Args:
+        what: The beginning of the note. "reward function f" gives "reward function f failed (f.py:2)".
+        hint: Returns advice that is appended to the note.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{what} failed ({_location(error)}){hint()}")
+        raise
+
+
+def _location(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

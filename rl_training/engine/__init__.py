@@ -9,5 +9,5 @@ loop_spec.py, fold_placement.py     what the driver knows about a loop, and the 
 gradient_check.py, loss_check.py    whether the gradient is the one that the folds and the loss give
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
 kl_bound.py, bounded_driver.py      steps of a set KL; kl_search.py finds their length
-timing.py, user_code.py             seconds, and errors in the user's functions
+timing.py                           seconds by name
 """

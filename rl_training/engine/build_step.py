@@ -16,11 +16,11 @@ from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.recorder import JoinedMicrobatches, StepRecorder
 from rl_training.engine.requirements import needs_of
 from rl_training.engine.step_checks import StepChecks
-from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
+from rl_training.step.folds import FoldGroup
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import Reasons

@@ -19,7 +19,6 @@ from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
 from rl_training.entropy.paired_effects import GradientShares
 from rl_training.entropy.token_effects import iter_token_products
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector
@@ -29,6 +28,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
 

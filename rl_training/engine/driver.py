@@ -35,7 +35,6 @@ from rl_training.engine.step_checks import ChecksState, StepChecks
 from rl_training.engine.timing import ENGINE, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
-from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
 from rl_training.parallel.rows import rows_in_vectors
 from rl_training.policy.precision import isolated_from_training
@@ -43,6 +42,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import StepData
+from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.residual import ResidualSums, ResidualTest

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.copied_groups import Copies
-from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.step.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
 from rl_training.step.reasons import Reasons
 
 

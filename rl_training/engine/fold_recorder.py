@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup
-from rl_training.gradients.loss_weights import rows_with_weight
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.rows import Receiver, Rows, rows_dtype
 from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup
+from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.fold_recorder import FoldGradients
-from rl_training.gradients.folds import FoldGroup
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.padding_check import MAX_DIFFERENCE as SAME_SCORES
@@ -29,6 +28,7 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
+from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
 

@@ -16,8 +16,6 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.gradient_witness import GradientWitness
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, Reading
-from rl_training.gradients.folds import FoldGroup, ranges_of
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
@@ -26,6 +24,8 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import StepData
+from rl_training.step.folds import FoldGroup, ranges_of
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import (
     HOOKED,
     MIXED_PROMPTS,

@@ -20,7 +20,6 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE
 from rl_training.errors import UserError
-from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.rows import rows_in_vectors
@@ -29,6 +28,7 @@ from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_reason
 from rl_training.step.data import EntropySettings
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.residual import ResidualTest

@@ -11,7 +11,6 @@ length_and_reward.py      the same predictions for length and reward
 attribution.py            splits by cause, layer, kind of module and group of layers
 token_effects.py          what each single token of the step's gradient does
 previous_update.py        δθ of the previous step; averaged_errors.py: error bars averaged over steps
-trapezoid.py              the running sum over steps
 changed_steps.py          what another loss, learning rate or clipping would do; paired_effects.py: with errors
 advantage_covariance.py   a predictor from the literature
 
@@ -20,5 +19,4 @@ Measured:
 fresh_sample.py           the effect of a step on responses that it was not trained on
 importance.py             the change of entropy by weights of whole sequences
 per_decision.py           the change of entropy by weights of prefixes, which has less noise
-previous_policy.py        the previous policy compared with this one, on this step's responses
 """

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
+from rl_training.step.loss_weights import LossWeights, rows_with_weight
 from rl_training.step.passes import Passes
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once

@@ -36,11 +36,11 @@ from rl_training.entropy.importance import (
 )
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.entropy.weights import Target, surrogate_weights
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+from rl_training.step.loss_weights import LossWeights
 
 TARGETS: tuple[Target, ...] = ("token", "sequence")
 MIN_BLOCKS = 32  # for an error bar; to reach it, blocks are made smaller than a microbatch

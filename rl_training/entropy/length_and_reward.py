@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.changed_steps import ChangedUpdates, Direction, solve_combination
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Reasons
 
 TOLERANCE = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples

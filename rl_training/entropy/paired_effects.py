@@ -16,7 +16,6 @@ from rl_training.entropy.changed_steps import (
     changes_by_basis,
     iter_basis_gradients,
 )
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.statistics.estimate import stderr_reason
 from rl_training.statistics.jackknife import jackknife_covariance
@@ -24,6 +23,7 @@ from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rl_training.entropy.paired_effects import StepByFolds
 from rl_training.entropy.per_decision import slopes
-from rl_training.gradients.loss_weights import rows_with_weight
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.sums import square_norm
@@ -29,6 +28,7 @@ from rl_training.policy.rollout import take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropyPrediction
+from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.passes import Passes
 
 TARGET, RANGE = 1e-3, 10.0  # nats; a shift that is off by more than this factor is made again

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.user_code import wrap_user_errors
-from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import LossWeights
+from rl_training.errors import UserError, wrap_user_errors
 from rl_training.interventions.loss import Function, LossInputs
+from rl_training.step.loss_weights import LossWeights
 
 
 def load_custom(place: str, name: str) -> Function:

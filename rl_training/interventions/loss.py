@@ -1,6 +1,6 @@
 """The input of an intervention: the weights, scores and settings of one microbatch's loss.
 
-    ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (gradients/loss_weights.py)
+    ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (step/loss_weights.py)
 
 The derivatives c and d, with respect to log-probabilities and entropies, define a loss. So an intervention is a
 function from the loss's inputs to new c and d. It sees one microbatch, as training does: the tokens of highest entropy,
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.policy.rollout import Rollout, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
+from rl_training.step.loss_weights import LossWeights
 
 # Relative distance within which a loss's weights count as Dr-GRPO's: in bf16, ratios of 1 are rounded, and a few tokens
 # may fall on the other side of a clip.

@@ -22,10 +22,10 @@ from typing import Any
 
 from rl_training.entropy.changed_steps import Change
 from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.custom import load_custom
 from rl_training.interventions.loss import Function, LossInputs
+from rl_training.step.loss_weights import LossWeights
 
 PLAIN = "plain"  # the unchanged step, in metrics' names
 RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"

@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.batch import Correction
+from rl_training.step.loss_weights import LossWeights
 
 STD_EPSILON = 1e-4  # TRL adds it to a group's standard deviation
 MIN_SCALE = 0.02  # STEER's lower bound on the largest |Ω|, which sets the scale

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
@@ -38,6 +37,7 @@ from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import find_weights_flaw, state_folder, steps_taken
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
+from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.passes import Passes
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
-from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.trainer import GRPOTrainer
@@ -38,6 +36,8 @@ from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
+from rl_training.step.folds import folds_of_prompts, plan_prompt_folds
+from rl_training.step.loss_weights import LossWeights, rows_with_weight
 
 MAX_FOLDS = 16  # each takes a vector over the trainable parameters
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss

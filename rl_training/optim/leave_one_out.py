@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import leave_out_coefficients
 from rl_training.optim.updates import (
     CAUSES,
     Entries,
@@ -28,6 +27,7 @@ from rl_training.optim.updates import (
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.rows import EncodedRow, Rows, entries_of
 from rl_training.parallel.sums import square_norm
+from rl_training.statistics.jackknife import leave_out_coefficients
 
 EVERY_FOLD = slice(None)
 

@@ -1,4 +1,8 @@
-"""The probes, one file each: the formula with its source, the pure functions and the class that calls them."""
+"""The probes, one file each: the formula with its source, the pure functions and the class that calls them.
+
+What a single probe needs has a file of its own beside it: trapezoid.py for simple.py, previous_policy.py and
+running_sum.py for measured.py, top_tokens.py for token_classes.py.
+"""
 
 from rl_training.engine.probe import Probe
 from rl_training.probes.covariance import CovariancePredictorProbe as CovariancePredictorProbe

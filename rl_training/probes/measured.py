@@ -2,7 +2,7 @@
 
 This step's responses were sampled after the last step. The probe scores them once more with the weights from before
 that step. Importance weights then give entropy, length and reward under the earlier policy (formulas:
-entropy/previous_policy.py). This needs no formula of the optimizer, no folds and no second backward. It measures steps
+probes/previous_policy.py). This needs no formula of the optimizer, no folds and no second backward. It measures steps
 of any size, even if they were clipped or edited. It costs one forward pass over the chosen responses and the memory of
 one vector of this rank's entries.
 
@@ -34,19 +34,19 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.per_decision import slopes
-from rl_training.entropy.previous_policy import (
+from rl_training.options import check_share, check_whole, half_by_measured_step
+from rl_training.parallel.sharded_vector import ShardedVector
+from rl_training.policy.rollout import Rollout, response_index, take_rows
+from rl_training.policy.scores import Scores
+from rl_training.probes.previous_policy import (
     changes_of_sums,
     differences_before,
     have_others,
     sums_of_responses,
 )
-from rl_training.options import check_share, check_whole, half_by_measured_step
-from rl_training.parallel.sharded_vector import ShardedVector
-from rl_training.policy.rollout import Rollout, response_index, take_rows
-from rl_training.policy.scores import Scores
+from rl_training.probes.running_sum import RunningSum
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.statistics.running_sum import RunningSum
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN

@@ -26,9 +26,9 @@ import torch
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
+from rl_training.probes.trapezoid import SUMS, TrapezoidSum
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.unavailable import Unavailable

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import FoldGroup
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.step.folds import FoldGroup
+from rl_training.step.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup
-from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver, Rows, adding_to
 from rl_training.parallel.vectors import Layout, Vector
@@ -25,6 +22,9 @@ from rl_training.policy.policy import Policy, batches_of
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup
+from rl_training.step.loss_weights import LossWeights, rows_with_weight
 from rl_training.step.residual import ResidualTest
 
 OnScores = Callable[[Tensor, Scores], None]  # called with this rank's rows of a pass and their scores

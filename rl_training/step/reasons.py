@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from rl_training.errors import UserError
-from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
 
 # The sequences.
 REUSED = Unavailable(

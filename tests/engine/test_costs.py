@@ -18,7 +18,6 @@ from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE, Costs
-from rl_training.gradients.exchange import Exchange
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -27,6 +26,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.exchange import Exchange
 from rl_training.step.residual import ResidualTest
 
 LONG = 0.2  # seconds, much longer than anything else in these trainings

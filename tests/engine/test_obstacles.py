@@ -27,7 +27,6 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
-from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.hosts.trl import batches
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -39,6 +38,7 @@ from rl_training.statistics.estimate import Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import EntropySettings
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
 from rl_training.tasks.models import load_tiny

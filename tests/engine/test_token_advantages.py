@@ -15,7 +15,6 @@ from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS
@@ -29,6 +28,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
+from rl_training.step.loss_weights import LossWeights
 
 STEP: dict[str, Any] = PLAIN | {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 8, "reward": graded,

@@ -22,7 +22,6 @@ from rl_training import Reading, attach
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.length_and_reward import reward_gradient
-from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import (
@@ -33,6 +32,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.loss_weights import gradient_of
 from rl_training.step.needs import Need
 from rl_training.step.reasons import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Reasons
 

@@ -32,8 +32,6 @@ from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
-from rl_training.gradients.exchange import Exchange
-from rl_training.gradients.folds import plan_folds
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.batches import fixes
@@ -52,6 +50,8 @@ from rl_training.probes import (
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
+from rl_training.step.exchange import Exchange
+from rl_training.step.folds import plan_folds
 from rl_training.step.reasons import REUSED, TOO_FAR, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
 

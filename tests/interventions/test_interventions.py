@@ -13,12 +13,12 @@ import torch
 from configs import REFUSED
 from torch import Tensor
 
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, interventions_to_train, parse_intervention
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
+from rl_training.step.loss_weights import LossWeights
 
 L, MICROBATCHES, EPSILON = 5, 2, 0.2
 PROMPTS = [3, 3, 3, 4, 4, 4]
@@ -338,7 +338,7 @@ OWN = """
 import sys
 import numpy as np
 import torch
-from rl_training.gradients.loss_weights import LossWeights
+from rl_training.step.loss_weights import LossWeights
 from rl_training.interventions.reweighting import scaled
 
 def softer(loss, strength):

@@ -16,11 +16,11 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
 from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.named import INTERVENTIONS, NEEDS
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe
+from rl_training.step.loss_weights import LossWeights
 
 STEP: dict[str, Any] = PLAIN | {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 16, "reward": graded,

@@ -15,10 +15,10 @@ from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
 from rl_training.entropy.length_and_reward import reward_gradient
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import Reasons
 from rl_training.tasks.models import load_tiny
 

@@ -22,9 +22,6 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.fresh_sample import score_in_other_batches
 from rl_training.errors import UserError
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup, plan_folds
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts import loop_policy
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -36,6 +33,9 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe, SamplerProbe
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup, plan_folds
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import Fixes, Reasons
 from rl_training.step.score_check import ScoreCheck

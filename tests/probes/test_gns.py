@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from rl_training import Estimate
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.optim.adamw import WARM_STEPS, AdamWState
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.sharding import Shard
@@ -37,6 +35,8 @@ from rl_training.statistics.noise_scale import (
     split_trace,
 )
 from rl_training.step.data import Gradients
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup, ranges_of
 
 G = 2  # responses per prompt; here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}

@@ -22,9 +22,9 @@ from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, MeasuredStepProbe, SamplerProbe, SimpleEntropyProbe
-from rl_training.statistics.martingale import bound
 from rl_training.step import residual
 from rl_training.step.batch import Batch
+from rl_training.step.martingale import bound
 from rl_training.step.reasons import NO_TOKENS, NOT_DRAWN, RANDOM_PASSES, REUSED, UNTESTED
 from rl_training.step.residual import ResidualSums, ResidualTest
 from rl_training.step.score_check import ScoreCheck

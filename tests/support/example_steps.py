@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from rl_training.engine.context import StepContext
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup, ranges_of
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.leave_one_out import EVERY_FOLD, fold_means
 from rl_training.optim.sgd import SGDState
@@ -29,6 +26,9 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup, ranges_of
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import ONE_FOLD, Reasons

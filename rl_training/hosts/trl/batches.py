@@ -13,7 +13,6 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
-from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
@@ -21,6 +20,7 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
+from rl_training.step.folds import DEFAULT_NUM_FOLDS
 from rl_training.step.reasons import Fixes
 
 # Keys that this package adds to TRL's batch dictionaries.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from trl import GRPOTrainer
 
-from rl_training.engine.user_code import add_note_on_error
+from rl_training.errors import add_note_on_error
 
 RewardFunction = Callable[..., Any]
 # Arguments that TRL passes to reward functions and that are not columns of the data set.

@@ -18,7 +18,6 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, zero_advantage_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
@@ -26,6 +25,7 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.step.loss_weights import LossWeights
 
 logger = logging.get_logger(__name__)
 

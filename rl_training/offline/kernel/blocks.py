@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.gradients.loss_weights import gradient_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.offline.kernel.sequence_gradients import SequenceGradients
@@ -33,6 +32,7 @@ from rl_training.optim.updates import CAUSES
 from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.step.loss_weights import gradient_of
 
 AUTOCAST_TOLERANCE_FACTOR = 300.0  # factor on error limits if the forward runs under bf16 autocast
 MAX_ERROR = 1e-4  # relative, fp32: Σ A_j W_j against the batch gradient, and a row against its sequence's own backward

@@ -20,7 +20,7 @@ weights:
 measured    H(step) of one run − H(step) of the other, because entropy at `first` is the same
 predicted   the difference of the sums Σ ½(F_j + B_{j+1}) over first ≤ j < step. Each sum equals
             ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose terms have independent errors
-            (entropy/trapezoid.py). Its variance Σ v has the degrees of freedom of (Σ v)²/Σ v² batches (Satterthwaite)
+            (probes/trapezoid.py). Its variance Σ v has the degrees of freedom of (Σ v)²/Σ v² batches (Satterthwaite)
 
 The two runs' errors since then are treated as independent. The runs share the batch at `first`, and random numbers
 later; if anything, this makes the interval too wide.

@@ -8,6 +8,7 @@
     tokens.py         which tokens change entropy
     findings.py, own_probes.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
     charts.py, figures.py, labels.py, writing.py                                     drawing and wording
+    calibration.py    how well predictions match the truth
     page.py (with environment.py's templates), summary.py                            the page, and the terminal
 
 Records alone are enough, whether the run is finished, killed or still going. A missing value is "–" with its reason.

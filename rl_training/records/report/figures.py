@@ -13,6 +13,7 @@ import pandas as pd
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
+from rl_training.records.report.calibration import calibration
 from rl_training.records.report.charts import (
     BLUE,
     GREEN,
@@ -29,7 +30,6 @@ from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, missing_notes, to_estimates
 from rl_training.records.report.story import reward_functions
 from rl_training.records.report.writing import MILLI, format_estimate
-from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart

@@ -16,12 +16,12 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, attach
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.gradients.exchange import Exchange
 from rl_training.hosts.trl import attachment
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
+from rl_training.step.exchange import Exchange
 from rl_training.step.needs import Need
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 3}

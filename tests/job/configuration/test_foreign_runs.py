@@ -122,7 +122,7 @@ OF_TRAINING: dict[str, dict[str, Any]] = {
 REFUSAL = r"If you trust whoever made the run, add to this command line: |fix or delete it|remove it|the value itself"
 TASK = """
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.gradients.loss_weights import LossWeights
+from rl_training.step.loss_weights import LossWeights
 
 def task(rows):
     task = arithmetic(num_train=16)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from rl_training.gradients.catching import (
+from rl_training.parallel.rows import Receiver
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.scores import Scores
+from rl_training.step.catching import (
     AccumulatedGradients,
     CaughtBackward,
     PendingGradients,
@@ -19,11 +22,8 @@ from rl_training.gradients.catching import (
     SentGradients,
     Timed,
 )
-from rl_training.gradients.exchange import Exchange
-from rl_training.gradients.loss_weights import LossWeights, outputs_and_weights
-from rl_training.parallel.rows import Receiver
-from rl_training.parallel.sharding import Shard
-from rl_training.policy.scores import Scores
+from rl_training.step.exchange import Exchange
+from rl_training.step.loss_weights import LossWeights, outputs_and_weights
 
 
 class FoldReduction:

@@ -25,26 +25,6 @@ from rl_training.statistics.estimate import MIN_FOLDS_STEP
 DEFAULT_NUM_FOLDS = 8  # enough folds for a reliable error bar
 
 
-def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: the mean without fold k is a_k g + b_k g_k.
-
-    Args:
-        fold_sizes: (F,), n_k.
-        total_size: N. None for the sum of `fold_sizes`.
-
-    Raises:
-        ValueError: One fold holds everything.
-
-    >>> leave_out_coefficients(torch.tensor([1.0, 3.0]))
-    (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
-    """
-    total = fold_sizes.sum() if total_size is None else total_size
-    others = total - fold_sizes
-    if float(others.min()) <= 0.0:
-        raise ValueError("a fold holds the whole batch: nothing is left when it is left out")
-    return total / others, -fold_sizes / others
-
-
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
     """Return the row range of each part, for parts that follow one another.
 

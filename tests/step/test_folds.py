@@ -13,16 +13,15 @@ from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training.entropy.fold_sums import FORWARD, LEVELS, REUSE, sums_without
-from rl_training.gradients.folds import (
+from rl_training.policy.rollout import response_index
+from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr, leave_out_coefficients
+from rl_training.step.folds import (
     FoldGroup,
     folds_of_prompts,
-    leave_out_coefficients,
     plan_folds,
     plan_prompt_folds,
     ranges_of,
 )
-from rl_training.policy.rollout import response_index
-from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr
 from rl_training.step.quantities import PRODUCTS
 
 

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
 from rl_training.parallel.rows import Rows, adding_to
 from rl_training.parallel.sharding import Shard
@@ -26,6 +24,8 @@ from rl_training.parallel.vectors import Layout, dot, num_bytes
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.step.fold_reduction import FoldReduction
+from rl_training.step.folds import FoldGroup, ranges_of
 
 VOCABULARY, WIDTH = 11, 4
 

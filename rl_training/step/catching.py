@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from rl_training.gradients.exchange import Exchange
 from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import constant
+from rl_training.step.exchange import Exchange
 
 ENDS_TRAINING = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
 Timed = Callable[[], AbstractContextManager[None]]  # returns a context that adds up the time spent in it

@@ -10,7 +10,7 @@ import pytest
 import reference
 from scipy import stats
 
-from rl_training.statistics.calibration import MIN_PAIRS, calibration, interval_covers
+from rl_training.records.report.calibration import MIN_PAIRS, calibration, interval_covers
 from rl_training.statistics.estimate import Estimate
 
 Pair = tuple[float, float, int, float, float]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
+from rl_training.step.fold_reduction import FoldReduction
 
 
 def test_hooks_are_removed_where_one_of_them_cannot_be_set() -> None:

@@ -9,9 +9,9 @@ import random
 import pytest
 import reference
 import torch
-from test_importance import OLD, Response, Table, as_scores, draws, moved, ragged_scores
+from table_policies import OLD, Response, Table, as_scores, draws, moved, ragged_scores
 
-from rl_training.entropy.previous_policy import differences_before
+from rl_training.probes.previous_policy import differences_before
 
 REWARDS = {response: random.Random(number).gauss(0, 1) for number, response in enumerate(reference.RESPONSES)}
 BEFORE, SAMPLER = moved(OLD, 0.7), moved(OLD, -0.4)  # far apart, so all orders matter
