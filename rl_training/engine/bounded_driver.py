@@ -8,7 +8,7 @@ from typing import Any
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.policy.rollout import join_rollouts
 from rl_training.statistics.estimate import Estimate
@@ -22,7 +22,7 @@ class BoundedDriver(StepDriver):
         self.bound = bound
         self._bound_estimates: dict[str, Estimate] = {}  # how the current step's learning rate was set
 
-    def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
+    def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
         super().start(loop, states)
         state = (states or {}).get(self.bound.name, BoundState())
         self.bound.start(loop.shard, loop.policy, loop.ranks, state)

@@ -12,7 +12,7 @@ from rl_training.engine.copied_groups import Copies, find_copies
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.engine.recorder import JoinedMicrobatches, StepRecorder
 from rl_training.engine.requirements import needs_of
 from rl_training.engine.step_checks import StepChecks
@@ -30,7 +30,7 @@ def build_step(
     step_recorder: StepRecorder,
     joined: JoinedMicrobatches,
     reasons: Reasons,
-    loop: LoopSpec,
+    loop: Loop,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
     checks: StepChecks,

@@ -24,7 +24,7 @@ import torch
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.loop_spec import LoopSpec, StepShape
+from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
@@ -73,7 +73,7 @@ class StepDriver:
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
-    def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
+    def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
         """Begin a training run. Collective if the previous training failed.
 
         Args:
@@ -108,9 +108,9 @@ class StepDriver:
         if Need.ENTROPY_GRADIENT in needs:
             self._predictions = Predictions(loop, requirements, self._update_state)
 
-    def refuse_impossible_folds(self, shape: StepShape) -> None:
-        """Raise UserError, naming a number that works, if the steps of a training cannot have the requested folds."""
-        self._requirements.folds(shape, shape.sizes)
+    def refuse_impossible_folds(self, sizes: Sequence[int], responses_per_prompt: int, num_ranks: int) -> None:
+        """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds."""
+        self._requirements.folds(sizes, responses_per_prompt, num_ranks)
 
     # --- the six calls, in the order of a step -----------------------------------------------------------------------
 
@@ -133,9 +133,9 @@ class StepDriver:
         assert step is not None, "call begin(number) first"
         if step.probes:
             with self._clock.timed():
-                step.sizes = sizes or self._loop.shape.sizes
+                step.sizes = sizes or self._loop.sizes
                 step.num_folds = self._requirements.num_folds
-                step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
+                step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
                 step.folds = self._requirements.folds_of_step(
                     self._loop, sizes, step.responses_per_prompt, self._checks.terms.allows_slices
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.verifier import UpdateVerifier
@@ -28,7 +28,7 @@ class Predictions:
         state: What earlier steps have left. UserError if it belongs to another model.
     """
 
-    def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
+    def __init__(self, loop: Loop, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard
         self._previous = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
         self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks.reduce)

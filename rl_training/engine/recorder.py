@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.gradient_witness import GradientWitness
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe, Reading
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
@@ -134,7 +134,7 @@ class StepRecorder:
         remark = "" if self.witness is None else self.witness.remark(ranks)
         return dataclasses.replace(self.context, gradient_remark=remark)
 
-    def reasons(self, loop: LoopSpec, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
+    def reasons(self, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
         """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
 
         Args:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rl_training.engine.loop_spec import LoopSpec, StepShape
+from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.timing import ENGINE
@@ -81,49 +81,28 @@ class Requirements:
 
     def folds(
         self,
-        shape: StepShape,
         sizes: Sequence[int],
-        sizes_of_ranks: Sequence[Sequence[int]] | None = None,
-        responses_per_prompt: int | None = None,
-        auto_slice: bool = True,
+        responses_per_prompt: int,
+        num_ranks: int,
     ) -> list[FoldGroup]:
-        """Return the folds of a step.
-
-        Args:
-            shape: How the loop cuts a full step.
-            sizes: Sequences of each microbatch of this step on this rank.
-            sizes_of_ranks: The same for every rank. None if all are alike.
-            responses_per_prompt: In this step. None for the shape's.
-            auto_slice: Whether microbatches may be cut into several folds even if no probe asks for it.
+        """Return the folds of a full step, whose microbatches have these sizes on every rank.
 
         Raises:
-            UserError: A full step cannot have the requested number of folds; the message names a number that works.
-                Steps of another size (the last of an epoch, or where tokens are counted) get the default number
-                instead.
+            UserError: It cannot have the requested number of folds; the message names a number that works.
         """
-        group_size = responses_per_prompt or shape.responses_per_prompt
-        sizes_of_ranks = sizes_of_ranks or [sizes]
-        auto_slice = auto_slice and self.allows_extra_passes
-        try:
-            return plan_folds(sizes, group_size, shape.num_ranks, self.num_folds, sizes_of_ranks, auto_slice)
-        except ValueError:
-            is_full_step = all([*rank_sizes] == shape.sizes for rank_sizes in sizes_of_ranks)
-            if group_size == shape.responses_per_prompt and is_full_step:
-                raise
-        return plan_folds(sizes, group_size, shape.num_ranks, None, sizes_of_ranks, auto_slice)
+        return plan_folds(sizes, responses_per_prompt, num_ranks, self.num_folds, auto_slice=self.allows_extra_passes)
 
-    def folds_and_extra_passes(self, loop: LoopSpec) -> tuple[int, float]:
+    def folds_and_extra_passes(self, loop: Loop) -> tuple[int, float]:
         """Return the number of folds of a full step, and the share of its own passes that they cost in addition."""
-        shape = loop.shape
-        groups = self.folds(shape, shape.sizes)
-        num_folds, num_prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
+        groups = self.folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
+        num_folds, num_prompts = groups[-1].folds.stop, sum(loop.sizes) // loop.responses_per_prompt
         has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
         can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
         if can_recompute and (loop.reasons.mixed_prompts or has_few_folds):
-            num_prompt_folds = plan_prompt_folds(num_prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
+            num_prompt_folds = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
             if num_prompt_folds >= MIN_FOLDS_STEP:
                 return num_prompt_folds, 1.0
-        num_slices = max(1, len(groups) // shape.microbatches)
+        num_slices = max(1, len(groups) // loop.microbatches)
         return num_folds, (num_slices - 1) / num_slices
 
     @property
@@ -132,21 +111,36 @@ class Requirements:
         return Need.FOLD_GRADIENTS in self.needs
 
     def folds_of_step(
-        self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int, auto_slice: bool
+        self, loop: Loop, sizes: Sequence[int] | None, responses_per_prompt: int, auto_slice: bool
     ) -> list[FoldGroup]:
         """Return the folds of a step. Collective if `sizes` is given.
 
         Args:
-            sizes: Sequences of each microbatch on this rank. None for the loop's shape.
+            sizes: Sequences of each microbatch on this rank. None for a full step.
             auto_slice: Whether microbatches may be cut into several folds even if no probe asks for it.
+
+        Raises:
+            UserError: A full step cannot have the requested number of folds; the message names a number that works.
+                Steps of another size (the last of an epoch, or where tokens are counted) get the default number
+                instead.
         """
-        if sizes is None:
-            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, auto_slice)
-        local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
-        # Other ranks may have other sizes, whose prompts end elsewhere.
-        return self.folds(
-            loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, auto_slice
-        )
+        sizes_of_ranks = [loop.sizes]
+        if sizes is not None:  # other ranks may have other sizes, whose prompts end elsewhere
+            local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
+            sizes_of_ranks = loop.ranks.gather(local_sizes).long().tolist()
+        is_full_step = all(rank_sizes == loop.sizes for rank_sizes in sizes_of_ranks)
+
+        def plan(num_folds: int | None) -> list[FoldGroup]:
+            slices = auto_slice and self.allows_extra_passes
+            cut = sizes or loop.sizes, responses_per_prompt, loop.ranks.count
+            return plan_folds(*cut, num_folds, sizes_of_ranks, slices)
+
+        try:
+            return plan(self.num_folds)
+        except UserError:
+            if is_full_step and responses_per_prompt == loop.responses_per_prompt:
+                raise
+        return plan(None)
 
     def fusion(self, layout: Layout) -> Fusion:
         """Return what runs functions of the layout's vectors."""
@@ -177,17 +171,17 @@ def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
     return next(iter(wanted.values()), None)
 
 
-def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
+def announcement(loop: Loop, requirements: Requirements) -> list[str]:
     """Return the announcement at the start of training: what will be measured, what not, and how to change that."""
-    shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
+    layout, needs = loop.shard.layout, requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
     num_folds, extra_share = requirements.folds_and_extra_passes(loop)
     num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
-        f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
-        f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep "
+        f"{_pluralize(loop.microbatches, 'microbatch')} of {loop.microbatch_size} sequences on "
+        f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
         f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )
     if extra_share:
@@ -203,7 +197,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
 
 
-def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
+def _other_warnings(loop: Loop, needs: Need) -> list[str]:
     """Return what reasons other than the folds take away: what is lost, and why."""
     formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
     is_other_loss = Need.LOSS_CHECK in needs and not loop.is_dr_grpo
@@ -213,13 +207,13 @@ def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
             "no delta_reward/forward, and no split of the noise",
             OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if is_other_loss else None,
         ),
-        ("no entropy gradient", ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else None),
+        ("no entropy gradient", ONE_RESPONSE if loop.responses_per_prompt == 1 else None),
         ("no entropy gradient", loop.reasons.sampling_mismatch),
     ]
     return [f"{what}: {reason}" for what, reason in missing if reason]
 
 
-def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
+def _fold_warnings(loop: Loop, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
     """Return what is lost because folds are too few, or cannot hold whole prompts.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl_training.engine.gradient_check import TermsCheck
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.padding_check import PaddingCheck
@@ -53,7 +53,7 @@ class StepChecks:
         is_repeated = reasons.reused or reasons.copied_groups
         return self.rewards.known_reason if is_repeated else self.rewards.reason(rollout, ranks)
 
-    def sampling_reason(self, rollout: Rollout, loop: LoopSpec, edit_reason: Unavailable | None) -> Unavailable | None:
+    def sampling_reason(self, rollout: Rollout, loop: Loop, edit_reason: Unavailable | None) -> Unavailable | None:
         """Return why these are no samples of the policy that is trained and scored, or None. Collective.
 
         Args:

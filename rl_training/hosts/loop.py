@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loop_spec import LoopSpec, StepShape
+from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
@@ -109,13 +109,15 @@ def measured_loop(
     module = model.module if isinstance(model, DistributedDataParallel) else model
     loop_refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    shape = StepShape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
-    loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
+    counts = {"responses_per_prompt": responses_per_prompt, "microbatch_size": microbatch_size}
+    loop_refusals.refuse_impossible_settings({**counts, "microbatches": microbatches}, temperature, max_grad_norm)
     loop_refusals.refuse_what_cannot_be_measured(probes, model, module, optimizer)
     is_sharded = isinstance(module, FSDPModule)
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, run_inside_forward=is_sharded)
-    loop = LoopSpec(
-        shape=shape,
+    loop = Loop(
+        responses_per_prompt=responses_per_prompt,
+        microbatch_size=microbatch_size,
+        microbatches=microbatches,
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
@@ -131,11 +133,11 @@ def measured_loop(
 class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
-    def __init__(self, probes: Any, loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
+    def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
         probes = loop_refusals.as_probes(probes)
         self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
         self._loop, self._policy = loop, loop.policy
-        self._driver.refuse_impossible_folds(loop.shape)
+        self._driver.refuse_impossible_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._claim = LoopClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
@@ -235,8 +237,8 @@ class MeasuredLoop:
         rollout = with_one_advantage_each(rollout)
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
-        loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
-        loop_refusals.refuse_one_more_microbatch(step, self._loop.shape)
+        loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.microbatch_size)
+        loop_refusals.refuse_one_more_microbatch(step, self._loop.microbatches)
         if rollout.on_policy and self._progress.is_rollout_reused:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if (step.probes or self._bound) and not self._has_checked_scores:
@@ -253,7 +255,7 @@ class MeasuredLoop:
     def gradients_ready(self) -> None:
         """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
         self._progress.require(Phase.IN_MICROBATCHES, "call gradients_ready() once in a step, after its microbatches")
-        loop_refusals.refuse_missing_microbatches(self._step(), self._loop.shape)
+        loop_refusals.refuse_missing_microbatches(self._step(), self._loop.microbatches)
         loop_refusals.refuse_missing_backward(self._step())
         self._driver.gradients_ready(self._progress.rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
-from rl_training.engine.loop_spec import StepShape
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
@@ -118,9 +117,9 @@ def _is_language_model(module: Any) -> bool:
     return can_score and (not hasattr(base, "can_generate") or base.can_generate())  # False for a model without a head
 
 
-def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm: Any) -> None:
-    """Raise UserError for a number that no loop can have."""
-    for name, value in vars(shape).items():
+def refuse_impossible_settings(counts: dict[str, int], temperature: Any, max_grad_norm: Any) -> None:
+    """Raise UserError for a number that no loop can have. `counts` are whole numbers by argument."""
+    for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise UserError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
     if not 0.0 < temperature < math.inf:
@@ -159,18 +158,16 @@ def refuse_grad_scaler() -> None:
                 raise UserError(SCALED)
 
 
-def refuse_one_more_microbatch(step: StepRecorder, shape: StepShape) -> None:
+def refuse_one_more_microbatch(step: StepRecorder, microbatches: int) -> None:
     """Raise UserError if the step already has all its microbatches."""
-    if len(step.rollouts) == shape.microbatches:
-        raise UserError(f"this step has more microbatches than measured_loop(microbatches={shape.microbatches})")
+    if len(step.rollouts) == microbatches:
+        raise UserError(f"this step has more microbatches than measured_loop(microbatches={microbatches})")
 
 
-def refuse_missing_microbatches(step: StepRecorder, shape: StepShape) -> None:
+def refuse_missing_microbatches(step: StepRecorder, microbatches: int) -> None:
     """Raise UserError if a step ends with too few microbatches."""
-    if len(step.rollouts) != shape.microbatches:
-        raise UserError(
-            f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={shape.microbatches})"
-        )
+    if len(step.rollouts) != microbatches:
+        raise UserError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={microbatches})")
 
 
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:

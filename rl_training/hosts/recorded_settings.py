@@ -6,21 +6,21 @@ from typing import Any
 
 from torch import nn, optim
 
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 
 # Settings of a parameter group that affect a step, in any optimizer that has them.
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
-def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
+def settings_of_loop(loop: Loop) -> dict[str, Any]:
     """Return the settings that affect a training loop and that the engine knows, by name."""
-    shape, scorer = loop.shape, loop.policy.scorer
+    scorer = loop.policy.scorer
     return {
-        "responses_per_prompt": shape.responses_per_prompt,
+        "responses_per_prompt": loop.responses_per_prompt,
         "batch": {
-            "sequences_per_step": shape.num_ranks * sum(shape.sizes),
-            "microbatch_size": shape.microbatch_size,
-            "processes": shape.num_ranks,
+            "sequences_per_step": loop.ranks.count * sum(loop.sizes),
+            "microbatch_size": loop.microbatch_size,
+            "processes": loop.ranks.count,
         },
         "temperature": scorer.temperature,
         "max_grad_norm": loop.shard.max_grad_norm,

@@ -75,11 +75,9 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
     """Otherwise one process would skip collectives in which the other waits."""
 
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
+        ranks = Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(
-            shape=shape, ranks=ranks, fixes=Fixes(), reasons=Reasons(), is_dr_grpo=True, shard=shard
-        )
+        loop: Any = SimpleNamespace(ranks=ranks, fixes=Fixes(), reasons=Reasons(), is_dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = step.reasons(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)

@@ -622,9 +622,8 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         "vllm_importance_sampling_correction=False, no intervention"
     )
     for words in (Fixes(), Fixes("do this", "do that"), of_trl):
-        shape = SimpleNamespace(responses_per_prompt=4)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), shape=shape, ranks=all_ranks(), shard=shard)
+        loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
         why = step.reasons(loop, set(), mismatch=None)

@@ -65,7 +65,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             compatibility.refuse_what_cannot_be_measured(trainer)
         self._trainer = trainer
         self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
-        self.driver.refuse_impossible_folds(batches.shape_of(trainer))
+        sizes = [trainer.args.per_device_train_batch_size] * trainer.args.gradient_accumulation_steps
+        self.driver.refuse_impossible_folds(sizes, trainer.num_generations, all_ranks().count)
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
         self.run = destination if isinstance(destination, AttachedRun) else None

@@ -11,7 +11,6 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
@@ -50,13 +49,6 @@ DR_GRPO: dict[str, Any] = {
     "delta": None,
     "off_policy_mask_threshold": None,
 }
-
-
-def shape_of(trainer: GRPOTrainer) -> StepShape:
-    """Return how the trainer's optimizer steps are split into microbatches."""
-    args = trainer.args
-    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return StepShape(trainer.num_generations, size, count, all_ranks().count)
 
 
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:

@@ -6,7 +6,7 @@ import dataclasses
 
 from trl import GRPOTrainer
 
-from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loop import Loop
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
@@ -17,7 +17,7 @@ from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reaso
 
 def loop_of(
     trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_cli: bool
-) -> LoopSpec:
+) -> Loop:
     """Return what the driver must know about a training that is about to begin.
 
     Args:
@@ -36,8 +36,10 @@ def loop_of(
         fixes = dataclasses.replace(fixes, whole_prompts=batches.whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
     is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
-    return LoopSpec(
-        shape=batches.shape_of(trainer),
+    return Loop(
+        responses_per_prompt=trainer.num_generations,
+        microbatch_size=args.per_device_train_batch_size,
+        microbatches=args.gradient_accumulation_steps,
         shard=shard_of(trainer),
         policy=policy,
         ranks=all_ranks(),

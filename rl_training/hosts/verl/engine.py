@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loop_spec import LoopSpec, StepShape
+from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
@@ -66,7 +66,7 @@ class Measurement:
 
     name = "verl"  # key of the number of optimizer steps in a checkpoint
 
-    def __init__(self, loop: LoopSpec, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
+    def __init__(self, loop: Loop, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
         self._steps = self._rollout = 0  # number of optimizer steps made; number of the last one's rollout
         self._loop = loop
@@ -142,7 +142,7 @@ class Measurement:
 
 def _describe_loop(
     engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
-) -> LoopSpec:
+) -> Loop:
     """Return what the driver must know about verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
@@ -153,8 +153,10 @@ def _describe_loop(
     loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    return LoopSpec(
-        shape=StepShape(group, size, max(1, len(data) // size), ranks.count),
+    return Loop(
+        responses_per_prompt=group,
+        microbatch_size=size,
+        microbatches=max(1, len(data) // size),
         shard=shard,
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=ranks,

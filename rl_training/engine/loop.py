@@ -16,25 +16,12 @@ from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """How a loop cuts an optimizer step into microbatches."""
+class Loop:
+    """What the driver must know about a training loop, once its parameters are sharded over the ranks."""
 
     responses_per_prompt: int
     microbatch_size: int  # sequences per forward and backward
     microbatches: int  # per optimizer step on this rank; the last step of an epoch may have fewer
-    num_ranks: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of sequences in each microbatch of a full step."""
-        return [self.microbatch_size] * self.microbatches
-
-
-@dataclass(frozen=True)
-class LoopSpec:
-    """What the driver must know about a training loop, once its parameters are sharded over the ranks."""
-
-    shape: StepShape
     shard: Shard
     policy: Policy
     ranks: Ranks
@@ -45,6 +32,11 @@ class LoopSpec:
     fixes: Fixes = field(default_factory=Fixes)
     opening: str = ""  # the host's part of the announcement, which precedes what will be measured
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of sequences in each microbatch of a full step."""
+        return [self.microbatch_size] * self.microbatches
+
     def one_fold_reason(self, probes: Sequence[Probe]) -> Unavailable:
         """Return why a step of one fold is not enough for these probes, and what to type for more folds."""
         more = self.more_folds_fix(probes)
@@ -52,12 +44,11 @@ class LoopSpec:
 
     def more_folds_fix(self, probes: Sequence[Probe]) -> str:
         """Return what to type to give a step that these probes measure enough folds."""
-        shape = self.shape
         with_num_folds = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
         return self.fixes.more_folds_fix(
-            shape.responses_per_prompt,
-            shape.microbatch_size,
-            shape.microbatches,
-            shape.num_ranks,
+            self.responses_per_prompt,
+            self.microbatch_size,
+            self.microbatches,
+            self.ranks.count,
             next(with_num_folds, None),
         )
