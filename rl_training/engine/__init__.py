@@ -8,6 +8,6 @@ probe_states.py                     the probes' states, kept once a step is veri
 loop_spec.py, fold_placement.py     what the driver knows about a loop, and the folds of its steps
 gradient_check.py, loss_check.py    whether the gradient is the one that the folds and the loss give
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
-kl_bound.py, bounded_driver.py      steps of a set KL; kl_search.py finds their length
+kl_bound.py                         steps of a set KL; kl_search.py finds their length
 timing.py                           seconds by name
 """

@@ -3,112 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.copied_groups import Copies, find_copies
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
 from rl_training.engine.loop import Loop
-from rl_training.engine.recorder import JoinedMicrobatches, StepRecorder
+from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.optim.state import gradients_and_states, view_optimizer
-from rl_training.parallel.ranks import Ranks
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
-from rl_training.step.folds import FoldGroup
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import Reasons
 
 
 def build_step(
     step_recorder: StepRecorder,
-    joined: JoinedMicrobatches,
-    reasons: Reasons,
     loop: Loop,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
     checks: StepChecks,
+    seen_prompts: set[int],
+    edit_reason: Unavailable | None,
 ) -> StepData:
     """Return the data of a step whose gradients are complete. Collective.
 
-    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches mix prompts, the loss
-    has terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
-    microbatches.
-
     Args:
         step_recorder: The recorded step and its plan.
-        joined: Its microbatches, concatenated.
-        reasons: What its sequences and the loop already rule out.
+        loop: The training loop.
         passes: Runs further passes.
         fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
-        checks: What earlier steps have shown about the loss and the rewards.
+        checks: What earlier steps have shown about the policy, the loss and the rewards.
+        seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
+        edit_reason: Set if the weights were changed since the step began.
     """
-    needs = needs_of(step_recorder.probes)
     ranks = passes.ranks
-    other_terms = reasons.other_terms
-    copies = Copies() if reasons.split_prompts else find_copies(joined.rollout, joined.scores, ranks)
+    rollout = step_recorder.join_rollouts(ranks)
+    mismatch = checks.sampling_reason(rollout, loop, edit_reason)
+    reasons = step_recorder.reasons(loop, seen_prompts, mismatch)
+    scores = step_recorder.join_scores(rollout)
+    copies = Copies() if reasons.split_prompts else find_copies(rollout, scores, ranks)
     if copies.reason:
         shared = copies.reason if copies.on_several_ranks else None
         reasons = dataclasses.replace(
             reasons, mixed_prompts=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
-    wants_gradients = Need.FOLD_GRADIENTS in needs
+    wants_gradients = Need.FOLD_GRADIENTS in needs_of(step_recorder.probes)
     folds, fold, is_recomputed = choose_folds(
-        ranks, joined.rollout, step_recorder.folds, step_recorder.num_folds, reasons, wants_gradients, copies
+        ranks, rollout, step_recorder.folds, step_recorder.num_folds, reasons, wants_gradients, copies
     )
-    batch = _make_batch(step_recorder, joined, folds, fold, copies, ranks)
-    mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-    fold_gradients = rows_reason = None
-    if not is_recomputed:
-        rows_reason = reasons.mixed_prompts or checks.terms.slicing_reason(step_recorder.has_slices, other_terms)
-    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
-        fold_gradients = fold_recorder.complete(batch, passes, mean, optimizer)
-        rows_reason = mismatch_of(fold_gradients, batch, passes)
-        is_compared = step_recorder.has_slices or Need.LOSS_CHECK in needs
-        if is_compared and not (rows_reason or other_terms or is_recomputed):
-            other_terms = checks.terms.compare(batch, passes, fold_gradients.rows, fold_gradients.squares)
-            rows_reason = checks.terms.slicing_reason(step_recorder.has_slices, other_terms)
-    return StepData(
-        number=step_recorder.number,
-        batch=batch,
-        gradients=Gradients(
-            weights=loop.shard.weights(),
-            mean=mean,
-            layout=loop.shard.layout,
-            rows=None if fold_gradients is None else fold_gradients.rows,
-            rows_reason=rows_reason,
-            sq_norms=None if fold_gradients is None else fold_gradients.sq_norms,
-        ),
-        optimizer=optimizer,
-        reasons=dataclasses.replace(
-            reasons,
-            one_fold=loop.one_fold_reason(step_recorder.probes) if batch.num_folds < 2 else None,
-            other_terms=other_terms,
-            relative_rewards=checks.relative_rewards(joined.rollout, reasons, ranks),
-        ),
-    )
-
-
-def _make_batch(
-    step_recorder: StepRecorder,
-    joined: JoinedMicrobatches,
-    folds: Sequence[FoldGroup],
-    fold: Tensor,
-    copies: Copies,
-    ranks: Ranks,
-) -> Batch:
-    """Return the step's sequences, with fold sizes summed over all ranks. Collective."""
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
-    return Batch(
-        rollout=joined.rollout,
-        scores=joined.scores,
-        loss_weights=joined.loss_weights,
+    batch = Batch(
+        rollout=rollout,
+        scores=scores,
+        loss_weights=step_recorder.join_loss_weights(),
         microbatch_rows=step_recorder.microbatch_rows,
         folds=folds,
         fold=fold,
@@ -117,4 +70,53 @@ def _make_batch(
         loss_settings=step_recorder.loss_settings,
         unit=copies.unit,
         response=copies.response,
+    )
+    mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
+    gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
+    step = StepData(step_recorder.number, batch, gradients, optimizer, reasons)
+    step = _with_fold_gradients(step, passes, fold_recorder, checks, step_recorder, is_recomputed=is_recomputed)
+    return dataclasses.replace(
+        step,
+        reasons=dataclasses.replace(
+            step.reasons,
+            one_fold=loop.one_fold_reason(step_recorder.probes) if batch.num_folds < 2 else None,
+            relative_rewards=checks.relative_rewards(rollout, reasons, ranks),
+        ),
+    )
+
+
+def _with_fold_gradients(
+    step: StepData,
+    passes: Passes,
+    fold_recorder: FoldRecorder | None,
+    checks: StepChecks,
+    step_recorder: StepRecorder,
+    *,
+    is_recomputed: bool,
+) -> StepData:
+    """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
+
+    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches mix prompts, the loss has
+    terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
+    microbatches.
+
+    Args:
+        is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
+    """
+    needs, has_slices = needs_of(step_recorder.probes), step_recorder.has_slices
+    other_terms, rows_reason = step.reasons.other_terms, None
+    if not is_recomputed:
+        rows_reason = step.reasons.mixed_prompts or checks.terms.slicing_reason(has_slices, other_terms)
+    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
+        gradients, sums = fold_recorder.complete(step, passes)
+        step = dataclasses.replace(step, gradients=gradients)
+        rows_reason = mismatch_of(step, passes, sums)
+        is_compared = has_slices or Need.LOSS_CHECK in needs
+        if is_compared and not (rows_reason or other_terms or is_recomputed):
+            other_terms = checks.terms.compare(step, passes, sums)
+            rows_reason = checks.terms.slicing_reason(has_slices, other_terms)
+    return dataclasses.replace(
+        step,
+        gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),
+        reasons=dataclasses.replace(step.reasons, other_terms=other_terms),
     )

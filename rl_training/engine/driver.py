@@ -24,6 +24,8 @@ import torch
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
+from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.predictions import Predictions
@@ -36,12 +38,10 @@ from rl_training.engine.timing import ENGINE, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.parallel.fsdp import reshard
-from rl_training.parallel.rows import rows_in_vectors
 from rl_training.policy.precision import isolated_from_training
-from rl_training.policy.rollout import Rollout
+from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import StepData
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -58,8 +58,9 @@ class StepDriver:
 
     name = ENGINE  # key of its own state in a checkpoint, of its estimates and of its time
 
-    def __init__(self, probes: Sequence[Probe]) -> None:
+    def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
+        self._bound = bound  # sets the learning rate of every step, even of those that no probe measures
         self._requirements = Requirements.of(probes)
         self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the current step, between `begin` and `finish`
@@ -102,6 +103,8 @@ class StepDriver:
         )
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
+        if self._bound is not None:
+            self._bound.start(loop.shard, loop.policy, loop.ranks, values[self._bound.name])
         if not needs:
             return
         self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
@@ -173,13 +176,17 @@ class StepDriver:
             self._fold_recorder.drop_backward()
 
     def gradients_ready(self, rollout_number: int) -> None:
-        """Run the probes just before the optimizer's step. Collective if the step is measured.
+        """Run the probes just before the optimizer's step. Collective if the step is measured or bounded.
 
         `rollout_number` says which rollout of this training the step learns from.
         """
         step = self.open_step
         assert step is not None
         self.finish_backward()
+        if self._bound is not None:
+            with self._isolated(), self._clock.timed(self._bound.name):
+                rollout = join_rollouts(step.rollouts)
+                self._bound.before_step(rollout, step.join_scores(rollout))
         self._seen_prompts.start_rollout(rollout_number)
         step.is_ready = True
         if step.probes:
@@ -189,30 +196,24 @@ class StepDriver:
     def _isolated(self) -> AbstractContextManager[None]:
         return isolated_from_training(self._loop.policy.model, self._layout.device)
 
-    def measuring(self) -> AbstractContextManager[None]:
+    def timed(self) -> AbstractContextManager[None]:
         """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""
         return self._clock.timed()
 
     def _measure(self, step: StepRecorder) -> None:
-        with self.measuring():
+        with self.timed():
             assert self._passes is not None, "call start(loop) first"
-            data, prediction = self._build_data(step, self._passes), None
-            if self._predictions is not None:
-                prediction = self._predictions.predict(data, self._passes, step.probes)
+            edit_reason = None if self._predictions is None else self._predictions.edit_reason()
+            seen = self._seen_prompts.numbers
+            data = build_step(step, self._loop, self._passes, self._fold_recorder, self._checks, seen, edit_reason)
+            predictions = self._predictions
+            prediction = None if predictions is None else predictions.predict(data, self._passes, step.probes)
             step.context = ctx = StepContext(data, self._passes, prediction)
             step.watch_gradient(data, self._loop.shard)
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 step.readings[probe.name] = self._states.measure(probe, ctx)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
-
-    def _build_data(self, step: StepRecorder, passes: Passes) -> StepData:
-        """Return the data of a step whose gradients are complete. Collective."""
-        loop, joined = self._loop, step.join(self._loop.ranks)
-        edit_reason = None if self._predictions is None else self._predictions.edit_reason()
-        mismatch = self._checks.sampling_reason(joined.rollout, loop, edit_reason)
-        reasons = step.reasons(loop, self._seen_prompts.numbers, mismatch)
-        return build_step(step, joined, reasons, loop, passes, self._fold_recorder, self._checks)
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
@@ -222,17 +223,20 @@ class StepDriver:
                 self._predictions.about_to_step()
 
     def stepped(self, was_taken: bool = True) -> None:
-        """Run the probes just after the optimizer's step. Collective if the step is measured.
+        """Run the probes just after the optimizer's step. Collective if the step is measured or bounded.
 
         `was_taken` is False if the loop skipped the step after `gradients_ready`.
         """
+        if self._bound is not None:
+            with self._isolated(), self._clock.timed(self._bound.name):
+                self._bound.end_step(was_taken)
         step = self.open_step
         if step is not None and was_taken:
             self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
         if step is None or step.context is None:
             return
         if self._predictions is not None:
-            with self.measuring():
+            with self.timed():
                 self._predictions.stepped(step.number)
         context = step.context_after_step(self._loop.ranks)
         with self._isolated():
@@ -240,7 +244,7 @@ class StepDriver:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, context, reading)
-            with self.measuring():  # if verification fails, states that came with predictions are dropped
+            with self.timed():  # if verification fails, states that came with predictions are dropped
                 reason = None
                 if self._predictions is not None:
                     step.verification, reason = self._predictions.verify(was_taken)
@@ -249,6 +253,8 @@ class StepDriver:
 
     def skip_step(self) -> None:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
+        if self._bound is not None:
+            self._bound.restore()
         self.open_step = None
         if self._passes is not None:
             self._passes.reduction.raise_error()
@@ -260,6 +266,8 @@ class StepDriver:
 
         The loop may retry it. The next step does not use its update, unless it was taken and verified.
         """
+        if self._bound is not None:
+            self._bound.restore()
         self.open_step = None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
@@ -269,7 +277,8 @@ class StepDriver:
     def finish(self) -> dict[str, dict[str, Estimate]]:
         """End the step, free its gradients, and return the estimates of each probe that measured it, by probe name.
 
-        The engine's own entry holds the verification of the step. Empty if no probe measured the step.
+        The engine's own entry holds the verification of the step. A bounded step has an entry that says how it was
+        bounded. Empty if no probe measured the step, and it was not bounded.
         """
         step, self.open_step = self.open_step, None
         estimates: dict[str, dict[str, Estimate]] = {}
@@ -278,14 +287,14 @@ class StepDriver:
             estimates = {name: reading.estimates for name, reading in step.readings.items()}
             if step.verification:
                 estimates[self.name] = dict(step.verification)
-            num_folds = step.context.step.batch.num_folds
-            fold_rows = rows_in_vectors(self._layout, num_folds)
-            num_vectors = max(probe.num_vectors(fold_rows) for probe in step.probes)  # probes run one after another
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
-            num_bytes = sum(engine_bytes) + int(num_vectors * self._layout.num_bytes)
+            num_bytes = sum(engine_bytes) + step.bytes_of_probes()
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.costs = Costs(self._clock.read(), num_bytes)
+        if self._bound is not None and self._bound.estimates:
+            estimates[self._bound.name] = self._bound.estimates
+            self._bound.estimates = {}
         return estimates
 
     # --- state, end ---------------------------------------------------------------------------------------------------
@@ -306,10 +315,12 @@ class StepDriver:
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
         engine = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: ChecksState()}
-        return {**self._states.initial(), **engine}
+        bound = {} if self._bound is None else {self._bound.name: BoundState()}
+        return {**self._states.initial(), **engine, **bound}
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
         engine = {self.name: update, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
-        return {**self._states.values, **engine}
+        bound = {} if self._bound is None else {self._bound.name: self._bound.state}
+        return {**self._states.values, **engine, **bound}

@@ -11,36 +11,23 @@ n_k.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.optim.state import view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.rows import Receiver, Rows, rows_dtype
 from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
+from rl_training.step.data import Gradients, StepData
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
 from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-
-
-@dataclass(frozen=True)
-class FoldGradients:
-    """The gradients of a step's folds, and sums over sampled entries that compare them with the step's own gradient."""
-
-    rows: Rows | None  # None if rows are not kept
-    sq_norms: Tensor | None  # as in `Gradients`
-    sums: Tensor  # (3 + F,) fp64, as returned by `FoldRecorder.finish`, summed over all ranks
-
-    @property
-    def squares(self) -> Tensor:
-        """(F,) fp64, |g_k|² over all ranks: exact if `sq_norms` is known, otherwise from the sampled entries."""
-        return self.sums[3:] if self.sq_norms is None else self.sq_norms[:-1, :, 0].sum(dim=1)
 
 
 class FoldRecorder:
@@ -146,27 +133,29 @@ class FoldRecorder:
         """Remove the hooks: the backward has failed, perhaps on this rank only."""
         self._reduction.drop()
 
-    def complete(
-        self, batch: Batch, passes: Passes, mean: Mapping[str, Tensor], optimizer: OptimizerView
-    ) -> FoldGradients:
-        """Return the fold gradients of a step whose gradients are complete. Collective.
+    def complete(self, step: StepData, passes: Passes) -> tuple[Gradients, Tensor]:
+        """Add what was caught to the gradients of a step whose gradients are complete. Collective.
 
         Args:
-            batch: The step's sequences and folds.
+            step: The step, without gradients by fold.
             passes: Computes the fold gradients that hooks could not catch.
-            mean: The step's gradient, before clipping.
-            optimizer: The optimizer before the step.
+
+        Returns:
+            The step's gradients with rows and square norms, as far as they are kept; and what `finish` returns, summed
+            over all ranks.
         """
+        batch, optimizer = step.batch, step.optimizer
         if batch.has_mixed_folds:
             self._recompute(batch, passes)
         elif batch.has_slices:
             self.split_microbatch_gradients(batch, passes)
-        sums = self.finish(batch.fold_sizes, passes.ranks.count, mean)
+        sums = self.finish(batch.fold_sizes, passes.ranks.count, step.gradients.mean)
         sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        return FoldGradients(self.rows, sq_norms, passes.ranks.reduce(sums))
+        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms)
+        return gradients, passes.ranks.reduce(sums)
 
     def _recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.

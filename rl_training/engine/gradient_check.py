@@ -11,13 +11,10 @@ Three comparisons, each between gradients of the same step:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.fold_recorder import FoldGradients
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.padding_check import MAX_DIFFERENCE as SAME_SCORES
@@ -28,6 +25,7 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
+from rl_training.step.data import StepData
 from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
@@ -46,12 +44,16 @@ NO_SLICES = "so the gradient of a part of a microbatch is not known"
 NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
 
 
-def mismatch_of(fold_gradients: FoldGradients, batch: Batch, passes: Passes) -> Unavailable | None:
-    """Return why the step's gradient is not what its folds' gradients add up to, or None."""
-    if batch.has_mixed_folds:
-        return weights_mismatch(fold_gradients.sums, passes.policy)
+def mismatch_of(step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
+    """Return why the step's gradient is not what its folds' gradients add up to, or None.
+
+    Args:
+        sums: As returned by FoldRecorder.finish, summed over all ranks.
+    """
+    if step.batch.has_mixed_folds:
+        return weights_mismatch(sums, passes.policy)
     is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
-    return gradient_mismatch(fold_gradients.sums, is_rounded)
+    return gradient_mismatch(sums, is_rounded)
 
 
 def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Unavailable | None:
@@ -84,17 +86,6 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Unavailable | None:
     if not math.isfinite(distance) or distance <= allowed:
         return None
     return OTHER_GRADIENT.formatted(distance=distance / norm if norm else math.inf)
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """A fold's gradient from the loop's backward and from its loss weights: norms over all ranks."""
-
-    norm: float  # of the larger one
-    distance: float  # norm of the difference
-    noise: float  # norm of the difference between two recomputed gradients, with other dropout masks; 0 without dropout
-    # the scores equal training's up to rounding and dropout; otherwise the comparison says nothing about the loss
-    is_same_policy: bool
 
 
 class TermsCheck:
@@ -140,59 +131,60 @@ class TermsCheck:
         self.allows_slices &= not other_terms
         return other_terms and Unavailable(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def compare(self, batch: Batch, passes: Passes, rows: Rows | None, squares: Tensor) -> Unavailable | None:
+    def compare(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
         """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
 
         Args:
-            batch: The step's sequences and folds.
+            step: The step, with its gradients by fold or their square norms.
             passes: Recomputes a fold's gradient.
-            rows: The folds' gradients, if they are kept.
-            squares: (F,), their square norms over all ranks.
+            sums: As returned by FoldRecorder.finish, summed over all ranks: the square norms if no exact ones are kept.
         """
         is_due, self.count = self.is_due, self.count + 1
         if is_due:
+            batch, gradients = step.batch, step.gradients
+            squares = sums[3:] if gradients.sq_norms is None else gradients.sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
             # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
             microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
             groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
-            comparison = _compare_group(batch, passes, rows, groups[self.count % len(groups)], squares)
+            group = groups[self.count % len(groups)]
+            norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
-            tolerance += 0.0 if rows is None else rows.rounding
-            allowed = tolerance * comparison.norm + ROUNDING * float(squares.sqrt().sum())
-            allowed += NOISE_FACTOR * comparison.noise
-            distance = comparison.distance
-            if comparison.is_same_policy and distance > allowed:
-                self.distance = distance / comparison.norm
-            elif comparison.is_same_policy and not comparison.noise:
+            tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
+            allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
+            if is_same_policy and distance > allowed:
+                self.distance = distance / norm
+            elif is_same_policy and not noise:
                 self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
         return self.reason
 
 
-class _Recomputed(NamedTuple):
-    """The gradient of some folds, recomputed from their loss weights."""
-
-    gradient: Vector  # (folds, n) per bucket
-    scores: list[tuple[Tensor, Scores]]  # of each pass: this rank's rows and their scores, without graph
-
-
-def _compare_group(batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor) -> _Comparison:
+def _compare_group(
+    batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor
+) -> tuple[float, float, float, bool]:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
     If rows are not kept, only the norms are compared.
+
+    Returns:
+        Norms over all ranks: of the larger of both gradients, of their difference, and of the difference between two
+        recomputed gradients with other dropout masks, 0 without dropout. Then whether the scores equal training's up to
+        rounding and dropout; otherwise the comparison says nothing about the loss.
     """
-    recomputed, device = _recompute(batch, passes, group), squares.device
-    square = dot(recomputed.gradient, recomputed.gradient)
+    device = squares.device
+    gradient, scores = _recompute(batch, passes, group)
+    square = dot(gradient, gradient)
     sq_distance = torch.zeros_like(square)
     if rows is not None:
-        sq_distance = _sq_distance(rows.means(group.folds), recomputed.gradient)
-    training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in recomputed.scores]
+        sq_distance = _sq_distance(rows.means(group.folds), gradient)
+    training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in scores]
     sq_noise, scores_noise = torch.zeros_like(square), torch.zeros(2, dtype=square.dtype, device=device)
     if has_dropout(passes.policy.model):
         with preserve_rng(device):
             seed_torch(SEED, device=device)
-            other = _recompute(batch, passes, group)
-        sq_noise = _sq_distance(other.gradient, recomputed.gradient)
-        scores_noise = _score_distance(other.scores, recomputed.scores).to(square)
-    scores_off = _score_distance(training, recomputed.scores).to(square)
+            other_gradient, other_scores = _recompute(batch, passes, group)
+        sq_noise = _sq_distance(other_gradient, gradient)
+        scores_noise = _score_distance(other_scores, scores).to(square)
+    scores_off = _score_distance(training, scores).to(square)
     sums = passes.ranks.reduce(torch.cat([square, sq_distance, sq_noise, scores_off, scores_noise]))
     square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(group.folds)] * 3 + [2, 2])
     caught_square = squares[group.folds.start : group.folds.stop].to(square)
@@ -201,11 +193,15 @@ def _compare_group(batch: Batch, passes: Passes, rows: Rows | None, group: FoldG
     tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
     is_same = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
     norm = math.sqrt(max(float(caught_square.sum()), float(square.sum())))
-    return _Comparison(norm, _root(sq_distance), _root(sq_noise), is_same)
+    return norm, _root(sq_distance), _root(sq_noise), is_same
 
 
-def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> _Recomputed:
-    """Return the gradient of these folds by their loss weights, with the scores it is made of. Collective."""
+def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, list[tuple[Tensor, Scores]]]:
+    """Return the gradient of these folds by their loss weights, with the scores it is made of. Collective.
+
+    Returns:
+        The gradient, (folds, n) per bucket, and this rank's rows of each pass with their scores, without graph.
+    """
     scores: list[tuple[Tensor, Scores]] = []
     rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
     num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
@@ -216,7 +212,7 @@ def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> _Recomputed:
         batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], passes.shares_of_folds(batch),
         lambda part, fresh: scores.append((part, fresh.detached())),
     )  # fmt: skip
-    return _Recomputed(gradient, scores)
+    return gradient, scores
 
 
 def _rows_of_scores(scores: Scores, rows: Tensor) -> Scores:

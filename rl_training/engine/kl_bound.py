@@ -63,7 +63,7 @@ MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from 
 class KLBound:
     """Sets each step's learning rate so that its KL is the set share of entropy. See the module's docstring.
 
-    All methods except `restore` must be called on all ranks.
+    All methods except `restore` are collective.
 
     Args:
         share: c, a step's KL divided by the policy's entropy, both per token. "auto" is AUTO_SHARE.
@@ -88,6 +88,7 @@ class KLBound:
             )
         self.share_of_entropy = float(number)
         self.state = BoundState()
+        self.estimates: dict[str, Estimate] = {}  # how the last step was bounded
         self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made
         self._next_state = self.state  # once the step has been made
@@ -112,7 +113,7 @@ class KLBound:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
 
     def before_step(self, rollout: Rollout, scores: Scores) -> None:
-        """Set the learning rates for the upcoming step, until `after_step`. The step's gradients are complete.
+        """Set the learning rates for the upcoming step, until `end_step`. The step's gradients are complete.
 
         Args:
             rollout: The step's sequences.
@@ -138,8 +139,15 @@ class KLBound:
         for group in groups:
             group["lr"] = group["lr"] * self._first_factor
 
-    def after_step(self) -> dict[str, Estimate]:
-        """Shorten a step that had no formula, restore the rates, and return metrics of how the step was bounded."""
+    def end_step(self, was_taken: bool = True) -> None:
+        """Restore the rates, and note in `estimates` how the step was bounded. A step without formula is shortened.
+
+        Args:
+            was_taken: False if the loop skipped the step.
+        """
+        if not was_taken:
+            self.restore()
+            return
         if self._info is None:
             first, weights = self._first_factor, self._shard.copy_local_weights()
             changes = {name: weight - self._weights[name] for name, weight in weights.items()}
@@ -156,7 +164,7 @@ class KLBound:
             estimates["bound/kl"] = self._kl
         self.state = self._next_state
         self.restore()
-        return estimates
+        self.estimates = estimates
 
     def _measured_rows(self, rollout: Rollout) -> Tensor:
         """Return the indices of the responses that KL is measured on: the first ones to each prompt."""
@@ -192,10 +200,11 @@ class KLBound:
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
 
     def restore(self) -> None:
-        """Reset the learning rates to the schedule's, and free what was kept for the step."""
+        """Reset the learning rates to the schedule's, and free what was kept for the step. Not collective."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates, self._weights, self._before = [], {}, None
+        self.estimates = {}
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:
         """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""

@@ -7,7 +7,7 @@ import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from rl_training.engine.gradient_witness import GradientWitness
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe, Reading
 from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
@@ -56,14 +57,6 @@ class SeenPrompts:
         """Add the prompts from which a step has learned."""
         if rollouts:
             self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
-
-
-class JoinedMicrobatches(NamedTuple):
-    """All microbatches of a step as one, padded to a common width."""
-
-    rollout: Rollout
-    scores: Scores  # from training's own forward passes
-    loss_weights: LossWeights
 
 
 @dataclass
@@ -134,6 +127,13 @@ class StepRecorder:
         remark = "" if self.witness is None else self.witness.remark(ranks)
         return dataclasses.replace(self.context, gradient_remark=remark)
 
+    def bytes_of_probes(self) -> int:
+        """Return the bytes of the vectors that probes held at once. They run one after another."""
+        assert self.context is not None
+        layout, num_folds = self.context.passes.layout, self.context.step.batch.num_folds
+        fold_rows = rows_in_vectors(layout, num_folds)
+        return int(max(probe.num_vectors(fold_rows) for probe in self.probes) * layout.num_bytes)
+
     def reasons(self, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
         """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
 
@@ -197,11 +197,6 @@ class StepRecorder:
             len(group) == len(prompt_of_row) and len((prompt_of_row * len(self.folds) + group).unique()) > num_prompts
         )
 
-    def join(self, ranks: Ranks) -> JoinedMicrobatches:
-        """Return all microbatches as one. Collective."""
-        rollout = self.join_rollouts(ranks)
-        return JoinedMicrobatches(rollout, self.join_scores(rollout), self._join_loss_weights())
-
     def join_rollouts(self, ranks: Ranks) -> Rollout:
         """Return all microbatches as one rollout, with the same fields known on every rank. Collective.
 
@@ -247,7 +242,7 @@ class StepRecorder:
             mask=rollout.completion_mask,
         )
 
-    def _join_loss_weights(self) -> LossWeights:
+    def join_loss_weights(self) -> LossWeights:
         """Return the loss weights on all scores of the step, (B, T) each."""
         logp_weights, entropy_weights = (
             pad_and_concat(

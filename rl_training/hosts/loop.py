@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
@@ -135,7 +134,7 @@ class MeasuredLoop:
 
     def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
         probes = loop_refusals.as_probes(probes)
-        self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
+        self._driver, self._bound = StepDriver(probes, bound), bound
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
@@ -247,7 +246,7 @@ class MeasuredLoop:
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
             if step.probes or self._bound:
-                with self._driver.measuring():
+                with self._driver.timed():
                     entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         scores = Scores(logps, entropies, rollout.completion_mask)
         self._driver.microbatch(rollout, scores, LossInfo(other_terms=other_terms))

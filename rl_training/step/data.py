@@ -28,7 +28,7 @@ class Gradients:
     weights: Mapping[str, Tensor]  # before the step
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
-    rows: Rows | None  # the mean gradient of each fold: rows.means(), (F, n) per bucket
+    rows: Rows | None = None  # the mean gradient of each fold: rows.means(), (F, n) per bucket
     rows_reason: Unavailable | None = None  # why `rows` is None although a probe asks for it
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
@@ -69,17 +69,15 @@ class EntropyPrediction:
 
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
-    reason: Unavailable | None = (
-        None  # why there is no entropy gradient; of the fields below only the two δθ may then be set
-    )
+    # Why there is no entropy gradient. Of the fields below only the two δθ may then be set.
+    reason: Unavailable | None = None
     # The same, because of what the probes' own scores of the responses show: they differ from training's, or the policy
     # did not draw these tokens.
     seen_in_scores: Unavailable | None = None
     forward_reason: Unavailable | None = None  # why no fold can be left out of the step
     backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
-    reward_reason: Unavailable | None = (
-        None  # why the reward gradient is no multiple of the step's own; with per_sequence
-    )
+    # Why the reward gradient is no multiple of the step's own; with per_sequence.
+    reward_reason: Unavailable | None = None
     intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
     levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set

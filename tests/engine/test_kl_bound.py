@@ -169,7 +169,8 @@ def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes_with_errors_o
         bound.start(shard, policy, Ranks(2, reduce, rank), BoundState())
         entropies = torch.full((2, 3), 0.5 if rank == 0 else 0.25, dtype=torch.float64)
         bound.before_step(rollout, Scores(torch.zeros_like(entropies), entropies, mask))
-        estimates = bound.after_step()
+        bound.end_step()
+        estimates = bound.estimates
         kl = estimates["bound/kl"]
         return torch.tensor([estimates["bound/target_kl"].value, kl.value, kl.stderr, kl.num_samples])
 

@@ -13,7 +13,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.probe import Probe
@@ -64,7 +63,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if probes or self._bound:
             compatibility.refuse_what_cannot_be_measured(trainer)
         self._trainer = trainer
-        self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
+        self.driver = StepDriver(probes, self._bound)
         sizes = [trainer.args.per_device_train_batch_size] * trainer.args.gradient_accumulation_steps
         self.driver.refuse_impossible_folds(sizes, trainer.num_generations, all_ranks().count)
         self.probes = self.driver.probes

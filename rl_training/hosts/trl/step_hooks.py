@@ -192,7 +192,7 @@ class StepHooks:
         rollout = self._rollouts.drop_own_old_logps(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and needs_scores:
-            with self._driver.measuring():
+            with self._driver.timed():
                 recorded = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self._driver.microbatch(rollout, scores, LossInfo(loss, self._settings()), recorded)
         return loss
