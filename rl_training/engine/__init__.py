@@ -5,7 +5,7 @@ recorder.py, fold_recorder.py       collect the step's sequences and gradients; 
 probe.py, context.py                what a probe is and returns, and what it is given
 requirements.py                     what all probes together need, and the announcement at the start
 probe_states.py                     the probes' states, kept once a step is verified
-loop_spec.py, fold_placement.py     what the driver knows about a loop, and the folds of its steps
+loop.py, fold_placement.py          what the driver knows about a loop, and the folds of its steps
 gradient_check.py, loss_check.py    whether the gradient is the one that the folds and the loss give
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
 kl_bound.py                         steps of a set KL; kl_search.py finds their length

@@ -18,13 +18,17 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, L_MAX, graded, trainer_maker
 
 from rl_training import Reading
-from rl_training.engine.driver import StepDriver
+from rl_training.engine import driver
+from rl_training.engine.build_step import build_step
+from rl_training.engine.loop import Loop
+from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.optim import adamw
 from rl_training.policy.policy import Policy
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.statistics.jackknife import JackknifeUnits
+from rl_training.step.passes import Passes
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4
@@ -276,16 +280,14 @@ def test_off_policy_tokens_are_weighted_by_the_ratio_of_their_prefix(make_traine
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
     make_trainer, monkeypatch, known, measured
 ) -> None:
-    build_data = StepDriver._build_data
-
-    def reweighted(driver: StepDriver, *args: Any) -> Any:
-        step = build_data(driver, *args)
+    def reweighted(*args: Any) -> Any:
+        step = build_step(*args)
         sampling_logps = step.batch.scores.logps.double().clone()
         sampling_logps[known:, 0] += 80.0  # only the first `known` of 32 sequences keep a weight
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
-    monkeypatch.setattr(StepDriver, "_build_data", reweighted)
+    monkeypatch.setattr(driver, "build_step", reweighted)
     probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
@@ -332,11 +334,10 @@ class NanInPadding(Policy):
 
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
-    build_data = StepDriver._build_data
 
-    def shown(driver: StepDriver, *args: Any) -> Any:
-        step = build_data(driver, *args)
-        driver._passes = dataclasses.replace(driver._passes, policy=NanInPadding(driver._loop.policy))
+    def shown(recorder: StepRecorder, loop: Loop, passes: Passes, *args: Any) -> Any:
+        step = build_step(recorder, loop, passes, *args)
+        object.__setattr__(passes, "policy", NanInPadding(loop.policy))
         return dataclasses.replace(
             step, batch=dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
         )
@@ -344,7 +345,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     said = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(StepDriver, "_build_data", shown)
+            monkeypatch.setattr(driver, "build_step", shown)
         probes = [
             SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),
