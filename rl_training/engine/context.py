@@ -17,7 +17,7 @@ from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
-from rl_training.entropy.paired_effects import GradientShares
+from rl_training.entropy.paired_effects import StepByFolds
 from rl_training.entropy.token_effects import iter_token_products
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
@@ -160,12 +160,19 @@ class StepContext:
         """Return (ΔH per token, nan) for the step with these loss weights instead. Collective, as `effects`."""
         return self.effects({}, {"": weights.stacked()})[""]
 
-    def gradient_shares(self, weights: Sequence[LossWeights]) -> GradientShares:
+    def gradient_shares(self, weights: Sequence[LossWeights]) -> tuple[Tensor, list[Tensor]]:
         """Return how much of ΔH comes from the step's fresh gradient and from these parts of its weights. Collective.
 
         Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
+
+        Returns:
+            Products by fold, (F, 1) each. They can be added and subtracted before `effect_of` gives them an error bar.
         """
         return paired_effects.gradient_shares(self.step.batch, self.prediction, self.passes, weights)
+
+    def effect_of(self, products: Tensor) -> Pair:
+        """Return (ΔH per token, nan) of products by fold, (F, 1), as `gradient_shares` returns them."""
+        return StepByFolds(self.prediction).pair(products)
 
     def token_products(self) -> Iterator[Tensor]:
         """Yield for each fold how much of ΔH comes from each single token's gradient, (B, T). Collective.

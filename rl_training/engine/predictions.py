@@ -73,7 +73,7 @@ class Predictions:
     def fail_step(self) -> None:
         """Discard an unverified prediction: the step has failed, perhaps on this rank only."""
         if self._unverified is not None and self._previous.step == self._unverified:
-            self._previous.leave_out(self._unverified, FAILED)
+            self._previous.keep_nothing(self._unverified, FAILED)
         self._unverified = None
 
     def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
@@ -85,5 +85,5 @@ class Predictions:
         self._unverified = None
         estimates, reason = self._verifier.verify(was_taken)
         if estimates:
-            self._previous.errors.commit(is_formula=reason is None)
+            self._previous.commit_errors(is_formula=reason is None)
         return estimates, reason

@@ -10,7 +10,7 @@ fold_sums.py              everything that is reported, as a function of sums ove
 length_and_reward.py      the same predictions for length and reward
 attribution.py            splits by cause, layer, kind of module and group of layers
 token_effects.py          what each single token of the step's gradient does
-previous_update.py        δθ of the previous step; averaged_errors.py: error bars averaged over steps
+previous_update.py        δθ of the previous step, and error bars averaged over steps
 changed_steps.py          what another loss, learning rate or clipping would do; paired_effects.py: with errors
 advantage_covariance.py   a predictor from the literature
 

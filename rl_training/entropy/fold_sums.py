@@ -79,7 +79,7 @@ def with_quantities(
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = previous.errors.average(torch.stack([row.stderr for row in changes]).square(), step.number)
+    variances, batches = previous.average_errors(torch.stack([row.stderr for row in changes]).square(), step.number)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
         for row, stderr, count in zip(changes, variances.sqrt(), batches, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +57,8 @@ class StepByFolds:
         self.rows = rows
         self._counts = prediction.levels[:, [0, 2]].cpu()
 
-    def pair(self, products: Tensor, corrections: Tensor) -> Pair:
-        """Return ΔH per token and Δreward per response of one change.
+    def pair(self, products: Tensor, corrections: Tensor | float = 0.0) -> Pair:
+        """Return ΔH per token and Δreward per response of one change; nan for what `products` lacks.
 
         Args:
             products: Products by fold from `ChangedUpdates.products`, (F, directions). The directions are X and, if
@@ -122,25 +121,15 @@ def paired_effects(
     return pairs
 
 
-@dataclass(frozen=True)
-class GradientShares:
-    """The part of ΔH that comes from the step's fresh gradient, as products by fold, (F, 1) each."""
-
-    whole: Tensor  # of the whole gradient
-    shares: Sequence[Tensor]  # of each weighting
-    folds: StepByFolds
-
-    def pair(self, products: Tensor) -> Pair:
-        """Return ΔH per token from products by fold, with nan for Δreward."""
-        return self.folds.pair(products, torch.zeros_like(products))
-
-
 def gradient_shares(
     batch: Batch, prediction: EntropyPrediction, passes: Passes, weights: Sequence[LossWeights]
-) -> GradientShares:
+) -> tuple[Tensor, list[Tensor]]:
     """Return how much of ΔH comes from the step's fresh gradient, and from each of these weightings. Collective.
 
     Only valid if `paired_effects_reason` returns None.
+
+    Returns:
+        Products by fold for `StepByFolds.pair`, (F, 1) each.
     """
     folds = StepByFolds(prediction)
 
@@ -153,7 +142,7 @@ def gradient_shares(
     for index, basis in iter_basis_gradients(batch, passes, weights):
         by_index[index] = products(basis)
         del basis  # free it before the next is made
-    return GradientShares(products(None), [by_index[index] for index in range(len(weights))], folds)
+    return products(None), [by_index[index] for index in range(len(weights))]
 
 
 def _per_unit(sums: Tensor) -> Tensor:

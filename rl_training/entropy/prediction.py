@@ -58,7 +58,6 @@ Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
@@ -86,13 +85,6 @@ from rl_training.step.score_check import ScoreCheck
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
 
 
-class Updates(NamedTuple):
-    """The updates of a step by the optimizer's formula. None if not available."""
-
-    whole: StepUpdate | None = None
-    leave_one_out: LeaveOneOutUpdates | None = None  # the updates without each fold
-
-
 def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, needs: Need) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
@@ -108,11 +100,11 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
         return _without_entropy_gradient(step, passes, previous, NO_TOKENS)
-    updates = _updates(step, ranks)
+    update, leave_one_out = updates = _updates(step, ranks)
     check = ScoreCheck(batch, passes.policy, passes.residual_test)
     products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
     backward_reason = previous.reason(step.number) or step.reasons.reused
-    intended, rounded = _compute_updates(step, updates.whole, previous)
+    intended, rounded = _compute_updates(step, update, previous)
     prediction = EntropyPrediction(
         settings,
         labels,
@@ -122,7 +114,7 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
         update=rounded,
         levels=levels,
         rows=rows,
-        leave_one_out=updates.leave_one_out,
+        leave_one_out=leave_one_out,
     )
     previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
     seen = check.reason(ranks.reduce, step.reasons)
@@ -135,9 +127,9 @@ def _without_entropy_gradient(
     step: StepData, passes: Passes, previous: PreviousUpdate, reason: Unavailable
 ) -> EntropyPrediction:
     """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
-    previous.leave_out(step.number, reason)
+    previous.keep_nothing(step.number, reason)
     if passes.residual_test is not None:
-        passes.residual_test.leave_out(reason)
+        passes.residual_test.leave_untested(reason)
     return EntropyPrediction(previous.settings, previous.attribution.all_labels, reason)
 
 
@@ -164,13 +156,16 @@ def _forward_reason(step: StepData) -> Unavailable | None:
     return step.optimizer.reason or step.gradients.rows_reason or reasons.one_fold or reasons.reused
 
 
-def _updates(step: StepData, ranks: Ranks) -> Updates:
-    """Return the update of the step and the updates without each fold, by the optimizer's formula. Collective."""
+def _updates(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
+    """Return the update of the step and the updates without each fold, by the optimizer's formula. Collective.
+
+    Each is None if it is not available.
+    """
     gradients = step.gradients
     layout = gradients.layout
     max_grad_norm = step.optimizer.max_grad_norm
     if step.optimizer.states is None:
-        return Updates()
+        return None, None
     mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined per piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
@@ -180,9 +175,9 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     if not layout.is_large and not step.optimizer.rounding_reason:
         whole = dataclasses.replace(whole, held=compute_update(layout, whole))
     if gradients.rows is None or _forward_reason(step):
-        return Updates(whole)
+        return whole, None
     folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
-    return Updates(whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole))
+    return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole)
 
 
 def _compute_updates(
@@ -208,7 +203,7 @@ def _products_and_rows(
     passes: Passes,
     previous: PreviousUpdate,
     needs: Need,
-    updates: Updates,
+    updates: tuple[StepUpdate | None, LeaveOneOutUpdates | None],
     ratios: PrefixRatios | None,
     level: float,
     check: ScoreCheck,
@@ -220,7 +215,7 @@ def _products_and_rows(
         passes: The policy, the ranks and the reduction that sums gradients by fold.
         previous: Has δθ of the previous step.
         needs: What the probes need.
-        updates: The updates of the step.
+        updates: The update of the step, and those without each fold.
         ratios: Prefix ratios to the sampler. None: all are 1.
         level: H_tok of the whole step.
         check: Receives all scores that X is calculated from.
@@ -233,8 +228,7 @@ def _products_and_rows(
             layout,
             batch.fold_sizes,
             previous.attribution,
-            updates.whole,
-            updates.leave_one_out,
+            *updates,
             previous.update_before(step.number),
             settings,
         )
@@ -256,6 +250,6 @@ def _products_and_rows(
             for bucket, x in enumerate(rows.of_folds(range(batch.num_folds))):
                 receiver.take(bucket, 0, x)
     sums = products.sums if products is not None else []
-    update = None if updates.whole is None else updates.whole.held
+    update = None if updates[0] is None else updates[0].held
     previous.count_bytes(update, *sums, extra_bytes=sum(rows.num_bytes for rows in held))
     return products, held[0] if Need.ENTROPY_ROWS in needs else None

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.averaged_errors import AveragedErrors
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import EntropySettings
+from rl_training.step.quantities import PRODUCTS
 from rl_training.step.reasons import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
+
+BACKWARD = PRODUCTS.index("backward")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class UpdateState:
 
 
 class PreviousUpdate:
-    """Holds δθ of the previous step, the running errors of the products (`errors`), and what is constant over steps.
+    """Holds δθ of the previous step, the running errors of the products, and what is constant over steps.
 
     If a step's δθ cannot come from the formula, because there is none or weights are rounded, the weights before the
     step are kept until it has been taken, and δθ is their difference.
@@ -53,7 +56,8 @@ class PreviousUpdate:
         if state.step:  # not state.update, which may be empty on some ranks
             self.update = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # the last step; None before the first
-        self.errors = AveragedErrors(state.errors, settings.error_decay)
+        self._errors = state.errors  # variances of the products at the last steps
+        self._begin_errors()
         self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
         self._reason: Unavailable | None = None  # why δθ of `step` is unknown
         self.settings = settings
@@ -65,9 +69,9 @@ class PreviousUpdate:
     def state(self) -> UpdateState:
         """The state to save in a checkpoint: this rank's entries, in host memory."""
         if self.step is None or self.update is None:
-            return UpdateState(errors=self.errors.kept)
+            return UpdateState(errors=self._errors)
         entries = {name: part.cpu() for name, part in self._layout.by_name(self.update).items()}
-        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
+        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self._errors)
 
     def count_bytes(self, *vectors: Vector | None, extra_bytes: int = 0) -> None:
         """Raise `peak_bytes` to what a step holds at once: these vectors, and the δθ or weights that are kept here.
@@ -103,15 +107,15 @@ class PreviousUpdate:
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep a step's δθ; if `update` is None, keep a copy of the weights before the step instead."""
         self.step = step
-        self.errors.begin()
+        self._begin_errors()
         self.update = update
         self._reason = None
         self._old_weights = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
-    def leave_out(self, step: int, reason: Unavailable) -> None:
+    def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""
         self.step = step
-        self.errors.begin()
+        self._begin_errors()
         self._old_weights = {}
         self.forget(reason)
 
@@ -127,3 +131,33 @@ class PreviousUpdate:
         """Discard δθ of the last step, and keep the reason."""
         self.update = None
         self._reason = reason.prefixed(f"step {self.step}")
+
+    # --- error bars averaged over steps: one batch can miss rare responses and look too certain -----------------------
+
+    def _begin_errors(self) -> None:
+        """Begin a step that has no variances yet."""
+        self._errors_with_step = self._errors_with_backward = self._errors
+
+    def average_errors(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return the variances averaged over this and the last steps, and the number of batches behind each average.
+
+        The step counts in its own averages at once. Whether it counts in later ones is decided by `commit_errors`.
+
+        Args:
+            variance: The step's own variances, (products, …).
+            step: The step's number.
+        """
+        decay = self.settings.error_decay
+        self._errors_with_step = self._errors.add(variance, step, decay)
+        backward_variance = torch.full_like(variance, torch.nan)
+        backward_variance[BACKWARD] = variance[BACKWARD]
+        self._errors_with_backward = self._errors.add(backward_variance, step, decay)
+        average, batches = self._errors_with_step.average(decay)
+        return average.view_as(variance), batches.view_as(variance)
+
+    def commit_errors(self, is_formula: bool) -> None:
+        """Keep the step's variances for later averages.
+
+        Keep only that of `backward`, which does not use the step's own δθ, if the formula was not followed.
+        """
+        self._errors = self._errors_with_step if is_formula else self._errors_with_backward

@@ -191,14 +191,14 @@ def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Ten
         if index != heaviest_class[kind]
     ]
     weights = [ctx.step.batch.loss_weights.where(kinds[kind] == index) for kind, index in classes_with_weight]
-    parts = ctx.gradient_shares(weights)
-    products = dict(zip(classes_with_weight, parts.shares, strict=True))
-    zeros = torch.zeros_like(parts.whole)
+    whole, shares = ctx.gradient_shares(weights)
+    products = dict(zip(classes_with_weight, shares, strict=True))
+    zeros = torch.zeros_like(whole)
     for kind in kinds:
         others = [product for (other, _), product in products.items() if other == kind]
-        products[kind, heaviest_class[kind]] = parts.whole - sum(others, zeros)
+        products[kind, heaviest_class[kind]] = whole - sum(others, zeros)
     classes = [(kind, index) for kind in kinds for index in range(len(CLASSES[kind]))]
-    return {key: parts.pair(products.get(key, zeros)) for key in classes}
+    return {key: ctx.effect_of(products.get(key, zeros)) for key in classes}
 
 
 def _sums(ctx: StepContext, kind: str, classes: Tensor) -> Tensor:

@@ -105,6 +105,19 @@ class CaughtBackward(ABC):
         self._pending.replace({})
         self._receiver = None  # it may hold vectors
 
+    def _hand_on(self, index: int, before: Tensor | None = None) -> None:
+        """Hand on what is held of a bucket, a mean over ranks, minus `before`, for the only fold.
+
+        For a backward that reduces gradients itself, with all ranks in one fold. Missing gradients count as zeros.
+        """
+        assert self._receiver is not None
+        bucket = self._pending.buckets[index]
+        with self._timed():
+            mean = torch.cat(self._pending.take(bucket.names, bucket.sizes))
+            if before is not None:
+                mean -= before
+            self._receiver.take(index, 0, mean.mul_(self._shard.num_ranks).unsqueeze(0))
+
 
 class SentGradients(CaughtBackward):
     """Sends each bucket to the ranks that keep its entries.
@@ -181,21 +194,7 @@ class SentGradients(CaughtBackward):
             self._exchange.send(names, gradients, self._unsent, self._receiver)
 
 
-class ReducedBackward(CaughtBackward):
-    """A backward that reduces gradients itself, with all ranks in one fold: `.grad` holds means over ranks."""
-
-    def _hand_on(self, index: int, before: Tensor | None = None) -> None:
-        """Hand on what is held of a bucket, minus `before`, for the only fold. Missing gradients count as zeros."""
-        assert self._receiver is not None
-        bucket = self._pending.buckets[index]
-        with self._timed():
-            mean = torch.cat(self._pending.take(bucket.names, bucket.sizes))
-            if before is not None:
-                mean -= before
-            self._receiver.take(index, 0, mean.mul_(self._shard.num_ranks).unsqueeze(0))
-
-
-class AccumulatedGradients(ReducedBackward):
+class AccumulatedGradients(CaughtBackward):
     """Takes what the loop's own backward adds to `.grad`."""
 
     _grads_before: Sequence[Tensor] = ()  # the content of `.grad` before the backward, by bucket
@@ -216,7 +215,7 @@ class AccumulatedGradients(ReducedBackward):
         self._grads_before = ()
 
 
-class ReducedGradients(ReducedBackward):
+class ReducedGradients(CaughtBackward):
     """Takes each gradient out of `.grad` as soon as a probe's backward has put it there."""
 
     def begin(self) -> None:

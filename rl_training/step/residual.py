@@ -154,7 +154,7 @@ class ResidualTest:
         self.reason = self._reason(self._step)
         return self.reason
 
-    def leave_out(self, missing: Unavailable) -> None:
+    def leave_untested(self, missing: Unavailable) -> None:
         """Record why no tokens of this step are tested."""
         self._missing = missing
 

@@ -95,7 +95,7 @@ class ScoreCheck:
         if self._test is None:
             return differing
         if differing:
-            self._test.leave_out(differing)
+            self._test.leave_untested(differing)
             return differing
         missing = reasons.reused or (RANDOM_PASSES if draws_noise(self._policy.model) else None)
         return self._test.decide(reduce, missing, self._is_sampler)

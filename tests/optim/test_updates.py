@@ -190,8 +190,8 @@ def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages
     for step, is_formula in enumerate((True, False, True), start=1):
         history.keep(step, None, nowhere)
         variance = torch.full((len(PRODUCTS),), 4.0**step, dtype=torch.float64)
-        averages.append(history.errors.average(variance, step)[0].tolist())
-        history.errors.commit(is_formula)
+        averages.append(history.average_errors(variance, step)[0].tolist())
+        history.commit_errors(is_formula)
     kept = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 0.5 * 16 + 64) / 1.75]
     lost = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25]
     for number, name in enumerate(PRODUCTS):

@@ -174,8 +174,8 @@ def test_the_guides_probe_equals_the_gradient_share_of_long_responses(tmp_path: 
         def measure(self, ctx: Any, state: Any) -> Any:
             reading = super().measure(ctx, state)
             lengths = ctx.step.batch.scores.mask.sum(dim=1, keepdim=True)
-            parts = ctx.gradient_shares([ctx.step.batch.loss_weights.where(lengths > lengths.median())])
-            shares.append(parts.pair(parts.shares[0]).estimate(0).value)
+            _, parts = ctx.gradient_shares([ctx.step.batch.loss_weights.where(lengths > lengths.median())])
+            shares.append(ctx.effect_of(parts[0]).estimate(0).value)
             return reading
 
     trainer = trainer_maker(tmp_path)(probes=[WithShare()], max_steps=1, max_grad_norm=0.0, **SHAPE | SGD)
