@@ -56,7 +56,7 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = ENGINE  # key of its own state in a checkpoint, of its estimates and of its time
+    name = ENGINE  # key of the predictions' state in a checkpoint, of the engine's estimates and of its time
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
@@ -68,11 +68,11 @@ class StepDriver:
         self._fold_recorder: FoldRecorder | None = None  # these three are set when training starts
         self._predictions: Predictions | None = None
         self._passes: Passes | None = None
-        self._update_state = UpdateState()  # the predictions' state while no training runs
         self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
         self._checks = StepChecks()
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
+        self._states.values = self.initial_states()
 
     def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
         """Begin a training run. Collective if the previous training failed.
@@ -83,10 +83,9 @@ class StepDriver:
         """
         self.close()
         self.end()
-        values = self.initial_states() | dict(states or {})
-        self._states.values = {probe.name: values[probe.name] for probe in self.probes}
+        values = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
+        self._states.values = values
         self._seen_prompts = SeenPrompts()
-        self._update_state = values[self.name]
         self._loop = loop
         self._layout = loop.shard.layout
         self._layout.fusion = self._requirements.fusion(self._layout)
@@ -109,7 +108,7 @@ class StepDriver:
             return
         self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
-            self._predictions = Predictions(loop, requirements, self._update_state)
+            self._predictions = Predictions(loop, requirements, values[self.name])
 
     def refuse_impossible_folds(self, sizes: Sequence[int], responses_per_prompt: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds."""
@@ -306,21 +305,20 @@ class StepDriver:
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
-        if self._predictions is not None:
-            self._update_state, self._predictions = self._predictions.state, None
+        self._states.values, self._predictions = self.states(), None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.open_step = self._fold_recorder = None
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        engine = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: ChecksState()}
-        bound = {} if self._bound is None else {self._bound.name: BoundState()}
-        return {**self._states.initial(), **engine, **bound}
+        states = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: ChecksState()}
+        states |= {} if self._bound is None else {self._bound.name: BoundState()}
+        return self._states.initial() | states
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
-        update = self._update_state if self._predictions is None else self._predictions.state
-        engine = {self.name: update, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
-        bound = {} if self._bound is None else {self._bound.name: self._bound.state}
-        return {**self._states.values, **engine, **bound}
+        engine: dict[str, Any] = {ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
+        for part in (self._predictions, self._bound):
+            engine |= {} if part is None else {part.name: part.state}
+        return self._states.values | engine

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements, needs_of
+from rl_training.engine.timing import ENGINE
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
@@ -27,6 +28,8 @@ class Predictions:
         requirements: What the probes require together.
         state: What earlier steps have left. UserError if it belongs to another model.
     """
+
+    name = ENGINE  # key of its state in a checkpoint
 
     def __init__(self, loop: Loop, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard

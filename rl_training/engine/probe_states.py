@@ -1,4 +1,4 @@
-"""The probes' states during training: initialized, passed to each measurement, kept once a step is verified."""
+"""The states during training: initialized, passed to each measurement, kept once a step is verified."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rl_training.step.needs import Need
 
 class ProbeStates:
     """Holds the state of each probe by its name, and checks what probes return.
+
+    The driver keeps the engine's own states of a training that has ended beside them.
 
     Raises:
         UserError: A checkpoint cannot store the state of a probe.
