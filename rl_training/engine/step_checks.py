@@ -60,5 +60,5 @@ class StepChecks:
             edit_reason: Set if the weights were changed since the step began.
         """
         padding_reason = self.padding.reason(rollout, loop.policy, loop.ranks.reduce)
-        mismatch = rollout.sampling_mismatch
+        mismatch = rollout.origin.sampler_reason
         return (loop.reasons.sampling_mismatch if mismatch is None else mismatch) or edit_reason or padding_reason

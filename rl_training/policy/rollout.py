@@ -28,13 +28,16 @@ from rl_training.statistics.unavailable import Unavailable
 
 @dataclass(frozen=True)
 class Origin:
-    """Why sequences are not the latest policy's own sample with the same number of responses per prompt."""
+    """Why sequences are not the scored policy's own sample with the same number of responses per prompt."""
 
     # They were not sampled from a policy whose log-probabilities are known.
     sample_reason: Unavailable | None = None
     # Responses cannot be matched to prompts, or prompts have different numbers of responses.
     groups_reason: Unavailable | None = None
     learned: bool = False  # whether a step has already trained on some of them, in an earlier rollout
+    # Why their sampler is not the scored policy (top-p, say): fresh responses would be no samples either. "" if it is;
+    # None: the loop decides.
+    sampler_reason: Unavailable | Literal[""] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,7 @@ class Rollout:
     images: Mapping[str, Any] | None = None  # further model inputs by name: a tensor or a list, B rows each
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None: unknown
     old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
-    # Why they are not samples of the scored policy, "" if they are; None: the loop decides.
-    sampling_mismatch: Unavailable | Literal[""] | None = None
-    origin: Origin = Origin()
+    origin: Origin = Origin()  # what the loop knows about where they come from
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
     # (B,) each: values of several reward functions by name, whether or not they are part of `rewards`; nan: no value
     rewards_by_name: Mapping[str, Tensor] = field(default_factory=dict)
@@ -105,10 +106,12 @@ def as_rollout(
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
     """Return the joint origin of several rollouts: the first reason of each kind."""
+    is_said = any(part.sampler_reason is not None for part in parts)
     return Origin(
         next((part.sample_reason for part in parts if part.sample_reason), None),
         next((part.groups_reason for part in parts if part.groups_reason), None),
         any(part.learned for part in parts),
+        next((part.sampler_reason for part in parts if part.sampler_reason), "" if is_said else None),
     )
 
 
@@ -122,8 +125,6 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     written = None
     if any(part.environment_mask is not None for part in parts):
         written = pad_and_concat([part.token_mask - part.completion_mask for part in parts])
-    mismatch = next((part.sampling_mismatch for part in parts if part.sampling_mismatch), None)
-    is_said = any(part.sampling_mismatch is not None for part in parts)
     on_the_left = functools.partial(pad_and_concat, on_the_left=True)
     return Rollout(
         **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
@@ -138,7 +139,6 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         origin=join_origins([part.origin for part in parts]),
         environment_mask=written,
         images=_join_images(parts),
-        sampling_mismatch="" if is_said and mismatch is None else mismatch,
         untested=any(part.untested for part in parts),
     )
 

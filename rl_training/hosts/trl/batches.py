@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, of_trainer, setting, tokenizer_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
-from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS
 from rl_training.step.reasons import Fixes
@@ -209,7 +208,6 @@ def read_rollout(
     on_policy: bool,
     pad_token_id: int | None = None,
     end_tokens: Sequence[int] = (),
-    sampling_mismatch: Unavailable | Literal[""] | None = None,
 ) -> Rollout:
     """Return the sequences of one of TRL's batch dictionaries.
 
@@ -220,8 +218,6 @@ def read_rollout(
         pad_token_id: Give it if the loss may mask truncated responses (mask_truncated_completions), to read them too.
         end_tokens: End-of-response tokens and the padding token: a response that ends with none of them is truncated.
             If empty, truncation is unknown.
-        sampling_mismatch: Why the responses are not samples of the trainer's policy, "" if they are, None to
-            use the loop's.
     """
     tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
@@ -245,7 +241,6 @@ def read_rollout(
         environment_mask=None if written_by_policy is None else tokens - policy,
         images=image_inputs(inputs),
         truncated=_are_truncated(inputs["completion_ids"], tokens, end_tokens) if end_tokens else None,
-        sampling_mismatch=sampling_mismatch,
         untested=UNTESTED in inputs and bool(inputs[UNTESTED].any()),
     )
     return with_one_advantage_each(rollout)

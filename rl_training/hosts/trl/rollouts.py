@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +91,7 @@ class Rollouts:
         self.responses_per_prompt = trainer.num_generations  # in the current rollout
         self._sampled_at = -1  # global_step at which the current rollout was sampled
         self._is_fresh = True  # whether all its responses were generated for it, if that is known
-        self._origin = Origin()
-        # Why its responses are not samples of the scored policy; "" if they are.
-        self._mismatch: Unavailable | Literal[""] = ""
+        self._origin = Origin(sampler_reason="")
         # With dropout: whether its old log-probabilities are the policy's own; otherwise each microbatch tells.
         self._old_logps_are_own: bool | None = None
 
@@ -156,11 +154,11 @@ class Rollouts:
         self._classify_batch(output, local_counts, group_size, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         mismatches = [response.mismatch for response in responses if response is not None]
-        self._mismatch = (
-            next(filter(None, mismatches), "") if mismatches else sampling_reason(trainer) or ""
-        )  # by the present settings, if no row is a known response
-        if not self._mismatch and placeholders.any():
-            self._mismatch = PLACEHOLDERS
+        # By the present settings, if no row is a known response.
+        mismatch = next(filter(None, mismatches), None) if mismatches else sampling_reason(trainer)
+        if not mismatch and placeholders.any():
+            mismatch = PLACEHOLDERS
+        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
         self._generated.begin_next(keys)
         self._old_logps_are_own = None
         if is_measured and batches.OLD_LOGPS in output:
@@ -264,7 +262,6 @@ class Rollouts:
             on_policy=self._is_fresh and self._sampled_at == trainer.state.global_step,
             pad_token_id=tokenizer_of(trainer).pad_token_id if trainer.mask_truncated_completions else None,
             end_tokens=[*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id],
-            sampling_mismatch=self._mismatch,
         )
         rewards_by_name = batches.rewards_by_name(trainer, inputs)
         return dataclasses.replace(rollout, origin=self._origin, rewards_by_name=rewards_by_name)
