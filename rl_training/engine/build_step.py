@@ -113,7 +113,7 @@ def _with_fold_gradients(
         rows_reason = mismatch_of(step, passes, sums)
         is_compared = has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_reason or other_terms or is_recomputed):
-            other_terms = checks.terms.compare(step, passes, sums)
+            other_terms = checks.terms.check(step, passes, sums)
             rows_reason = checks.terms.slicing_reason(has_slices, other_terms)
     return dataclasses.replace(
         step,

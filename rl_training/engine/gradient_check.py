@@ -131,7 +131,7 @@ class TermsCheck:
         self.allows_slices &= not other_terms
         return other_terms and Unavailable(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
-    def compare(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
+    def check(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
         """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
 
         Args:

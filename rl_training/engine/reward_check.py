@@ -36,7 +36,7 @@ class RewardCheck:
     def __init__(self, log_chance: float = 0.0) -> None:
         self.log_chance = log_chance
 
-    def reason(self, rollout: Rollout, ranks: Ranks) -> Unavailable | None:
+    def check(self, rollout: Rollout, ranks: Ranks) -> Unavailable | None:
         """Return that rewards are relative to their group, or None; the same on every rank. Collective.
 
         Args:
@@ -51,10 +51,10 @@ class RewardCheck:
         if num_groups:
             is_equal = high - low <= TOLERANCE * largest
             self.log_chance = self.log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
-        return self.known_reason
+        return self.reason
 
     @property
-    def known_reason(self) -> Unavailable | None:
+    def reason(self) -> Unavailable | None:
         """That rewards are relative to their group, by the steps so far, or None."""
         return RELATIVE_REWARDS if self.log_chance < math.log(MAX_CHANCE) else None
 

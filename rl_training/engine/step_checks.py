@@ -1,4 +1,8 @@
-"""What is checked at each measured step, from its sequences and gradients, and remembered from step to step."""
+"""What is checked at each measured step, from its sequences and gradients, and remembered from step to step.
+
+Each check has `check(…)`, which returns why something cannot be measured, or None. It is collective, and the same on
+every rank. `reason` is what the steps so far have shown.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class StepChecks:
         if reasons.split_prompts:
             return None
         is_repeated = reasons.reused or reasons.copied_groups
-        return self.rewards.known_reason if is_repeated else self.rewards.reason(rollout, ranks)
+        return self.rewards.reason if is_repeated else self.rewards.check(rollout, ranks)
 
     def sampling_reason(self, rollout: Rollout, loop: Loop, edit_reason: Unavailable | None) -> Unavailable | None:
         """Return why these are no samples of the policy that is trained and scored, or None. Collective.
@@ -59,6 +63,6 @@ class StepChecks:
         Args:
             edit_reason: Set if the weights were changed since the step began.
         """
-        padding_reason = self.padding.reason(rollout, loop.policy, loop.ranks.reduce)
+        padding_reason = self.padding.check(rollout, loop.policy, loop.ranks.reduce)
         mismatch = rollout.origin.sampler_reason
         return (loop.reasons.sampling_mismatch if mismatch is None else mismatch) or edit_reason or padding_reason

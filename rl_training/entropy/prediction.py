@@ -101,8 +101,8 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
     if not length:
         return _without_entropy_gradient(step, passes, previous, NO_TOKENS)
     update, leave_one_out = updates = _updates(step, ranks)
-    check = ScoreCheck(batch, passes.policy, passes.residual_test)
-    products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, check)
+    score_check = ScoreCheck(batch, passes.policy, passes.residual_test)
+    products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, score_check)
     backward_reason = previous.reason(step.number) or step.reasons.reused
     intended, rounded = _compute_updates(step, update, previous)
     prediction = EntropyPrediction(
@@ -117,7 +117,7 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
         leave_one_out=leave_one_out,
     )
     previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
-    seen = check.reason(ranks.reduce, step.reasons)
+    seen = score_check.check(ranks.reduce, step.reasons)
     if seen:  # the updates remain valid: they do not depend on these scores
         return EntropyPrediction(settings, labels, seen, seen, intended=intended, update=rounded)
     return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)

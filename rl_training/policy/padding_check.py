@@ -33,14 +33,14 @@ class PaddingCheck:
     def __init__(self) -> None:
         self._count = 0
         self._next = 1
-        self._reason: Unavailable | None = None
+        self.reason: Unavailable | None = None
 
-    def reason(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+    def check(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
         """Return that padding matters for this model, or None; the same on every rank. Collective."""
         self._count += 1
-        if self._reason or self._count < self._next or depends_on_longest_row(policy.model):
+        if self.reason or self._count < self._next or depends_on_longest_row(policy.model):
             # For models with such tables, this cannot tell padding from length: step/score_check.py checks them.
-            return self._reason
+            return self.reason
         self._next *= 10
         rollout = first_tokens(rollout, TOKENS)
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
@@ -51,5 +51,5 @@ class PaddingCheck:
         difference = (unpadded.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
         total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
         tolerance = MAX_DIFFERENCE_ROUNDED if policy.scorer.rounding_reason else MAX_DIFFERENCE
-        self._reason = PADDING_MATTERS if count and not total / count <= tolerance else None
-        return self._reason
+        self.reason = PADDING_MATTERS if count and not total / count <= tolerance else None
+        return self.reason

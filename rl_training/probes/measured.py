@@ -147,9 +147,9 @@ class MeasuredStepProbe(Probe):
         """Return why the policy that probes score is not the trained one, or None. Collective."""
         if ctx.has_entropy_gradient:
             return None  # making the entropy gradient has already compared the scores with training's
-        check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.passes.residual_test)
-        check.score_and_compare(self._rows(ctx))
-        return check.reason(ctx.ranks.reduce, ctx.step.reasons)
+        score_check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.passes.residual_test)
+        score_check.score_and_compare(self._rows(ctx))
+        return score_check.check(ctx.ranks.reduce, ctx.step.reasons)
 
     def _changes(
         self, ctx: StepContext, names: Sequence[str], before: Mapping[str, Tensor], state: WeightsBefore

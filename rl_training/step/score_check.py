@@ -84,7 +84,7 @@ class ScoreCheck:
         for part, fresh in zip(batches, scored, strict=True):
             self.compare(part, fresh)
 
-    def reason(self, reduce: Callable[[Tensor], Tensor], reasons: Reasons) -> Unavailable | None:
+    def check(self, reduce: Callable[[Tensor], Tensor], reasons: Reasons) -> Unavailable | None:
         """Return why these are not training's scores, or not of tokens that the policy drew, or None. Collective.
 
         Args:

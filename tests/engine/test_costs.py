@@ -51,7 +51,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (PaddingCheck, "reason"),
+        (PaddingCheck, "check"),
         (driver_module, "build_step"),
         (Exchange, "send"),  # the part of the backward's time that hooks take
         (predictions, "predict_entropy"),

@@ -166,11 +166,11 @@ def rewarded(groups: list[list[float]]) -> Any:
 def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> None:
     """Of ten groups with one right response of two each, chance is at most .5^9 = 1/512 a step, and 1/512² < 1e-5."""
     check, alike = RewardCheck(), rewarded([[0.0, 1.0]] * 10)
-    assert [check.reason(alike, ALONE) is None for _ in range(3)] == [True, True, False]
-    assert check.reason(rewarded([[0.0, 1.0]] * 9 + [[1.0, 1.0]]), ALONE) is None  # one other mean, and it starts over
-    assert check.reason(alike, ALONE) is None
+    assert [check.check(alike, ALONE) is None for _ in range(3)] == [True, True, False]
+    assert check.check(rewarded([[0.0, 1.0]] * 9 + [[1.0, 1.0]]), ALONE) is None  # one other mean, and it starts over
+    assert check.check(alike, ALONE) is None
     flat = rewarded([[1.0, 1.0]] * 10)
-    assert all(RewardCheck().reason(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
+    assert all(RewardCheck().check(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
 
 
 @pytest.mark.parametrize("again", ["reused", "copied_groups"])
@@ -191,7 +191,7 @@ def test_groups_on_two_processes_are_compared_with_each_other() -> None:
     def reasons(rank: int, reduce: Callable[[Tensor], Tensor]) -> list[Unavailable | None]:
         shifted = rewards[rank] + float(rank)  # the same mean within each process only
         parts = [rewarded(values.tolist()) for values in (rewards[rank], shifted)]
-        return [RewardCheck().reason(part, Ranks(2, reduce, rank)) for part in parts]
+        return [RewardCheck().check(part, Ranks(2, reduce, rank)) for part in parts]
 
     assert on_two_ranks(reasons) == [[RELATIVE_REWARDS, None]] * 2
 

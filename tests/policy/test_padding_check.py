@@ -59,7 +59,7 @@ def one_rank(tensor: Tensor) -> Tensor:
 
 
 def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = one_rank, rollout: Rollout | None = None) -> str:
-    return PaddingCheck().reason(rollout or sampled(), policy, reduce)
+    return PaddingCheck().check(rollout or sampled(), policy, reduce)
 
 
 def test_one_token_with_a_large_difference_is_not_reported() -> None:
@@ -111,7 +111,7 @@ def test_padding_is_checked_at_measured_steps_1_10_and_100_on_the_most_padded_ro
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.reason(rollout, policy, one_rank) is None  # type: ignore[arg-type]
+        assert check.check(rollout, policy, one_rank) is None  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -122,7 +122,7 @@ def test_a_padding_dependence_once_found_is_kept() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
     rollout = sampled()
     for _ in range(12):
-        assert check.reason(rollout, policy, one_rank) == PADDING_MATTERS  # type: ignore[arg-type]
+        assert check.check(rollout, policy, one_rank) == PADDING_MATTERS  # type: ignore[arg-type]
     assert len(policy.asked) == 1
 
 
