@@ -17,7 +17,6 @@ from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
-from rl_training.entropy.paired_effects import StepByFolds
 from rl_training.entropy.token_effects import iter_token_products
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
@@ -172,7 +171,7 @@ class StepContext:
 
     def effect_of(self, products: Tensor) -> Pair:
         """Return (ΔH per token, nan) of products by fold, (F, 1), as `gradient_shares` returns them."""
-        return StepByFolds(self.prediction).pair(products)
+        return paired_effects.effect_of(self.prediction, products)
 
     def token_products(self) -> Iterator[Tensor]:
         """Yield for each fold how much of ΔH comes from each single token's gradient, (B, T). Collective.

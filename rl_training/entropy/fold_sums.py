@@ -10,7 +10,6 @@ are a few percent too small (docs/explanation/theory.md).
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,17 +28,16 @@ LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products
 
 
-@dataclass(frozen=True)
-class FoldTable:
-    """The rows of all folds."""
+def fold_table(
+    step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts
+) -> tuple[Tensor, Tensor, Unavailable | None]:
+    """Return the rows of all folds. Collective.
 
-    rows: Tensor  # (F, columns), in host memory: levels, then two columns per product, the reward's last
-    corrections: Tensor  # (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
-    reward_reason: Unavailable | None  # why the reward's products are nan
-
-
-def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
-    """Return the rows of all folds. Collective."""
+    Returns:
+        The rows, (F, columns), in host memory: levels, then two columns per product, the reward's last. Then their
+        leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2), and why the reward's products are
+        nan, or None.
+    """
     assert prediction.levels is not None
     by_fold, corrections = products.sum_over_ranks(ranks.reduce)
     table = torch.cat([prediction.levels, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
@@ -52,7 +50,7 @@ def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, prod
     rows, corrections = table.split([LEVELS + by_fold[0].numel(), corrections[0].numel()], dim=1)
     rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)
     corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
-    return FoldTable(rows, corrections.unflatten(1, (-1, 2)), reward_reason)
+    return rows, corrections.unflatten(1, (-1, 2)), reward_reason
 
 
 def with_quantities(
@@ -64,10 +62,10 @@ def with_quantities(
     batch can miss rare responses and look too certain.
     """
     per_sequence = prediction.settings.per_sequence
-    table = fold_table(step, ranks, prediction, products)
-    total = table.rows.sum(dim=0)
+    rows, corrections, reward_reason = fold_table(step, ranks, prediction, products)
+    total = rows.sum(dim=0)
     level = float(total[1] / total[2]) if per_sequence else 0.0  # 0 if there is no entropy at all: nothing to vary
-    without = sums_without(total, table.rows, table.corrections, level or None)
+    without = sums_without(total, rows, corrections, level or None)
     values = statistic(total)
     stderrs = jackknife_stderr(statistic, total, without)
     half_step = stderrs[-1] if step.batch.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
@@ -87,7 +85,7 @@ def with_quantities(
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(
-        prediction, quantities=quantities, half_step_stderr=half_step, reward_reason=table.reward_reason
+        prediction, quantities=quantities, half_step_stderr=half_step, reward_reason=reward_reason
     )
 
 

@@ -15,7 +15,8 @@ from rl_training.entropy.changed_steps import (
     changes_by_basis,
     iter_basis_gradients,
 )
-from rl_training.optim.leave_one_out import FoldMeans
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
+from rl_training.parallel.rows import Rows
 from rl_training.statistics.estimate import stderr_reason
 from rl_training.statistics.jackknife import jackknife_covariance
 from rl_training.statistics.running_pairs import Pair
@@ -41,37 +42,33 @@ def paired_effects_reason(step: StepData, prediction: EntropyPrediction, off_pol
     )
 
 
-class StepByFolds:
-    """The updates without each fold, X of each fold, and the counts that products are divided by.
+def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tensor | float = 0.0) -> Pair:
+    """Return ΔH per token and Δreward per response of one change; nan for what `products` lacks.
 
     Only valid if `paired_effects_reason` returns None.
+
+    Args:
+        prediction: The step's predicted change of entropy.
+        products: Products by fold from `ChangedUpdates.products`, (F, directions). The directions are X and, if known,
+            the gradient of the reward.
+        corrections: Their leave-one-out corrections, (F, directions).
     """
+    assert prediction.levels is not None
+    counts = prediction.levels[:, [0, 2]].cpu()  # of sequences and of tokens
+    by_fold = torch.cat([counts, counts[:, :1] * products], dim=1)
+    total = by_fold.sum(dim=0)
+    without = total - by_fold
+    without[:, 2:] += corrections
+    values = _per_unit(total)
+    covariance = jackknife_covariance(_per_unit, total, without)
+    return Pair(values, covariance, len(counts) - 1)
 
-    def __init__(self, prediction: EntropyPrediction) -> None:
-        updates = prediction.leave_one_out
-        rows = prediction.rows
-        assert updates is not None
-        assert prediction.levels is not None
-        assert rows is not None, "it takes Need.ENTROPY_ROWS"
-        self.updates = updates
-        self.rows = rows
-        self._counts = prediction.levels[:, [0, 2]].cpu()
 
-    def pair(self, products: Tensor, corrections: Tensor | float = 0.0) -> Pair:
-        """Return ΔH per token and Δreward per response of one change; nan for what `products` lacks.
-
-        Args:
-            products: Products by fold from `ChangedUpdates.products`, (F, directions). The directions are X and, if
-                known, the gradient of the reward.
-            corrections: Their leave-one-out corrections, (F, directions).
-        """
-        by_fold = torch.cat([self._counts, self._counts[:, :1] * products], dim=1)
-        total = by_fold.sum(dim=0)
-        without = total - by_fold
-        without[:, 2:] += corrections
-        values = _per_unit(total)
-        covariance = jackknife_covariance(_per_unit, total, without)
-        return Pair(values, covariance, len(self._counts) - 1)
+def updates_and_rows(prediction: EntropyPrediction) -> tuple[LeaveOneOutUpdates, Rows]:
+    """Return the updates without each fold, and X of each fold, of a step that has paired effects."""
+    assert prediction.leave_one_out is not None
+    assert prediction.rows is not None, "it takes Need.ENTROPY_ROWS"
+    return prediction.leave_one_out, prediction.rows
 
 
 def paired_effects(
@@ -95,24 +92,24 @@ def paired_effects(
         reward: The reward's gradient: a multiple of the step's own, or the weights of a loss that has it. None: every
             Δreward is nan.
     """
-    folds = StepByFolds(prediction)
+    updates, rows = updates_and_rows(prediction)
     reduce = passes.ranks.reduce
     unchanged = step.batch.loss_weights.stacked()
     added_weights = {name: table - unchanged for name, table in weights.items()}
     without_basis, by_basis = changes_by_basis(added_weights, None if step.reasons.other_terms else unchanged, reduce)
-    directions = [Direction(folds.rows)]
+    directions = [Direction(rows)]
     names = list(by_basis)
     reward_weights = [reward] if isinstance(reward, LossWeights) else []
     basis_weights = [*reward_weights, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
     bases = iter_basis_gradients(step.batch, passes, basis_weights)
     if reward is not None:
-        gradient, factor = (folds.updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
+        gradient, factor = (updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, gradient.mean, factor))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
-        products = ChangedUpdates(folds.updates, reduce, basis).products(list(changes.values()), directions)
-        pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
+        products = ChangedUpdates(updates, reduce, basis).products(list(changes.values()), directions)
+        pairs.update((name, effect_of(prediction, *product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
     for index, basis in bases:  # one at a time, because they are large
@@ -129,13 +126,13 @@ def gradient_shares(
     Only valid if `paired_effects_reason` returns None.
 
     Returns:
-        Products by fold for `StepByFolds.pair`, (F, 1) each.
+        Products by fold for `effect_of`, (F, 1) each.
     """
-    folds = StepByFolds(prediction)
+    updates, rows = updates_and_rows(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        parts = GradientParts(folds.updates, passes.ranks.reduce, basis)
-        ((by_fold, _),) = parts.products([None], [Direction(folds.rows)])
+        parts = GradientParts(updates, passes.ranks.reduce, basis)
+        ((by_fold, _),) = parts.products([None], [Direction(rows)])
         return by_fold
 
     by_index = {}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rl_training.entropy.paired_effects import StepByFolds
+from rl_training.entropy.paired_effects import updates_and_rows
 from rl_training.entropy.per_decision import slopes
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.parallel.rows import Rows
@@ -40,12 +40,12 @@ def iter_token_products(batch: Batch, prediction: EntropyPrediction, passes: Pas
 
     Only valid if `paired_effects_reason` returns None.
     """
-    folds, weights, sizes = StepByFolds(prediction), batch.loss_weights, batch.fold_sizes
+    (updates, x), weights, sizes = updates_and_rows(prediction), batch.loss_weights, batch.fold_sizes
     has_weight = rows_with_weight([weights])
     length = 0.1 if prediction.update is None else 0.1 * _length(prediction.update, passes)  # of the shift
     for k in range(batch.num_folds):
         rows = ((batch.fold != k) & has_weight).nonzero().squeeze(1)
-        direction = _direction(passes.layout, folds.updates, folds.rows, k)
+        direction = _direction(passes.layout, updates, x, k)
         products = torch.zeros_like(weights.logps, dtype=torch.float64)
         norm = _length(direction, passes)
         if norm > 0 and length > 0:
