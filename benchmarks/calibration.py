@@ -35,8 +35,8 @@ from tqdm import tqdm
 
 from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
-from rl_training.entropy.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
+from rl_training.probes.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.records.jsonl import Records, read_estimates
 
 CONDITIONS: dict[str, dict[str, Any]] = {

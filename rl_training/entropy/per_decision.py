@@ -1,7 +1,7 @@
 """The change of entropy by per-decision importance sampling (PDIS), from the scores of every token. Pure functions.
 
 The entropy h_k at a token depends only on the tokens before it. So it needs only the ratio of its prefix, while
-importance.py weights whole sequences. For sequences t_i ~ π, scored under π and π',
+probes/importance.py weights whole sequences. For sequences t_i ~ π, scored under π and π',
 
     ρ_ik   = exp Σ_{j<k} (log π'(t_ij) − log π(t_ij))             prefix ratio; after the last token, the full ratio
     H'_seq = Σ_k  Σ_i ρ_ik m_ik h'_ik / Σ_i ρ_ik                  m_ik = 1 until sequence i has ended
@@ -27,11 +27,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_training.entropy.importance import MIN_SEQUENCES
 from rl_training.entropy.weights import sums_after, sums_before
 from rl_training.errors import UserError
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+
+MIN_SEQUENCES = 2  # an error bar needs one sequence to leave out and one to keep
 
 
 def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:

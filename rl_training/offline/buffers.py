@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.entropy.fresh_sample import EvaluationBuffer
 from rl_training.errors import UserError
 from rl_training.hosts.trl import attach, batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
@@ -34,6 +33,7 @@ from rl_training.offline.settings import Evaluation, UpdateConfig
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.policy.scores import Scores
+from rl_training.probes.fresh_sample import EvaluationBuffer
 from rl_training.statistics.jackknife import JackknifeUnits
 
 # Independent random streams of one seed.

@@ -34,9 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.fresh_sample import TARGETS, weights_of_buffer, without_blocks
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
@@ -44,6 +42,8 @@ from rl_training.offline.update import Update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.updates import CAUSES, OptimizerPiece
 from rl_training.parallel.vectors import Vector, dot
+from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.probes.fresh_sample import TARGETS, weights_of_buffer, without_blocks
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
@@ -150,7 +150,7 @@ def _products(
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
     """Return −Cov(log π, A) over all of U, (2,) per token and per sequence, with its value without each prompt.
 
-    This is the entropy predictor of Cui et al. Its scale is unknown: see entropy/advantage_covariance.py. Collective.
+    This is the entropy predictor of Cui et al. Its scale is unknown: see probes/advantage_covariance.py. Collective.
     """
     terms = covariance_terms(update.batch.scores, buffer.rollout.advantages)
     by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])

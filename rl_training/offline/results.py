@@ -29,12 +29,12 @@ from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
 
-from rl_training.entropy.importance import sequence_totals
 from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
 from rl_training.policy.rollout import Rollout
+from rl_training.probes.importance import sequence_totals
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
 from rl_training.records.report.checkpoint_analyses import verdict

@@ -2,7 +2,7 @@
 
 E is scored at θ + η δθ for each requested η:
 
-    deltaH_true  by per-decision importance sampling, or from fresh responses (entropy/fresh_sample.py)
+    deltaH_true  by per-decision importance sampling, or from fresh responses (probes/fresh_sample.py)
     deltaH_snis  with importance weights of whole sequences: the older and noisier estimate
     deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)), which has no second-order term. Training never takes the step −δθ: this only
                  validates the first-order prediction
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_training.entropy.fresh_sample import MeasuredChange, change_between, measure_change, score_in_other_batches
-from rl_training.entropy.importance import sequence_totals
 from rl_training.entropy.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
 from rl_training.offline.buffers import SampledBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.scores import Scores
+from rl_training.probes.fresh_sample import MeasuredChange, change_between, measure_change, score_in_other_batches
+from rl_training.probes.importance import sequence_totals
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 SLOPE_STEP = 0.125

@@ -1,7 +1,8 @@
 """The probes, one file each: the formula with its source, the pure functions and the class that calls them.
 
 What a single probe needs has a file of its own beside it: trapezoid.py for simple.py, previous_policy.py and
-running_sum.py for measured.py, top_tokens.py for token_classes.py.
+running_sum.py for measured.py, top_tokens.py for token_classes.py, advantage_covariance.py for covariance.py,
+fresh_sample.py and importance.py for ground_truth.py. The last three serve checkpoint analyses too.
 """
 
 from rl_training.engine.probe import Probe

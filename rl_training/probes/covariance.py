@@ -1,6 +1,6 @@
 """The covariance probe: −Cov(log π, A) over the batch of each step, the entropy predictor of Cui et al.
 
-Its scale is unknown (see entropy/advantage_covariance.py), so compare it with measured changes by correlation. Errors
+Its scale is unknown (see probes/advantage_covariance.py), so compare it with measured changes by correlation. Errors
 are from the delete-one-fold jackknife over folds of whole prompts. Source: Cui et al. 2025, arXiv 2505.22617.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.statistics.estimate import FEW_FOLDS
 from rl_training.statistics.jackknife import estimates_over_units
 

@@ -7,7 +7,7 @@ from θ to θ',
               formula, E itself gives a first-order prediction, X_E · δθ
     after     E is scored at θ', and ΔH is measured
 
-entropy/fresh_sample.py has the formulas. `delta_h/evaluation_error` is prediction minus truth on the same E: the
+probes/fresh_sample.py has the formulas. `delta_h/evaluation_error` is prediction minus truth on the same E: the
 curvature of the step. `delta_h/true_resampled` says whether E had to be sampled again at θ'.
 """
 
@@ -22,8 +22,14 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.entropy import importance
-from rl_training.entropy.fresh_sample import (
+from rl_training.entropy.per_decision import MIN_SEQUENCES, per_decision_change
+from rl_training.errors import UserError
+from rl_training.options import check_whole
+from rl_training.parallel.vectors import Vector, dot
+from rl_training.policy.rollout import Rollout, pad_and_concat
+from rl_training.policy.scores import Scores
+from rl_training.probes import importance
+from rl_training.probes.fresh_sample import (
     TARGETS,
     EvaluationBuffer,
     measure_change,
@@ -32,12 +38,6 @@ from rl_training.entropy.fresh_sample import (
     weights_of_buffer,
     without_blocks,
 )
-from rl_training.entropy.per_decision import per_decision_change
-from rl_training.errors import UserError
-from rl_training.options import check_whole
-from rl_training.parallel.vectors import Vector, dot
-from rl_training.policy.rollout import Rollout, pad_and_concat
-from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 from rl_training.statistics.unavailable import Unavailable
@@ -81,7 +81,7 @@ class GroundTruthProbe(Probe):
 
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
-        check_whole("ground_truth: sequences", sequences, importance.MIN_SEQUENCES)
+        check_whole("ground_truth: sequences", sequences, MIN_SEQUENCES)
         if sequences > MAX_SEQUENCES:
             raise UserError(f"ground_truth: sequences={sequences} takes hours per step: use at most {MAX_SEQUENCES}")
         check_whole("ground_truth: seed", seed, 0)

@@ -14,7 +14,6 @@ from trainers import differing, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
-from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS
@@ -28,6 +27,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
+from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.step.loss_weights import LossWeights
 
 STEP: dict[str, Any] = PLAIN | {

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.entropy.fresh_sample import without_blocks
 from rl_training.offline import truth
 from rl_training.offline.buffers import SampledBuffer, units_of
 from rl_training.offline.first_order import FirstOrder
 from rl_training.offline.sweep import over_sizes
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.probes.fresh_sample import without_blocks
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 LENGTHS = torch.tensor([4, 1, 3, 2, 2, 1, 4, 3])

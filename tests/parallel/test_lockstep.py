@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.recorder import StepRecorder
-from rl_training.entropy.fresh_sample import score_in_other_batches
 from rl_training.errors import UserError
 from rl_training.hosts import loop_policy
 from rl_training.hosts.loop_policy import LoopPolicy
@@ -32,6 +31,7 @@ from rl_training.policy.rollout import Origin, Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe, SamplerProbe
+from rl_training.probes.fresh_sample import score_in_other_batches
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup, plan_folds

@@ -14,9 +14,9 @@ from trainers import FEW, trainer_maker
 
 from rl_training import Reading
 from rl_training.engine.context import StepContext
-from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.policy.scores import Scores
 from rl_training.probes import CovariancePredictorProbe
+from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.step.data import StepData
 
 NAMES = ("covariance/token", "covariance/sequence")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.entropy.importance import LOGP, sequence_totals
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.limited_files import MAX_STATE_BYTES, read_text
@@ -30,6 +29,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import Rollout, as_rollout
+from rl_training.probes.importance import LOGP, sequence_totals
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
 

@@ -1,8 +1,8 @@
 """The effect of a step on the entropy of fresh responses: a sample E, drawn at θ, that the step was not trained on.
 
     predicted   X_E · δθ = Σ_b x_b · δθ,   x_b = Σ_{i in block b} Σ_k (w_ik ∂log π(t_ik) + u_ik ∂h_ik) / N
-    measured    ΔH from θ to θ' by per-decision importance sampling (per_decision.py), and for comparison by the weights
-                of whole sequences (importance.py), which is noisier
+    measured    ΔH from θ to θ' by per-decision importance sampling (entropy/per_decision.py), and for comparison by
+                the weights of whole sequences (importance.py), which is noisier
     floor       what rounding alone would measure: δθ = 0, between two scorings that put E's sequences into different
                 batches. A prediction below the floor cannot be compared with the measurement
 
@@ -25,7 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.entropy.importance import (
+from rl_training.entropy.per_decision import per_decision_change
+from rl_training.entropy.weights import Target, surrogate_weights
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+from rl_training.probes.importance import (
     LOGP,
     MIN_ESS_SHARE,
     WeightStatistics,
@@ -34,11 +39,6 @@ from rl_training.entropy.importance import (
     reweighted_replicates,
     sequence_totals,
 )
-from rl_training.entropy.per_decision import per_decision_change
-from rl_training.entropy.weights import Target, surrogate_weights
-from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout
-from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 from rl_training.step.loss_weights import LossWeights
 

@@ -12,10 +12,10 @@ import torch
 from table_policies import DIRECTION, EIGHTHS, OLD, Response, Table, as_scores, draws, moved, ragged_scores
 from torch import Tensor
 
-from rl_training.entropy.importance import importance_weights, paired_replicates, reweighted_replicates, sequence_totals
 from rl_training.entropy.per_decision import first_order_change, per_decision_change, slopes
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.policy.scores import Scores
+from rl_training.probes.importance import importance_weights, paired_replicates, reweighted_replicates, sequence_totals
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.entropy.per_decision import MIN_SEQUENCES
 from rl_training.errors import UserError
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
@@ -41,7 +42,6 @@ from rl_training.statistics.kish import kish_size
 LOGP = 0
 ENTROPY = 1
 LENGTH = 2
-MIN_SEQUENCES = 2  # an error bar needs one sequence to leave out and one to keep
 MIN_ESS_SHARE = 0.95  # as a share of the sequences; below it draw a second sample: see the module's docstring
 
 
