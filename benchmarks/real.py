@@ -40,6 +40,10 @@ Registered last, before any of it was run, for 90 minutes of two cores:
    held-out entropy in at least three of the four LoRA runs, and the naive sum is too large by a fifth or more.
 2. fixed_1e-3 and bounded_1e-3 for 16 steps, then bounded_1e-3_1, another seed. Expected: unbounded, reward is below .2
    or entropy below 1 by step 16; bounded, reward is at least that of the seeds at 1e-4, less their spread.
+
+Registered for the present bound, before its runs: auto_1e-3 and auto_1e-5, target_kl_share=auto for 16 steps from rates
+that differ by 100, without probes, on shared cores; states 8 and 16 drawn, twenty responses read. Expected: both starts
+end within .1 of each other in reward, above .6, with less entropy than the share 2e-3 left (1.2 nats), and of one mould.
 """
 
 from __future__ import annotations
@@ -72,6 +76,8 @@ RUNS: dict[str, list[str]] = {
     "bounded_1e-3": [*BOUND, "trainer.learning_rate=1e-3"],
     "bounded_1e-3_1": [*BOUND, "trainer.learning_rate=1e-3", "seed=1"],
     "bounded_1e-6": [*BOUND, "trainer.learning_rate=1e-6"],
+    "auto_1e-3": [*HALF, "trainer.target_kl_share=auto", "trainer.learning_rate=1e-3"],
+    "auto_1e-5": [*HALF, "trainer.target_kl_share=auto", "trainer.learning_rate=1e-5"],
     "all_weights": [*HALF, "adapter=none", "trainer.learning_rate=5e-6"],
     "random_reward": [*HALF, "data._target_=random_reward.three_words_for_nothing"],
     "lora_1": [*HALF, "seed=1"],
