@@ -21,7 +21,7 @@ from docutils import nodes  # noqa: E402
 from generate import llms_txt, write_reference  # noqa: E402
 from terms import FORWARD, anchor, meanings, split_at_terms  # noqa: E402
 
-from rl_training.version import VERSION  # noqa: E402
+from rl_training.version import REPOSITORY, VERSION  # noqa: E402
 
 project, author, release = "rl-training", "the rl-training authors", VERSION
 copyright = author
@@ -35,7 +35,6 @@ html_css_files = ["wide_tables.css"]
 
 myst_enable_extensions = ["colon_fence", "linkify"]
 myst_linkify_fuzzy_links = False
-REPOSITORY = "https://github.com/rl-training/rl-training"
 # [text](repo:benchmarks/README.md) links to a file of the repository that is not a page of the site.
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}"}
 myst_heading_anchors = 3

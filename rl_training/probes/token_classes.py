@@ -90,7 +90,7 @@ class TokenClassesProbe(Probe):
         if not reason:
             reason = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.reasons.other_terms
         pairs = {} if reason else _pairs(ctx, kinds, sums)
-        means, kept = dict(state), top_tokens.kept_factor(ctx)
+        means = dict(state)
         no_tokens = reason or top_tokens.reason_of(ctx)
         predicted = dict[str, Estimate]()
         if self.top_tokens and no_tokens:
@@ -106,7 +106,7 @@ class TokenClassesProbe(Probe):
                 if (kind, index) in pairs:
                     means[key] = means[key].add(pairs[kind, index], ctx.step.number, DECAY)
                     step_estimate = pairs[kind, index].estimate(0)
-                    detail = {"measured_steps": means[key].num_steps, **kept}
+                    detail = {"measured_steps": means[key].num_steps}
                     mean_estimate = replace(means[key].mean().estimate(0), detail=detail)
                 predicted |= {f"tokens/{key}/delta_h": step_estimate, f"tokens/{key}/mean_delta_h": mean_estimate}
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)

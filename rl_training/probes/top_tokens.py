@@ -72,12 +72,6 @@ def reason_of(ctx: StepContext) -> Unavailable | None:
     return HALF if ctx.step.optimizer.rounding_reason else None
 
 
-def kept_factor(ctx: StepContext) -> dict[str, float]:
-    """Return the factor from a step's own gradient to its effect through all later momentum; {} if unknown."""
-    factor = ctx.step.optimizer.steady_state_factor
-    return {"kept_factor": factor} if math.isfinite(factor) else {}
-
-
 def add_step(ctx: StepContext, state: Mapping[str, TokenSums]) -> dict[str, TokenSums]:
     """Return the sums with this step in one half. Collective, valid if `ctx.effects_reason` returns None."""
     halves = [state[key(half)] for half in (0, 1)]
@@ -130,7 +124,6 @@ def estimates(ctx: StepContext, state: Mapping[str, TokenSums]) -> dict[str, Est
         detail: dict[str, str | float] = {
             "text": _text(ctx, token), "example": _example(ctx, token), "measured_steps": measuring.num_steps,
             "share_of_tokens": occurrences / num_tokens, "whole": whole.value, "whole_stderr": whole.stderr,
-            **kept_factor(ctx),
         }  # fmt: skip
         found[name] = Estimate(mean.value, mean.stderr, mean.num_samples, detail=detail)
     return found

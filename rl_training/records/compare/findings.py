@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl_training.records.compare.equal_reward import EqualReward
 from rl_training.records.compare.final import Difference
-from rl_training.records.report.writing import format_estimate, on_one_line
+from rl_training.records.report.writing import format_estimate, on_one_line, size_and_side
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
@@ -36,29 +36,32 @@ def _difference(pair: Difference) -> str:
     shown = [label for label in QUOTED_FIGURES if label in pair.figures]
     if not shown:
         return f"{names}: no step is recorded in both, and there is nothing to compare."
-    equal = pair.equal_reward
+    equal, letter = pair.equal_reward, pair.second.letter
     if math.isnan(equal.gap.value):
         at_reward = f"their entropies cannot be compared at equal reward ({equal.gap.reason})"
     else:
-        at_reward = f"at reward {equal.level:#.2g}".rstrip(".") + f", {pair.second.letter} has {_entropy(equal)}"
+        at_reward = f"at reward {equal.level:#.2g}".rstrip(".") + f", {_entropy(letter, equal)}"
         shown = [label for label in shown if label != TOKEN_ENTROPY]  # at a step it compares different rewards
-    changes = "; ".join(f"{label} {_change(pair.figures[label])}" for label in shown)
-    at_step = f" At step {pair.step}: {changes}." if changes else ""
+    changes = "; ".join(f"{letter}'s {label} {change_in_words(pair.figures[label])}" for label in shown)
+    at_step = f" At step {pair.step}, {changes}." if changes else ""
     return f"{names}: {at_reward}.{at_step}{ONE_SEED if pair.single_seed else ''}"
 
 
-def _entropy(equal: EqualReward) -> str:
+def _entropy(letter: str, equal: EqualReward) -> str:
     """Describe the difference of entropies at equal reward, with both entropies."""
     first, second = equal.entropies
-    said = f"{format_estimate(equal.gap, signed=True)} nats of entropy"
     levels = f"{format_estimate(second)} against {format_estimate(first)}"
+    has = f"{letter} has {size_and_side(equal.gap, 'nats more', 'nats less')} entropy"
     if math.isnan(equal.gap.bounds()[0]):
-        return f"{said}, without an error bar ({levels})"
-    return f"{said} ({levels}{'' if is_significant(equal.gap) else ': no detectable difference'})"
+        return f"{has}, without an error bar ({levels})"
+    return f"{has} ({levels})" if is_significant(equal.gap) else f"{letter}'s entropy is about the same ({levels} nats)"
 
 
-def _change(change: Estimate) -> str:
-    size = format_estimate(change, signed=True)
+def change_in_words(change: Estimate) -> str:
+    """Say by how much one group's figure is higher or lower than another's, as "is 0.060 ± 0.020 lower"."""
+    size = size_and_side(change, "higher", "lower")
+    if change.value == 0 and not change.half_width() > 0:
+        return "is the same"
     if math.isnan(change.bounds()[0]):
-        return f"{size}, without an error bar: more steps or seeds would give one"
-    return size if is_significant(change) else f"does not detectably differ ({size})"
+        return f"is {size}, without an error bar: more steps or seeds would give one"
+    return f"is {size}" if is_significant(change) else f"does not detectably differ ({size})"

@@ -82,7 +82,8 @@ def print_summary(run_dir: str | Path | Run) -> None:
     _print_opening(console, opening(run))
     table = Table(show_header=False, box=None)
     for row in summarize(run):  # as Text, so that nothing in the records is read as markup
-        label, said, note = map(printable, row)
+        note = "; see ".join(filter(None, (row.note, row.see and row.see.text)))
+        label, said, note = map(printable, (row.label, row.value, note))
         value = Text(said, style="bold")
         table.add_row(Text(label), value.append(f"  {note}", style="not bold dim") if note else value)
     page = run.folder / REPORT_FOLDER / PAGE_FILE
@@ -101,6 +102,8 @@ def _print_opening(console: Console, first: Opening) -> None:
     said = Text(printable(first.headline), style="bold").append(printable(first.evidence), style="not bold")
     console.print(Padding(said, (0, 1)))
     console.print(Padding(Text(printable(first.advice), style="bold"), (0, 1)))
+    for sentence in first.further:
+        console.print(Padding(Text(printable(sentence)), (0, 1)))
     for line in first.lines:
         console.print(Padding(Text(printable(f"- {line.text}")), (0, 1)))
 

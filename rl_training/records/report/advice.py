@@ -9,13 +9,23 @@ from rl_training.records.report.interventions import Effect, effects_of, halving
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
-from rl_training.records.report.verdict import ERUPTS, FALLEN, GONE, HELD_OUT, LOST, PART, UNKNOWN, Verdict
+from rl_training.records.report.verdict import (
+    ERUPTS,
+    FALLEN,
+    GONE,
+    HELD_OUT,
+    LOST,
+    NOTHING_TO_DO,
+    PART,
+    UNKNOWN,
+    Verdict,
+)
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
 CAUSES = (
     "decay", "bonus", "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference",
 )  # fmt: skip
-NOTHING, NOTHING_YET = "There is nothing to do.", "There is nothing to do yet."
+NOTHING = "There is nothing to do"
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
@@ -38,9 +48,9 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
     if action is not None:
         cause = next((by_name[name] for name in CAUSES if name in by_name), None)
         return action(run, verdict, set_up, cause)
-    if not lines:
-        return NOTHING_YET if verdict.kind == UNKNOWN else NOTHING
     yet = " yet" * (verdict.kind == UNKNOWN)
+    if not lines:
+        return f"{NOTHING}{yet}: {NOTHING_TO_DO[verdict.kind]}."
     return f"About entropy there is nothing to do{yet}. {_because(lines[0])}"
 
 
@@ -98,7 +108,7 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
         return f"To change: {setting}, the cheapest measured intervention that keeps entropy.{try_it}"
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
-    return f"To measure what would keep it: {set_up.probe('interventions')}."
+    return f"To measure what would keep it: {set_up.probes('interventions')}."
 
 
 def _bound(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:

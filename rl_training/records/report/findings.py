@@ -20,7 +20,6 @@ from rl_training.statistics.estimate import Estimate
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
-LAST_STEPS = 10  # measured steps that a present rate averages
 MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
 SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
 # Defaults for a sequence that another program recorded.
@@ -33,11 +32,6 @@ def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
     rows = run.finite_rows(name)
     steps = run.rows("measured/steps")["value"].reindex(rows.index)
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
-
-
-def mean_of_last(rows: pd.DataFrame) -> Estimate | None:
-    """Return the mean of the last LAST_STEPS rows; None if there are none."""
-    return mean_of_rows(rows.tail(LAST_STEPS))
 
 
 def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:

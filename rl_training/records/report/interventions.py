@@ -17,6 +17,7 @@ from rl_training.records.report.labels import label_offsets, side
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.trends import times
+from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -68,8 +69,11 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     effects = effects_of(run)
     if not effects:
         return None
+    kind, steps = judge(run).kind, max(effect.steps for effect in effects)
+    yet = " yet" if kind == UNKNOWN else ""
     said = non_empty_lines(
-        _fall(run),
+        f"None is needed{yet}: {NOTHING_TO_DO[kind]}." if kind in NOTHING_TO_DO else "",
+        _fall(run, steps),
         _halving(effects),
         _keeping(effects),
         _yardstick(run),
@@ -120,20 +124,20 @@ def keeping(effects: Sequence[Effect]) -> list[Effect]:
 # --- in sentences -----------------------------------------------------------------------------------------------------
 
 
-def _fall(run: Run) -> str:
+def _fall(run: Run, steps: int) -> str:
+    """Say how fast entropy falls now, and what effects are measured against: the mean over `steps` measured steps."""
     fall, gain, latest = (run.last(f"intervention/plain_{q}") for q in ("mean_delta_h", "mean_delta_reward", "delta_h"))
     if fall is None:
         return "How fast entropy falls is not known here."
     now, since, source = entropy_now(run)
-    said = f"Now, since step {since}, a step changes entropy by {milli(now)} thousandths of a nat ({source})"
-    said = said if math.isfinite(now.value) else "How entropy changes now is not known"
+    said = f"Now, in steps {since} to {run.steps[-1]}, a step changes entropy by {milli(now)} thousandths of a nat"
+    said = f"{said} ({source})" if math.isfinite(now.value) else "How entropy changes now is not known"
     said += "." if is_falling(run) else f": {NO_FALL}, and there is nothing to halve."
-    said += f" Effects are differences from the mean of the measured steps, {milli(fall)} of entropy"
+    at = run.finite_rows("intervention/plain_mean_delta_h").index.max()
+    said += f" Effects are differences from the mean step, {milli(fall)} of entropy"
     said += f" and {milli(gain)} of reward" if gain else ""
-    if latest:
-        at = run.finite_rows("intervention/plain_delta_h").index.max()
-        said += f"; step {at}, the last of them, has {milli(latest)}"
-    return f"{said}."
+    said += f": over the measured steps up to step {at} ({steps}), of which the latest count most"
+    return f"{said}; step {at} alone has {milli(latest)}." if latest else f"{said}."
 
 
 def _halving(effects: Sequence[Effect]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rl_training.records.report.advice import NOTHING, NOTHING_YET, advice, as_a_change
+from rl_training.records.report.advice import NOTHING, advice, as_a_change
 from rl_training.records.report.hindrance import early_end, hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
@@ -50,7 +50,7 @@ def opening(run: Run) -> Opening:
         )
     else:
         change = advice(run, verdict, lines)
-        if hindrance(run) and change in (NOTHING, NOTHING_YET):
+        if hindrance(run) and change.startswith(NOTHING):
             change += " To get predictions, do what the next sentence says."
         first = Opening(verdict.kind, verdict.since, verdict.headline, verdict.evidence, change, further, lines)
     ended = on_one_line(early_end(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.records.report.series import Run
-from rl_training.records.report.writing import format_estimate, non_empty_lines, two_digits
+from rl_training.records.report.writing import format_estimate, non_empty_lines, size_and_side, two_digits
 
 HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
 
@@ -28,6 +28,8 @@ def sampler_and_trainer(run: Run) -> list[str]:
         f"With importance weights, the effective sample is {100 * ess.value:.0f}% of the sequences." if ess else "",
         f"{100 * outside.value:.1f}% of the tokens have a ratio outside of 0.9 … 1.1." if outside else "",
         f"The mean ratio is {format_estimate(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
-        f"The trained policy's own reward differs from the logged one by {format_estimate(gap, True)}." if gap else "",
+        f"The trained policy's own reward is {size_and_side(gap, 'higher', 'lower')} than the logged one."
+        if gap
+        else "",
         f"The loss truncates or masks {100 * corrected.value:.1f}% of the tokens." if corrected else "",
     )

@@ -137,9 +137,9 @@ class Run:
         return self.values(name, METRICS_FILE)
 
     def token_entropy(self) -> pd.Series[float]:
-        """Return token entropy by step, in nats: from a probe, or as logged by the trainer if no probe measured it."""
-        entropies = self.values("entropy/token")
-        return entropies if len(entropies) else self.logged("entropy")
+        """Return token entropy by step, in nats: a probe's, or the trainer's if that has more steps."""
+        measured, logged = self.values("entropy/token"), self.logged("entropy")
+        return measured if len(measured) >= len(logged) else logged
 
     @property
     def last_step(self) -> int:

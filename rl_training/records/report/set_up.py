@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -120,9 +121,10 @@ class SetUp:
         """Return the text of the setting that weighs several reward functions."""
         return self.line(reward_weights="[…]") if self.kind in (JOB, TRL) else "the weights of your rewards"
 
-    def probe(self, name: str) -> str:
-        """Return the text of a setting that adds a probe."""
-        return f"probe=[simple,{name}]" if self.kind == JOB else f'probes=["simple", "{name}"]'
+    def probes(self, *names: str) -> str:
+        """Return the text of a setting that adds probes."""
+        names = ("simple", *(name for name in names if name != "simple"))
+        return f"probe=[{','.join(names)}]" if self.kind == JOB else f"probes={json.dumps(names)}"
 
 
 def _written(value: Any) -> str:

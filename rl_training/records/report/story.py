@@ -2,13 +2,13 @@
 
 Each curve is read from its broken line (broken_line.py), which alone decides what is noise. Here is only what matters:
 sizes of changes, in standard deviations of the rewards and in shares of the first entropy. "Now" is the last quarter of
-the run, however long it is.
+the run, however long it is. `Levels` is the one place where a report takes the numbers at both ends of a run from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from rl_training.records.report import findings
 from rl_training.records.report.broken_line import MIN_PIECE, BrokenLine, broken_line
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.writing import level, plus_minus, steps_of
 
 NOW = 0.75  # share of the run at which the present begins
 FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
@@ -31,8 +32,60 @@ OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no n
 AS_DEEP = 2 / 3  # of the present fall: such a dip
 CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
 LEAST_CHANGE = 0.01  # of the first entropy, likewise
-FIRST_STEPS = 5  # logged steps whose mean is the first entropy; in short runs one in twenty
+FIRST_STEPS = 5  # logged steps whose mean is the level at the start; in short runs one in twenty
 FLOOR = 1e-3  # of the first entropy: less is as good as nothing
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A logged number at both ends of a run, as the headline and the table show it.
+
+    Args:
+        start: Mean of the first logged steps.
+        now: The level at the last step; None if there is only one value.
+        error: Standard error of `now`; nan if unknown.
+        window: The steps that they cover, in words.
+    """
+
+    start: float
+    now: float | None
+    error: float
+    window: str
+
+    @property
+    def text(self) -> str:
+        if self.now is None:
+            return level(self.start)
+        now = plus_minus(self.now, 2 * self.error) if self.error > 0 else level(self.now)
+        return f"{level(self.start)} → {now}"
+
+
+def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = math.nan) -> Levels:
+    """Return the levels of a number with at least one value; without a line, the means of its first and last values.
+
+    Args:
+        values: Finite values by step.
+        line: Their broken line, if there are enough of them for one.
+        error: Standard error of its last level, if it is not `line.now_error`.
+    """
+    if line is None:
+        (start, *first), *rest = findings.first_and_last_means(values)
+        if not rest:
+            return Levels(start, None, math.nan, f"step {first[0]} alone")
+        now, *last = rest[0]
+        at = f"steps {first[0]} and {last[0]}"
+        if first[0] < first[1]:
+            at = f"means of steps {first[0]}–{first[1]} and {last[0]}–{last[1]}"
+        return Levels(start, now, math.nan, at)
+    head = first_values(values)
+    at = f"mean of {steps_of(head)}" if len(head) > 1 else steps_of(head)
+    window = f"{at} → smoothed level at step {line.last}, ± two standard errors"
+    return Levels(float(head.mean()), line.now, line.now_error if math.isnan(error) else error, window)
+
+
+def first_values(values: pd.Series[float]) -> pd.Series[float]:
+    """Return the values of the first logged steps, whose mean is the level at the start."""
+    return values.head(min(FIRST_STEPS, max(len(values) // 20, 1)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +100,8 @@ class Reward:
         fall: By how much it lies below its best, if that matters; otherwise 0.
         since: Step since which it has fallen; the last step if it has not.
         best: Its best level.
-        start: Mean of the first logged steps.
+        levels: Its levels at both ends.
+        is_penalty: Whether it is a reward function with a negative weight, which is meant to fall.
     """
 
     name: str
@@ -57,7 +111,12 @@ class Reward:
     fall: float
     since: int
     best: float
-    start: float
+    levels: Levels
+    is_penalty: bool = False
+
+    @property
+    def start(self) -> float:
+        return self.levels.start
 
     @property
     def now(self) -> float:
@@ -91,10 +150,14 @@ class Reward:
 
 @dataclass(frozen=True)
 class Entropy:
-    """The curve of token entropy, in nats, and `start`, the mean of the first logged steps."""
+    """The curve of token entropy, in nats."""
 
     line: BrokenLine
-    start: float
+    levels: Levels
+
+    @property
+    def start(self) -> float:
+        return self.levels.start
 
     @property
     def now(self) -> float:
@@ -133,65 +196,81 @@ class Entropy:
 
 @dataclass(frozen=True)
 class Story:
-    """The curves of a run. `reward` and `entropy` are None for too few values."""
+    """The curves of a run. `reward` and `entropy` are None for too few values.
+
+    Args:
+        functions: Of several reward functions, paid or watched (weight 0), those with enough values.
+        levels: The numbers at both ends of the run, however short: by "reward", "token entropy" and names of functions.
+        first, last: Logged steps.
+        logged: Number of logged steps.
+    """
 
     reward: Reward | None
     entropy: Entropy | None
-    parts: list[Reward]  # of several reward functions, paid or watched (weight 0); a penalty is meant to fall
+    functions: list[Reward]
     held_out: list[Reward]
+    levels: Mapping[str, Levels]
     first: int
     last: int
+    logged: int
+
+    @property
+    def parts(self) -> list[Reward]:
+        """The reward functions that are not meant to fall."""
+        return [function for function in self.functions if not function.is_penalty]
 
     @classmethod
     def of(cls, run: Run) -> Story:
-        rewards, spread = run.logged("reward"), _spread(run)
+        rewards, entropies, spread = run.logged("reward"), run.token_entropy(), _spread(run)
         parts, weights = reward_functions(run), reward_weights(run)
         top = _top(rewards, parts, weights)
-        several = {name: part for name, part in parts.items() if len(parts) > 1 and weights.get(name, 1.0) >= 0}
-        return cls(
-            read_reward("reward", rewards, spread, top),
-            read_entropy(run),
-            _known(
-                read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART)
-                for name, part in several.items()
-            ),
-            _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run)),
-            run.steps[0],
-            run.steps[-1],
+        reward, entropy = read_reward("reward", rewards, spread, top), read_entropy(entropies)
+        functions = _known(
+            read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART, weights.get(name, 1.0) < 0)
+            for name, part in (parts.items() if len(parts) > 1 else ())
         )
+        curves = {"reward": reward, "token entropy": entropy, **{curve.name: curve for curve in functions}}
+        series = {"reward": rewards, "token entropy": entropies, **parts}
+        levels = {
+            name: curve.levels if (curve := curves.get(name)) else levels_of(values, None)
+            for name, values in series.items()
+            if len(values)
+        }
+        held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
+        return cls(reward, entropy, functions, held_out, levels, run.steps[0], run.steps[-1], len(run.steps))
 
 
 def _known(curves: Iterable[Reward | None]) -> list[Reward]:
     return [curve for curve in curves if curve is not None]
 
 
-def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
+def read_reward(
+    name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL, is_penalty: bool = False
+) -> Reward | None:
     """Return what a curve of rewards does; None for too few values."""
     line = broken_line(values)
     if line is None:
         return None
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
-    smooth, start = line.smooth(), findings.first_and_last_means(values)[0][0]
+    smooth, levels = line.smooth(), levels_of(values, line)
     best = max(float(smooth.max()), line.start)
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
-        return Reward(name, line, spread, top, 0.0, line.last, best, start)
+        return Reward(name, line, spread, top, 0.0, line.last, best, levels, is_penalty)
     since = line.since(line.fitted < line.now + 0.9 * fall) or 0
     first = (
         float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
     )  # before a fall in the first steps
-    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), start)
+    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), levels, is_penalty)
 
 
-def read_entropy(run: Run) -> Entropy | None:
-    """Return what entropy does, by a probe's measurements or by the trainer's log, whichever has more steps."""
-    measured, logged = run.values("entropy/token"), run.logged("entropy")
-    levels = measured if len(measured) >= len(logged) else logged
-    start = float(levels.head(min(FIRST_STEPS, max(len(levels) // 20, 1))).mean()) if len(levels) else 0.0
-    line = broken_line(levels.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
-    return Entropy(line, start) if line else None
+def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
+    """Return what entropy does; None for too few values, or if it starts at 0."""
+    start = float(first_values(entropies).mean()) if len(entropies) else 0.0
+    line = broken_line(entropies.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
+    return Entropy(line, levels_of(entropies, line, line.now_error * line.now)) if line else None
 
 
 def _oscillates(curve: np.ndarray, size: float) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rl_training.records.report.series import Run
 from rl_training.records.report.story import BAND, Entropy, Reward, Story
 from rl_training.records.report.trends import MIN_STEPS
-from rl_training.records.report.writing import plus_minus
+from rl_training.records.report.writing import level, percent, plus_minus
 
 FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
 SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
@@ -25,6 +25,14 @@ CEILING = 0.8  # of the highest possible reward: learned
 CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
 ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
+# The kinds in which there is nothing to do, and why.
+NOTHING_TO_DO = {
+    LEARNED: "reward is near its highest possible value",
+    SPENT: "entropy that falls while reward rises is no fault",
+    RISES: "entropy does not fall",
+    STEADY: "entropy does not fall",
+    UNKNOWN: "more steps are needed to tell",
+}
 
 
 @dataclass(frozen=True)
@@ -172,8 +180,15 @@ def _is_steady(story: Story) -> bool:
 # --- what its sentence says -------------------------------------------------------------------------------------------
 
 
-def _too_few(story: Story) -> str:
-    return f": fewer than {MIN_STEPS} steps are logged."
+def _so_far(story: Story) -> str:
+    """Say what a run too short for a verdict has logged."""
+    few = f"{story.logged} step{'s are' if story.logged > 1 else ' is'} logged, and a verdict needs {MIN_STEPS}"
+    few = few if story.logged < MIN_STEPS else f"fewer than {MIN_STEPS} steps have a reward or an entropy"
+    units = {"reward": "", "token entropy": " nats"}
+    known = {name: levels for name, levels in story.levels.items() if name in units}
+    levels = ", ".join(f"{name} {levels.text}{units[name]}" for name, levels in known.items())
+    window = next((levels.window for levels in known.values()), "")
+    return f": {few}. So far: {levels} ({window})." if known else f": {few}."
 
 
 def _why_unknown(story: Story) -> str:
@@ -182,13 +197,13 @@ def _why_unknown(story: Story) -> str:
 
 
 def _how_it_fell(reward: Reward) -> str:
-    return f"since step {reward.since}: from {_level(reward.best)} at its best to {_now(reward)}"
+    return f"since step {reward.since}: from {level(reward.best)} at its best to {_now(reward)}"
 
 
 def _fall(story: Story) -> str:
     reward = story.reward
     assert reward is not None
-    parts = [f"{part.name} {_level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
+    parts = [f"{part.name} {level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
     of_parts = f" ({'; '.join(parts)})" if parts else ""
     return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
 
@@ -200,7 +215,7 @@ def _held_out_fall(story: Story) -> str:
 def _part_fall(story: Story) -> str:
     part = _fallen_part(story)
     assert part is not None
-    others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {_from_to(other)}" for other in story.parts
+    others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {other.levels.text}" for other in story.parts
               if other is not part and not other.fall]  # fmt: skip
     return f" {_how_it_fell(part)}{', while ' * bool(others)}{'; '.join(others)}. {_both(story)}"
 
@@ -209,11 +224,11 @@ def _what_is_left(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
     said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {_share(entropy.left)} of the first "
-    said += f"{_level(entropy.start)} nats is left"
+    said += f"{level(entropy.start)} nats is left"
     if reward is None:
         return f"{said}."
     little = "and it bought next to nothing: " if _gained_little(story) else ""
-    return f"{said}, {little}reward {_from_to(reward)}, and it stands."
+    return f"{said}, {little}reward {reward.levels.text}, and it stands."
 
 
 def _loss(story: Story) -> str:
@@ -234,7 +249,7 @@ def _both(story: Story, name: str = "Reward") -> str:
     if reward is None:
         return _of_entropy(story.entropy)
     verb = "has fallen" if reward.fall else "rises" if reward.rises else "stands"
-    return f"{name} {_from_to(reward)}, now it {verb}. {_of_entropy(story.entropy)}".strip()
+    return f"{name} {reward.levels.text}, now it {verb}. {_of_entropy(story.entropy)}".strip()
 
 
 def _after_colon(story: Story) -> str:
@@ -244,7 +259,7 @@ def _after_colon(story: Story) -> str:
 def _of_entropy(entropy: Entropy | None) -> str:
     if entropy is None:
         return ""
-    levels = f"Entropy {_level(entropy.start)} → {_level(entropy.now)} nats"
+    levels = f"Entropy {entropy.levels.text} nats"
     if entropy.left < ALMOST_NOTHING:
         return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
     verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "stands"
@@ -252,25 +267,16 @@ def _of_entropy(entropy: Entropy | None) -> str:
     return f"{levels}{left}, now it {verb}."
 
 
-def _from_to(reward: Reward) -> str:
-    return f"{_level(reward.start)} → {_now(reward)}"
-
-
 def _now(reward: Reward) -> str:
     return plus_minus(reward.now, 2 * reward.line.now_error)
 
 
-def _level(value: float) -> str:
-    """Return a level with two digits behind the point, or two significant ones if it is small."""
-    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
-
-
 def _share(share: float) -> str:
-    return f"{100 * share:.0f}%" if share > 0.01 else f"{100 * share:.1g}%"
+    return percent(share) if share > 0.01 else f"{100 * share:.1g}%"
 
 
 STATES = (
-    State(UNKNOWN, _is_short, "What the run does cannot be told yet", _too_few),
+    State(UNKNOWN, _is_short, "What the run does cannot be told yet", _so_far),
     State(FALLEN, _reward_fell, "Reward has fallen", _fall),
     State(HELD_OUT, _held_out_fell, "Held-out reward has fallen", _held_out_fall),
     State(PART, _part_fell, "The reward function {part} has fallen", _part_fall),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
+
+import pandas as pd
 
 from rl_training.statistics.estimate import Estimate
 
@@ -19,12 +22,13 @@ def format_estimate(estimate: Estimate | None, signed: bool = False, times: floa
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign, (value, *ends) = "+" * signed, (times * number for number in (estimate.value, *estimate.bounds()))
+    sign, value, ends = "+" * signed, times * estimate.value, sorted(times * end for end in estimate.bounds())
     half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)
-    if _is_rounding(value / times, half / times):
-        return _near_0(times)
+    if _is_rounding(value / times, half / abs(times)):
+        return _near_0(abs(times))
     if estimate.interval and half > 0:
-        written, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (value, *ends))
+        decimals = _decimals(half)
+        written, low, high = (f"{_rounded(number, decimals):{sign}.{decimals}f}" for number in (value, *ends))
         return f"{written} ({low} … {high})".replace("inf", "∞")
     return plus_minus(value, half, sign)
 
@@ -40,11 +44,10 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
     >>> plus_minus(1.8234, 0.2618, "+")
     '+1.82 ± 0.26'
     """
-    value += 0.0  # no minus before a 0
     if not half > 0:
-        return f"{value:{sign}.3g}"
+        return f"{value + 0.0:{sign}.3g}"  # + 0.0: no minus before a 0
     decimals = _decimals(half)
-    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+    return f"{_rounded(value, decimals):{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
 def normal_milli(value: float, stderr: float) -> str:
@@ -85,6 +88,49 @@ def short(value: Any) -> str:
 def _decimals(half: float) -> int:
     """Return the number of decimals that shows two digits of a half-width; further digits of the value are noise."""
     return max(0, 1 - math.floor(math.log10(half))) if math.isfinite(half) else 0
+
+
+def _rounded(number: float, decimals: int) -> float:
+    """Return a number rounded to these decimals, without the sign of a number that becomes 0."""
+    return round(number, decimals) + 0.0 if math.isfinite(number) else number
+
+
+def level(value: float) -> str:
+    """Return a level with two digits behind the point, or two significant ones if it is small.
+
+    >>> level(0.876), level(0.0123)
+    ('0.88', '0.012')
+    """
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def percent(share: float) -> str:
+    """Return a share in whole percent.
+
+    >>> percent(0.254), percent(-0.001)
+    ('25%', '0%')
+    """
+    return f"{round(100 * share)}%"
+
+
+def steps_of(steps: Sequence[int] | pd.Series[float] | pd.Index[int]) -> str:
+    """Return the range of these steps, or of the steps of these values, as text.
+
+    >>> steps_of([3]), steps_of([3, 4, 7])
+    ('step 3', 'steps 3–7')
+    """
+    listed = list(steps.index if isinstance(steps, pd.Series) else steps)
+    return f"step {listed[0]}" if listed[0] == listed[-1] else f"steps {listed[0]}–{listed[-1]}"
+
+
+def size_and_side(change: Estimate, more: str, less: str) -> str:
+    """Return a difference without its sign, such as "0.050 ± 0.020 nats less".
+
+    >>> size_and_side(Estimate(-0.05, 0.01, 1000), "nats more", "nats less")
+    '0.050 ± 0.020 nats less'
+    """
+    is_less = change.value < 0
+    return f"{format_estimate(change, times=-1.0 if is_less else 1.0)} {less if is_less else more}"
 
 
 def two_digits(number: float) -> str:

@@ -16,11 +16,12 @@ import yaml
 
 from rl_training.records.compare.equal_reward import RewardPath, at_equal_reward, entropy_at, path_of
 from rl_training.records.compare.final import compare_groups
-from rl_training.records.compare.findings import describe
+from rl_training.records.compare.findings import change_in_words, describe
 from rl_training.records.compare.groups import read_groups
 from rl_training.records.compare.page import draw_overlays
 from rl_training.records.jsonl import Records
 from rl_training.records.report.series import read_run
+from rl_training.statistics.estimate import Estimate
 
 
 def record(folder: Path, rewards: np.ndarray, entropies: np.ndarray, rate: float = 0.1, **config: object) -> Path:
@@ -169,10 +170,24 @@ def test_the_sentence_says_both_entropies_at_the_reward_that_both_earn(tmp_path:
             for name, drop, rate in (("a", 0.0, 0.1), ("b", 0.2, 0.2))]  # fmt: skip
     (said,) = describe(compare_groups(read_groups(runs)))
     assert said.startswith(
-        "B: learning_rate=0.2 against A: learning_rate=0.1: at reward 0.47, B has -0.200 ± 0.014 nats"
+        "B: learning_rate=0.2 against A: learning_rate=0.1: at reward 0.47, B has 0.200 ± 0.014 nats less entropy"
     )
-    assert re.search(r"nats of entropy \(0\.3\d+ ± 0\.\d+ against 0\.5\d+ ± 0\.\d+\)\. At step 30: reward", said)
+    assert re.search(r"entropy \(0\.3\d+ ± 0\.\d+ against 0\.5\d+ ± 0\.\d+\)\. At step 30, B's reward does not", said)
     assert "token entropy" not in said  # at a step, it compares different rewards
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Estimate(-0.06, 0.01, 1000), "is 0.060 ± 0.020 lower"),
+        (Estimate(0.06, 0.01, 1000), "is 0.060 ± 0.020 higher"),
+        (Estimate(-0.01, 0.01, 1000), "does not detectably differ (0.010 ± 0.020 lower)"),
+        (Estimate(-0.06), "is 0.06 lower, without an error bar: more steps or seeds would give one"),
+        (Estimate(0.0), "is the same"),
+    ],
+)
+def test_a_difference_in_a_sentence_has_a_size_and_a_side_and_no_sign(change: Estimate, words: str) -> None:
+    assert change_in_words(change) == words
 
 
 def test_runs_of_different_tasks_are_not_compared(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ from rl_training.records.report.page import pictures
 from rl_training.records.report.preview import preview
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
-from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli
+from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.statistics.estimate import Estimate, stderr_reason
+from rl_training.version import REPOSITORY
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -106,10 +107,87 @@ def test_backward_is_drawn_at_the_step_it_is_about(tmp_path: Path) -> None:
     assert [[round(step) for step in series.x] for series in drawn.series] == [[1, 2, 3], [1, 2]]  # forward, backward
 
 
-def test_first_and_last_values_are_means_over_the_steps_named_in_the_note(tmp_path: Path) -> None:
-    """The reward is 0.1 times the step, so its mean is 0.3 over steps 1–5 and 1.0 over steps 8–12."""
-    record_run(tmp_path, range(1, 13))
-    assert summary(tmp_path)["reward"] == ("0.300 → 1.000", "means over steps 1–5 and 8–12")
+@pytest.mark.parametrize("steps", [3, 6, 12, 60])
+def test_headline_and_table_show_the_same_reward_and_entropy(tmp_path: Path, steps: int) -> None:
+    """Also of single reward functions, and in a run too short for a verdict."""
+    level, falling = noisy(lambda step: 0.5, 0.03, 1), noisy(lambda step: 0.7 - 0.4 * step / steps, 0.03, 2)
+    parts = {"rewards__right__mean": falling, "rewards__form__mean": noisy(lambda step: 0.3 + 0.7 * step / steps, 0.03)}
+    run = read_run(log_run(tmp_path, steps, reward=level, entropy=noisy(falling, 0.01, 4), **parts))
+    first, rows = opening(run), summary(tmp_path)
+    said = first.headline + first.evidence
+    for label in ("reward", "token entropy"):
+        assert rows[label][0] in said
+    if steps == 60:
+        assert first.kind == "part"
+        assert rows["reward right"][0].split(" → ")[1] in said
+        assert rows["reward form"][0] in said
+
+
+def test_the_steps_behind_a_level_are_named_once(tmp_path: Path) -> None:
+    """Of 60 logged steps the first level averages 3; the entropy that a probe measured at every tenth is not used."""
+    run = log_run(tmp_path, 60, reward=noisy(lambda step: 0.5, 0.03), entropy=noisy(lambda step: 0.5, 0.01))
+    for step in (1, 11, 21):
+        Records(run / "logs").write_estimates(step, 1, "simple", {"entropy/token": Estimate(0.9, 0.01, 8)})
+    rows = summary(run)
+    assert rows["reward"][1] == "mean of steps 1–3 → smoothed level at step 60, ± two standard errors"
+    assert rows["token entropy"][1] == "nats per token"
+    assert rows["token entropy"][0].startswith("0.50 → 0.5")
+
+
+def test_a_run_too_short_for_a_verdict_says_the_numbers_that_there_are(tmp_path: Path) -> None:
+    first = opening(read_run(record_run(tmp_path, range(1, 5))))
+    assert first.evidence == (
+        ": 4 steps are logged, and a verdict needs 8. So far: reward 0.15 → 0.35, token entropy 4.50 → 2.50 nats "
+        "(means of steps 1–2 and 3–4)."
+    )
+
+
+def test_the_row_on_hacking_says_what_was_not_checked_or_what_fell(tmp_path: Path) -> None:
+    """One function, three steps of two, two that rise, and one that falls while the other rises."""
+    rising, falling = noisy(lambda step: 0.3 + 0.01 * step, 0.03), noisy(lambda step: 0.7 - 0.01 * step, 0.03, 2)
+    two = {"rewards__right__mean": rising, "rewards__form__mean": rising}
+    hacked = {**two, "rewards__right__mean": falling}
+    value, note = summary(log_run(tmp_path / "one"))["is it hacked?"]
+    assert value == "not checked"
+    assert "one reward function: nothing to compare it with" in note
+    assert "with weight 0 if it must not be paid" in note
+    assert summary(log_run(tmp_path / "short", 3, **two))["is it hacked?"][0] == "not known yet"
+    assert summary(log_run(tmp_path / "honest", **two))["is it hacked?"][0] == "no sign of it"
+    value, note = summary(log_run(tmp_path / "hacked", **hacked))["is it hacked?"]
+    assert (value, note) == ("perhaps", "right fell while form rose: read responses")
+
+
+def test_rows_link_to_pages_of_the_documentation_that_exist_and_the_terminal_names_them(tmp_path: Path, capsys) -> None:
+    folder = record_noise_scale(tmp_path, 100.0, 400.0)
+    links = {row.label: row.see for row in summarize(read_run(folder)) if row.see}
+    assert {*links} == {"is it hacked?", "noise scale"}
+    html = write_report(folder).read_text(encoding="utf-8")
+    print_summary(folder)
+    printed = "".join(capsys.readouterr().out.split())
+    for text, address in links.values():
+        assert (Path(__file__).parents[3] / text).is_file()
+        assert address == f"{REPOSITORY}/blob/main/{text}"
+        assert f'<a class="see" href="{address}">{text}</a>' in html
+        assert text in printed
+
+
+def test_probes_that_were_off_are_named_with_what_they_tell_and_the_setting(tmp_path: Path) -> None:
+    value, note = summary(log_run(tmp_path, 3, {"delta_h/forward": lambda step: Estimate(-1e-3, 1e-4, 8)}))[
+        "probes that were off"
+    ]
+    assert value == "4"
+    assert "gns: whether the batch is too small; " in note
+    assert note.endswith('to turn them on, probes=["simple", "measured", "gns", "token_classes", "interventions"]')
+
+
+def test_the_effective_sample_and_the_share_without_advantage_are_of_the_last_ten_steps(tmp_path: Path) -> None:
+    told = {"ess/advantage": lambda step: Estimate(9.0),
+            "ess/advantage_fraction": lambda step: Estimate(0.5 if step > 10 else 0.0),
+            "ess/zero_advantage_prompts": lambda step: Estimate(0.25 if step > 10 else 1.0)}  # fmt: skip
+    value, note = summary(log_run(tmp_path, 20, told))["effective sample"]
+    assert value == "50%"
+    assert "mean of steps 11–20" in note
+    assert "25% of the prompts have zero advantage" in note
 
 
 def test_the_probe_cost_is_a_mean_over_all_steps_beside_the_most_expensive_one(tmp_path: Path) -> None:
@@ -148,24 +226,34 @@ def test_a_measured_change_within_its_error_of_zero_gives_no_ratio(tmp_path: Pat
             100.0,
             400.0,
             "200 (100 … 400) prompts",
-            "0.08 to 0.32 of it: twice the batch would need 0.54 to 0.62 of the steps",
+            "0.08 to 0.32 of it: 100 prompts a step would take about 52 to 63 % fewer steps and "
+            "16 to 52 % more responses",
         ),
         (
             4.0,
             10.0,
             "200 (4 … 10) prompts",
-            "3.20 to 8.00 of it: half the batch would need 1.11 to 1.24 times the steps",
+            "3.20 to 8.00 of it: 16 prompts a step would take about 11 to 24 % more steps and "
+            "38 to 44 % fewer responses",
         ),
         (20.0, 60.0, "200 (20 … 60) prompts", "it is about right"),
-        (20.0, 100.0, "200 (20 … 100) prompts", "not known yet"),
+        (20.0, 100.0, "200 (20 … 100) prompts", "it may be too small or too large; more steps will tell"),
+        (
+            40.0,
+            100.0,
+            "200 (40 … 100) prompts",
+            "0.32 to 0.80 of it: 64 prompts a step would take about 28 to 38 % fewer steps and "
+            "24 to 44 % more responses",
+        ),
         (
             120.0,
             math.inf,
             "above 120 prompts",
-            "0.00 to 0.27 of it: twice the batch would need 0.50 to 0.61 of the steps",
+            "0.00 to 0.27 of it: 120 prompts a step would take about 58 to 73 % fewer steps and "
+            "0 to 58 % more responses",
         ),
-        (30.0, math.inf, "above 30 prompts", "not known yet"),
-        (math.inf, math.inf, "unbounded", "twice the batch would need 0.50 to 0.50 of the steps"),
+        (30.0, math.inf, "above 30 prompts", "it may be too small or too large; more steps will tell"),
+        (math.inf, math.inf, "unbounded", "twice the batch would take about 50 % fewer steps and as many responses"),
     ],
 )
 def test_the_advice_on_the_batch_size_follows_the_noise_scale_interval(
@@ -256,6 +344,7 @@ class Page(HTMLParser):
 
 def test_the_page_loads_nothing_from_elsewhere(page: Path) -> None:
     html = re.sub(r"<script>.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    html = html.replace(f'<a class="see" href="{REPOSITORY}/', "")  # a link, which loads nothing by itself
     assert not any(word in html for word in ("http://", "https://", "url(", "@import"))
     tags = Page(html).tags
     assert not {"link", "iframe", "object", "base", "img"} & {tag for tag, _ in tags}
@@ -339,8 +428,8 @@ def test_without_probes_the_report_has_the_reward_and_says_nothing_was_measured(
     for step in (1, 2):
         records.write_metrics(step, {"reward": 0.5 * step, "entropy": 0.4})
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert summary(tmp_path)["reward"] == ("0.500 → 1.000", "steps 1 and 2")
-    assert summary(tmp_path)["token entropy"] == ("0.400 → 0.400", "nats per token, as TRL logs it; steps 1 and 2")
+    assert summary(tmp_path)["reward"] == ("0.50 → 1.00", "steps 1 and 2")
+    assert summary(tmp_path)["token entropy"] == ("0.40 → 0.40", "nats per token, as TRL logs it")
     lost = [row.label for row in summarize(read_run(tmp_path)) if row.value == MISSING]
     assert lost == ["change of entropy", "probe cost"]  # one line per reason
     for claim in ("No probe measured anything", "No probe was timed", "holds no config.yaml"):
@@ -350,7 +439,7 @@ def test_without_probes_the_report_has_the_reward_and_says_nothing_was_measured(
 def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
     text = Page(write_report(record_run(tmp_path, [1])).read_text(encoding="utf-8")).text
     rows = summary(tmp_path)
-    assert rows["reward"] == ("0.100", "step 1 alone")
+    assert rows["reward"] == ("0.10", "step 1 alone")
     assert rows["change of entropy"] == (MISSING, "one measured step: there is no later batch to compare it with")
     assert not {"measured ΔH", "predicted ΔH", "naive product", "predicted / measured", "naive / measured"} & {*rows}
     assert "one measured step: there is no later batch" in text
@@ -394,7 +483,7 @@ def test_where_everything_is_nan_every_row_has_a_reason(tmp_path: Path) -> None:
     write_report(tmp_path)
     rows = summary(tmp_path)
     assert all(value == MISSING and note for label, (value, note) in rows.items()
-               if label not in ("steps", "not measured"))  # fmt: skip
+               if label not in ("steps", "probes that were off"))  # fmt: skip
     assert rows["change of entropy"][1] == "the optimizer is unknown"
 
 
@@ -531,7 +620,7 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     """Entropy falls from 5 by 1 per step, and forward is −0.9 at each. Four steps of reward are too few for a line."""
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
     assert first.headline == "What the run does cannot be told yet"
-    assert first.advice == "There is nothing to do yet."
+    assert first.advice == "There is nothing to do yet: more steps are needed to tell."
     assert first.further == [
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
@@ -540,6 +629,7 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     for shown in (text, " ".join(capsys.readouterr().out.split())):
         assert first.headline + first.evidence in shown
         assert first.advice in shown
+        assert first.further[0] in shown
 
 
 def test_the_first_screen_has_the_setting_to_paste_both_charts_and_at_most_ten_rows(tmp_path: Path) -> None:
@@ -564,11 +654,10 @@ def test_a_preview_has_a_curve_where_the_chart_will_draw_it(tmp_path: Path) -> N
     ]
 
 
-def test_the_entropy_level_and_its_change_are_over_the_same_steps(tmp_path: Path) -> None:
+def test_the_change_of_entropy_names_the_two_batches_that_it_compares(tmp_path: Path) -> None:
     """The level is 5 at step 1 and 2 at step 4, each ± 0.1 T_7. Only their difference is the change of −3."""
     rows = summary(record_run(tmp_path, range(1, 5)))
-    assert rows["token entropy"] == ("5.00 ± 0.24 → 2.00 ± 0.24", "nats per token, steps 1 and 4; ± 95 %")
-    assert rows["measured ΔH"] == ("-3.00 ± 0.47", "nats per token, from step 1 to step 4; ± 95 %")
+    assert rows["measured ΔH"] == ("-3.00 ± 0.47", "nats per token, batch of step 4 minus that of step 1; ± 95 %")
 
 
 def test_an_entropy_change_over_a_gap_is_not_drawn_as_one_step(tmp_path: Path) -> None:
@@ -651,7 +740,9 @@ def test_page_and_terminal_show_the_measured_and_predicted_effect_of_a_step(tmp_
         told |= {"measured/delta_length": Estimate(1.0, 0.2, 8), "delta_h/forward": Estimate(-0.003, 1e-4, 8)}
         records.write_estimates(step, 1, "measured", told)
     half = 1e3 * T_7 * 1e-4 / math.sqrt(10)
-    assert step_numbers(read_run(tmp_path))[1:] == [
+    headings, *rows = step_numbers(read_run(tmp_path))
+    assert headings == ["by one step, mean of steps 1–10", "measured", "predicted"]
+    assert rows == [
         ["entropy, 1e-3 nats per token", f"-2.000 ± {half:.3f}", f"-3.000 ± {half:.3f}"],
         ["length, tokens (25% of the responses are cut off)", "+0.500 ± 0.075", MISSING],
     ]
@@ -660,6 +751,25 @@ def test_page_and_terminal_show_the_measured_and_predicted_effect_of_a_step(tmp_
     for said in (text, capsys.readouterr().out):
         assert f"-2.000 ± {half:.3f}" in said
     assert "What a step does" in text
+
+
+def test_measured_and_predicted_effects_of_a_step_are_means_over_the_same_steps(tmp_path: Path) -> None:
+    """Measured at step s is the update of s − 1, up to 19; predicted is that of s, up to 20."""
+    records = Records(tmp_path / "logs")
+    for step in range(1, 21):
+        records.write_metrics(step, {"reward": 0.5})
+        told = {"delta_h/forward": Estimate(1e-3 * step, 1e-4, 8, about_step=step)}
+        for name in ("delta_h", "delta_length", "delta_reward"):
+            told[f"measured/{name}"] = Estimate(1e-3 * (step - 1), 1e-4, 8, about_step=step - 1)
+        told["measured/steps"] = Estimate(1.0)
+        if step == 20:
+            told["delta_reward/forward"] = Estimate(1e-3, 1e-4, 8, about_step=step)
+        records.write_estimates(step, 1, "measured", told)
+    (heading, *_), entropy, reward, length = step_numbers(read_run(tmp_path))
+    assert heading == "by one step, mean"
+    assert entropy == ["entropy, 1e-3 nats per token, steps 10–19", "+14.500 ± 0.075", "+14.500 ± 0.075"]
+    assert reward[0] == "reward, 1e-3, steps 10–19 and step 20"
+    assert length[0] == "length, tokens, steps 10–19"
 
 
 @pytest.mark.parametrize(
@@ -684,3 +794,9 @@ def test_values_at_rounding_level_are_shown_as_zero() -> None:
     assert format_estimate(Estimate(9.3e-9, stderr=1.7e-2, num_samples=8)) == "0.000 ± 0.040"
     assert normal_milli(9.3e-9, 1.7e-2) == "+0 ± 33"
     assert format_estimate(Estimate(0.0), signed=True) == "+0"
+
+
+def test_a_number_that_rounds_to_zero_has_no_minus() -> None:
+    assert format_estimate(Estimate(-1e-3, 0.1, 1000)) == "0.00 ± 0.20"
+    assert format_estimate(Estimate(-1e-3, interval=(-0.2, -1e-4)), signed=True) == "+0.00 (-0.20 … +0.00)"
+    assert percent(-0.001) == "0%"

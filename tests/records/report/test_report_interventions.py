@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from logged_runs import Curve, log_run, noisy
 
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.charts import Section
 from rl_training.records.report.interventions import Effect, interventions_of_run, plane
+from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.records.report.verdict import NOTHING_TO_DO
 from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -48,6 +51,14 @@ MEASURED = {
 }
 
 
+def measured_effects(fall: float | None, which: dict[str, dict[str, Estimate]]) -> dict[str, Estimate]:
+    """Return the estimates of a step: the plain step's, and those of the interventions."""
+    measured = {f"intervention/{name}/{q}": e for name, quantities in which.items() for q, e in quantities.items()}
+    falls = Estimate.missing("fewer than 8 folds") if fall is None else Estimate(fall, 1e-4, 8)
+    plain = {"mean_delta_h": falls, "mean_delta_reward": Estimate(3e-3, 1e-4, 8), "delta_h": Estimate(-5e-5, 1e-4, 8)}
+    return measured | {f"intervention/plain_{name}": estimate for name, estimate in plain.items()}
+
+
 def record(
     folder: Path,
     fall: float | None = -2e-3,
@@ -55,13 +66,10 @@ def record(
     now: Estimate | None = None,
     **config: object,
 ) -> Path:
-    records = Records(folder / "logs")
-    measured = {f"intervention/{name}/{q}": e for name, quantities in which.items() for q, e in quantities.items()}
-    falls = Estimate.missing("fewer than 8 folds") if fall is None else Estimate(fall, 1e-4, 8)
-    plain = {"mean_delta_h": falls, "mean_delta_reward": Estimate(3e-3, 1e-4, 8), "delta_h": Estimate(-5e-5, 1e-4, 8)}
-    measured |= {f"intervention/plain_{name}": estimate for name, estimate in plain.items()}
+    records, measured = Records(folder / "logs"), measured_effects(fall, which)
+    forward = now or measured["intervention/plain_mean_delta_h"]
     records.write_metrics(11, {"reward": 0.5, "entropy": 0.5})
-    records.write_estimates(11, 1, "interventions", measured | {"delta_h/forward": now or falls})
+    records.write_estimates(11, 1, "interventions", measured | {"delta_h/forward": forward})
     texts = ["lr", "bonus:0.02", "my.py:softer:0.5", "psr"]
     config = {"probes": {"interventions": {"which": texts, "decay": 0.99, "every": 10}}, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -78,13 +86,15 @@ def told(folder: Path) -> Section:
 
 
 def test_the_sentences_name_the_fall_what_halves_it_and_insignificant_effects(tmp_path: Path) -> None:
-    fall, halving, keeping, yardstick, spending, untold, caveat = told(record(tmp_path / "run")).sentences
+    needed, fall, halving, keeping, yardstick, spending, untold, caveat = told(record(tmp_path / "run")).sentences
     half = T_7 * 0.1
     assert fall == (
-        f"Now, since step 11, a step changes entropy by -2.00 ± {half:.2f} thousandths of a nat (mean of the "
-        f"predictions). Effects are differences from the mean of the measured steps, -2.00 ± {half:.2f} of entropy and "
-        f"+3.00 ± {half:.2f} of reward; step 11, the last of them, has -0.05 ± {half:.2f}."
+        f"Now, in steps 11 to 11, a step changes entropy by -2.00 ± {half:.2f} thousandths of a nat (mean of the "
+        f"predictions). Effects are differences from the mean step, -2.00 ± {half:.2f} of entropy and +3.00 ± "
+        f"{half:.2f} of reward: over the measured steps up to step 11 (3), of which the latest count most; step 11 "
+        f"alone has -0.05 ± {half:.2f}."
     )
+    assert needed == "None is needed yet: more steps are needed to tell."  # in a run of one step
     assert halving == (
         "By one step, extrapolated, these strengths would halve its fall once the momentum has adapted, in order of "
         "price: lr 0.5 (price 4.0 (3.0 … 5.0)); bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices all "
@@ -143,7 +153,7 @@ def test_an_intervention_that_spends_entropy_is_never_ranked_first(tmp_path: Pat
 )
 def test_where_entropy_does_not_fall_now_nothing_is_advised(tmp_path: Path, fall: float, now: Estimate | None) -> None:
     section = told(record(tmp_path / "run", fall=fall, now=now))
-    assert "there is nothing to halve" in section.sentences[0]
+    assert "there is nothing to halve" in section.sentences[1]
     assert not any("would halve" in sentence for sentence in section.sentences)
     assert not section.commands
     row = {row[0]: row for row in section.table}["lr"]
@@ -153,17 +163,35 @@ def test_where_entropy_does_not_fall_now_nothing_is_advised(tmp_path: Path, fall
 def test_equal_strengths_of_one_intervention_give_one_command(tmp_path: Path) -> None:
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     section = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
-    assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in section.sentences[1]
+    assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in section.sentences[2]
     assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["bonus:0.11"]]
 
 
-def test_the_summary_names_the_useful_interventions(tmp_path: Path) -> None:
-    rows = {row.label: row for row in summarize(read_run(record(tmp_path / "run")))}
-    assert rows["interventions"].value == "lr 0.5, bonus 0.031"
-    nothing = {
-        row.label: row for row in summarize(read_run(record(tmp_path / "other", which={"psr": MEASURED["psr"]})))
-    }
-    assert nothing["interventions"].value == "none"
+def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(tmp_path: Path) -> None:
+    """Of a run that loses entropy, of one that spends it on reward, and of one without a useful intervention."""
+
+    def row(name: str, reward: Curve, which: dict[str, dict[str, Estimate]] = MEASURED) -> tuple[str, str]:
+        folder = log_run(tmp_path / name, 40, entropy=noisy(lambda step: 0.5 * 0.97**step, 0.005, 1), reward=reward)
+        Records(folder / "logs").write_estimates(40, 1, "interventions", measured_effects(-2e-3, which))
+        run = read_run(folder)
+        (found,) = (row for row in summarize(run) if row.label == "interventions")
+        if "none needed" in found.value:
+            first = opening(run)
+            assert NOTHING_TO_DO[first.kind] in first.advice
+            assert told(folder).sentences[0] == f"None is needed: {NOTHING_TO_DO[first.kind]}."
+        return found.value, found.note
+
+    level, rising = noisy(lambda step: 0.5, 0.03, 2), noisy(lambda step: 0.3 + 0.01 * step, 0.03, 2)
+    assert row("lost", level) == (
+        "lr 0.5, bonus 0.031",
+        "would halve the fall, extrapolated from one step; reward that a nat kept costs: lr 4.0 (3.0 … 5.0), "
+        "bonus 5.0 (4.0 … 6.0) (plain steps earn 1.5 per nat that they spend)",
+    )
+    value, note = row("spent", rising)
+    assert (value, note.partition(";")[0]) == ("none needed", "entropy that falls while reward rises is no fault")
+    assert row("useless", level, {"psr": MEASURED["psr"]})[0] == "none"
+    unpriced = {"lr": MEASURED["lr"] | {"mean_price": Estimate.missing("includes 0")}}
+    assert row("unpriced", level, unpriced)[1].endswith("what they cost in reward is not known yet")
 
 
 def test_each_interval_in_the_plane_is_drawn_along_its_own_axis(tmp_path: Path) -> None:
@@ -208,8 +236,8 @@ def test_an_unbounded_interval_does_not_widen_the_plane() -> None:
 def test_missing_estimates_add_no_sentence_and_raise_no_error(tmp_path: Path) -> None:
     missing = {name: Estimate.missing("fewer than 8 folds") for name in MEASURED["lr"]}
     section = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
-    assert section.sentences[0] == "How fast entropy falls is not known here."
-    assert len(section.sentences) == 2
+    assert section.sentences[1] == "How fast entropy falls is not known here."
+    assert len(section.sentences) == 3
     assert not section.commands
     assert section.table[1][-1] == "fewer than 8 folds"
 
@@ -236,32 +264,55 @@ def test_hostile_names_are_shown_and_never_executed(tmp_path: Path, name: str) -
     assert "<b>" not in page
 
 
-def test_the_token_tables_have_the_last_means_with_momentum_and_examples(tmp_path: Path) -> None:
-    """A token's −2 of the whole −8 is a quarter. Momentum makes ten times as much of a step's gradient."""
+def test_the_token_tables_are_sorted_and_mark_intervals_that_contain_0(tmp_path: Path) -> None:
+    """A token's −2 of the whole −8 is a quarter. The first recorded token takes less than the second."""
     records, missing = Records(tmp_path / "logs"), Estimate.missing("fewer than 8 folds")
-    detail = {"text": "<i>\n", "share_of_tokens": 0.125, "whole": -8e-3, "whole_stderr": 1e-3, "measured_steps": 3}
+    detail = {"share_of_tokens": 0.125, "whole": -8e-3, "whole_stderr": 1e-3, "measured_steps": 3}
+    tokens = {"x": (-1e-6, 1e-4, 0.125), "<i>\n": (-2e-3, 1e-4, 0.125), "J": (0.0, 0.0, 0.0)}
     for step, of_step in ((11, {"text/end": 1e-3, "text/top<b>": -2e-3, "text/word": 0.0}), (21, {})):
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
         estimates = {}
         for name, share in (("text/end", 0.25), ("text/top<b>", 0.75), ("text/word", 0.0)):
             estimate = Estimate(of_step[name], 1e-4, 8, detail={"measured_steps": 2}) if of_step else missing
             estimates |= {f"tokens/{name}/mean_delta_h": estimate, f"tokens/{name}/share_of_tokens": Estimate(share)}
-        example = "a[<i>]b" if of_step else ""  # the token does not occur in the last step
-        top = Estimate(-2e-3, 1e-4, 8, detail={**detail, "example": example, "kept_factor": 10.0})
-        estimates |= {"top_token/1/mean_delta_h": top, "top_token/2/mean_delta_h": Estimate.missing("fewer tokens")}
+        for place, (text, (value, error, share)) in enumerate(tokens.items(), start=1):
+            example = "a[<i>]b" if of_step and place == 2 else ""  # it does not occur in the last step
+            said = {**detail, "text": text, "example": example, "share_of_tokens": share}
+            estimates[f"top_token/{place}/mean_delta_h"] = Estimate(value, error, 8, detail=said)
+        estimates["top_token/4/mean_delta_h"] = Estimate.missing("fewer tokens")
         records.write_estimates(step, 1, "token_classes", estimates)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     section = page.partition("Which tokens change entropy</h2>")[2]
-    tokens, rows = (
-        [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    top, rows = (
+        [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
         for table in section.split("</table>")[:2]
     )
-    bar, wide = f"{T_7 * 0.1:.2f}", f"{T_7:.1f}"
-    assert tokens == [["&lt;i&gt;⏎", "a[&lt;i&gt;]b", "12.5%", f"-2.00 ± {bar}", f"-20.0 ± {wide}", "25%"]]
+    bar = f"{T_7 * 0.1:.2f}"
+    assert top == [
+        ["&lt;i&gt;⏎", "a[&lt;i&gt;]b", "12.5%", f"-2.00 ± {bar}", "25%", ""],
+        ["x", "", "12.5%", f"+0.00 ± {bar}", "0%", "the interval contains 0"],
+        ["J", "", "0.0%", "+0", "0%", "not seen in these steps"],
+    ]
     assert rows == [
-        ["its text", "end", "25.0%", f"+1.00 ± {bar}", f"+10.0 ± {wide}"],
-        ["its text", "top&lt;b&gt;", "75.0%", f"-2.00 ± {bar}", f"-20.0 ± {wide}"],
+        ["its text", "top&lt;b&gt;", "75.0%", f"-2.00 ± {bar}", ""],
+        ["its text", "end", "25.0%", f"+1.00 ± {bar}", ""],
     ]
     words = " ".join(page.split())
-    assert "running means (measured steps: 2)" in words
+    assert "running means over the measured steps (2)" in words
     assert "the steps between (measured steps: 3)" in words
+    assert "with momentum" not in page.lower()
+    (row,) = (row for row in summarize(read_run(tmp_path)) if row.label == "token that takes most")
+    assert row.value == "“<i>⏎”"
+    assert row.note == f"-2.00 ± {bar} thousandths of a nat per step, 25% of what all tokens take, as in a[<i>]b"
+    assert row.see == ("Which tokens change entropy", "#tokens")
+    assert '<a class="see" href="#tokens">' in page
+    assert '<div id="tokens">' in page
+
+
+def test_where_every_tokens_interval_contains_0_none_is_named(tmp_path: Path) -> None:
+    detail = {"text": "x", "example": "", "share_of_tokens": 0.1, "whole": -8e-3, "whole_stderr": 1e-3,
+              "measured_steps": 3}  # fmt: skip
+    top = Estimate(-1e-4, 1e-4, 8, detail=detail)
+    folder = log_run(tmp_path, 3, {"top_token/1/mean_delta_h": lambda step: top})
+    (row,) = (row for row in summarize(read_run(folder)) if row.label == "token that takes most")
+    assert (row.value, row.note) == ("none stands out", "the interval of every token contains 0 (measured steps: 3)")

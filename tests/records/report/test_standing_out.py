@@ -107,7 +107,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "nan", {**EQUAL, "rewards__right__mean": float("nan")}, "The reward function `right` is nan, not a number",
     ),
     "a reward that is watched falls": (
-        "loophole", {"rewards__gold__std": 0.5, "estimates": HACK}, "lower `gold`, by -0.200 ± 0.042 (measured up to",
+        "loophole", {"rewards__gold__std": 0.5, "estimates": HACK}, "lower `gold`, by 0.200 ± 0.042 (measured up to",
     ),
     "far steps": ("large_step", {"estimates": FAR}, "of them moved the policy by more than 0.1 of its entropy"),
     "noise": ("noise", {"estimates": SCALE, "reward": noisy(lambda step: 0.5, 0.03)}, "0.02 to 0.1 of the gradient's"),
@@ -196,9 +196,9 @@ def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
     by_rule = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
     assert by_rule["jump"].since == 20
     assert by_rule["jump"].evidence.startswith(
-        "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22), by -0.600 ±"
+        "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22): 0.600 ± "
     )
-    assert "is measured as +0.001 ± 0.042." in by_rule["jump"].evidence
+    assert "was measured to change it by +0.001 ± 0.042." in by_rule["jump"].evidence
 
 
 def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -114,9 +113,3 @@ def _percent(share: float) -> str:
     hundredths = 100 * share
     digits = 2 if hundredths < 10 else 3 if hundredths > 99 else 0
     return f"{hundredths:.{digits}g}%" if digits else f"{hundredths:.0f}%"
-
-
-def steps_of(values: pd.Series[float] | Sequence[int]) -> str:
-    """Return the range of steps of these values, as text."""
-    steps = list(values.index) if isinstance(values, pd.Series) else list(values)
-    return f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]}–{steps[-1]}"

@@ -9,10 +9,10 @@ import pandas as pd
 from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
 from rl_training.records.report.story import reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
-from rl_training.records.report.writing import format_estimate
+from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
@@ -70,8 +70,8 @@ def another_reward_falls(records: RunRecords) -> Line | None:
             continue
         last = int(is_fallen.index[-1])
         said = (
-            f"Steps raise the reward that is paid, by {format_estimate(paid[last], signed=True)} in all, and lower "
-            f"`{function}`, by {format_estimate(sums[last], signed=True)} (measured up to step {last})."
+            f"Steps raise the reward that is paid, by {format_estimate(paid[last])} in all, and lower "
+            f"`{function}`, by {format_estimate(sums[last], times=-1.0)} (measured up to step {last})."
         )
         advice = f"Read the responses that earn most: they earn it without `{function}`. Then pay for it, or stop."
         return Line("loophole", since, said, advice)
@@ -153,7 +153,7 @@ def jump(records: RunRecords) -> Line | None:
         if measured_change is not None and math.isfinite(measured_change.stderr):
             beyond = difference(change, measured_change)
             between = (
-                f"The effect of the step in between is measured as {format_estimate(measured_change, signed=True)}."
+                f"The step in between was measured to change it by {format_estimate(measured_change, signed=True)}."
             )
         elif _moves_little(records, step):
             beyond, between = change, "The policy hardly moved in the step in between."
@@ -170,7 +170,7 @@ def jump(records: RunRecords) -> Line | None:
             and (largest is None or score > largest[0])
         ):
             ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
-            said = f"Reward jumped {ends}, by {format_estimate(change, signed=True)}. {between}"
+            said = f"Reward jumped {ends}: {size_and_side(change, 'higher', 'lower')}. {between}"
             largest = score, Line("jump", step, said, f"The reward function or the data changed at step {step}.")
     return largest[1] if largest else None
 
@@ -223,7 +223,7 @@ def length_with_reward(records: RunRecords) -> Line | None:
     ):
         return None
     said = (
-        f"Responses grow longer as reward rises: by {format_estimate(times(slope, 1.0), signed=True)} tokens a step, "
+        f"Responses grow longer as reward rises: by {format_estimate(slope)} tokens a step, "
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent, steps_of
+from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
 from rl_training.records.report.trends import first_of_trailing, mean_of_recent
-from rl_training.records.report.writing import format_estimate
+from rl_training.records.report.writing import format_estimate, steps_of
 from rl_training.statistics.estimate import Estimate
 
 MIN_CUT_OFF_SHARE = 0.5  # share of responses
