@@ -43,7 +43,8 @@ Registered last, before any of it was run, for 90 minutes of two cores:
 
 Registered for the present bound, before its runs: auto_1e-3 and auto_1e-5, target_kl_share=auto for 16 steps from rates
 that differ by 100, without probes, on shared cores; states 8 and 16 drawn, twenty responses read. Expected: both starts
-end within .1 of each other in reward, above .6, with less entropy than the share 2e-3 left (1.2 nats), and of one mould.
+end within .1 of each other in reward, above .6, with less entropy than the share 2e-3 left (1.2 nats), and of one
+mould.
 """
 
 from __future__ import annotations
