@@ -112,7 +112,7 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
 
 
 def _bound(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
-    return f"To change: {_setting(cause) if cause else f'{set_up.bounded_step()}, or a lower learning rate.'}"
+    return f"To change: {_setting(cause) if cause else f'{set_up.smaller_steps()}.'}"
 
 
 ACTIONS: Mapping[str, Callable[[Run, Verdict, SetUp, Line | None], str]] = {

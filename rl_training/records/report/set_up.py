@@ -20,6 +20,8 @@ VERL_NAMES = {  # by field of GRPOConfig
 }  # fmt: skip
 KEPT_STEP = "target_kl_share"
 SHARE = "auto"  # recommended in docs/how_to/bound_the_step.md
+AUTO_SHARE, MAX_SHARE = 0.01, 0.1  # what it is, and the largest share that is accepted: engine/kl_bound.py
+SMALLER = 1 / 3  # times the share of a run whose bounded steps are too large
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,22 @@ class SetUp:
     Args:
         kind: JOB for `rl-training train`, TRL for a TRL trainer with attached probes, VERL, LOOP for any other loop.
         settings: All recorded settings.
+        share: The KL that the steps are bounded to, as a share of entropy; nan if they are not bounded.
+        aimed_at: The largest such share that the schedule of the rate has made of it; nan if that is unknown.
     """
 
     kind: str
     settings: dict[str, Any]
+    share: float = math.nan
+    aimed_at: float = math.nan
 
     @classmethod
     def of(cls, run: Run) -> SetUp:
         settings = run.settings or read_settings(run.folder)
-        fields = settings.get("trainer")
+        fields, share, aimed_at = settings.get("trainer"), *_bound_of(run, settings)
         if not isinstance(fields, dict):
-            return cls(VERL if settings.get("loop") == "verl" else LOOP, settings)
-        return cls(TRL if "class" in fields else JOB, settings)  # a job's trainer has a _target_ instead
+            return cls(VERL if settings.get("loop") == "verl" else LOOP, settings, share, aimed_at)
+        return cls(TRL if "class" in fields else JOB, settings, share, aimed_at)  # a job's trainer has a _target_
 
     def trainer(self, name: str, default: Any = None) -> Any:
         """Return a field of GRPOConfig; `default` if it is None or not recorded."""
@@ -105,17 +111,35 @@ class SetUp:
             return self.line(gradient_accumulation_steps=times * int(accumulated))
         return f"{times} times as many prompts in a step"
 
-    def bounded_step(self) -> str:
-        """Return the text of a setting that bounds how far a step moves the policy."""
-        if self.kind == JOB:
-            return f"trainer.{KEPT_STEP}={SHARE}"
+    @property
+    def is_bounded(self) -> bool:
+        return not math.isnan(self.share)
+
+    def bounded_step(self, times: float = SMALLER) -> str:
+        """Return the text of a setting that bounds how far a step moves the policy.
+
+        Args:
+            times: Factor on the share of a run that has the bound already.
+        """
         if self.kind == VERL:  # which has no bounded step
             rate = self.optimizer("lr")
             return self.line(learning_rate=0.3 * rate if math.isfinite(rate) else "…")
+        if self.aimed_at > MAX_SHARE and times < 1:  # no share can be set as high
+            return (
+                f"a schedule that never exceeds its first rate (this one made of {KEPT_STEP} targets of up to "
+                f"{self.aimed_at:.2g} times the entropy)"
+            )
+        share = f"{min(times * self.share, MAX_SHARE):.2g}" if self.is_bounded else SHARE
+        if self.kind == JOB:
+            return f"trainer.{KEPT_STEP}={share}"
         whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
         whose = whose if self.kind == TRL else "measured_loop"
         others = "" if whose == "DrGRPOConfig" else "…, "
-        return f'{whose}({others}{KEPT_STEP}="{SHARE}")'
+        return f"{whose}({others}{KEPT_STEP}={share if self.is_bounded else json.dumps(share)})"
+
+    def smaller_steps(self) -> str:
+        """Return the text of the settings that make steps smaller; under the bound, the rate is not one of them."""
+        return self.bounded_step() + ", or a lower learning rate" * (not self.is_bounded)
 
     def reward_weights(self) -> str:
         """Return the text of the setting that weighs several reward functions."""
@@ -125,6 +149,20 @@ class SetUp:
         """Return the text of a setting that adds probes."""
         names = ("simple", *(name for name in names if name != "simple"))
         return f"probe=[{','.join(names)}]" if self.kind == JOB else f"probes={json.dumps(names)}"
+
+
+def _bound_of(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
+    """Return `share` and `aimed_at` of SetUp; a share that is not recorded is read off the targets."""
+    targets, entropy = run.values("bound/target_kl").align(run.token_entropy(), join="inner")
+    aimed = (targets / entropy)[entropy > 0]
+    places = (settings.get("attached"), settings.get("trainer"), settings)
+    recorded = next((place[KEPT_STEP] for place in places if isinstance(place, dict) and place.get(KEPT_STEP)), None)
+    share = AUTO_SHARE if recorded == SHARE else math.nan
+    if isinstance(recorded, int | float):
+        share = float(recorded)
+    elif math.isnan(share) and len(run.values("bound/kl")):
+        share = min(float(aimed.median()), AUTO_SHARE) if len(aimed) else AUTO_SHARE
+    return share, float(aimed.max()) if len(aimed) else math.nan
 
 
 def _written(value: Any) -> str:

@@ -178,6 +178,29 @@ def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_s
     )
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("raised", "advised"),
+    [
+        (1.0, "attach(…, target_kl_share=0.0033)."),
+        (600.0, "a schedule that never exceeds its first rate (this one made of target_kl_share targets of up to 6 "
+                "times the entropy)."),
+    ],
+)  # fmt: skip
+def test_bounded_steps_that_lose_reward_are_not_advised_the_bound_that_they_have(
+    tmp_path: Path, recorded: bool, raised: float, advised: str
+) -> None:
+    """Whether the share is recorded, as an attached trainer does, or only the targets are; also under a schedule."""
+    others = {"attached": {"target_kl_share": 0.01}} if recorded else {}
+    targets = {
+        "bound/target_kl": lambda step: Estimate(0.005 * (raised if step > 20 else 1.0), reason="describes the step"),
+        "bound/kl": lambda step: Estimate(0.005, reason="describes the step"),
+        "bound/tries": lambda step: Estimate(0.0), "bound/learning_rate": lambda step: Estimate(1e-4),
+    }  # fmt: skip
+    folder = log_run(tmp_path, estimates=targets, others=others, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
+    assert opening(read_run(folder)).advice.endswith(f"and train on with {advised}")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_alone_is_not_reported_as_a_fall(tmp_path: Path, seed: int) -> None:
     noise, reward = noisy(level, 0.05, seed), noisy(lambda step: 0.0, 0.0)

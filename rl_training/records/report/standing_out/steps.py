@@ -99,6 +99,8 @@ def _more(records: RunRecords) -> str:
     norm, clip = records.run.logged("grad_norm"), records.set_up.number("max_grad_norm")
     if str(records.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
         return f"Setting: {records.set_up.line(max_grad_norm=float(norm.median()))}."
+    if records.set_up.is_bounded:
+        return f"Setting: {records.set_up.bounded_step(times=3.0)}, or more trained parameters."
     return (
         f"Setting: {records.set_up.bounded_step()}, which adapts the rate; or a higher learning_rate, or more "
         "trained parameters."
