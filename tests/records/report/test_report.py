@@ -147,7 +147,7 @@ def test_the_row_on_hacking_says_what_was_not_checked_or_what_fell(tmp_path: Pat
     rising, falling = noisy(lambda step: 0.3 + 0.01 * step, 0.03), noisy(lambda step: 0.7 - 0.01 * step, 0.03, 2)
     two = {"rewards__right__mean": rising, "rewards__form__mean": rising}
     hacked = {**two, "rewards__right__mean": falling}
-    value, note = summary(log_run(tmp_path / "one"))["is it hacked?"]
+    value, note = summary(log_run(tmp_path / "one", rewards__right__mean=rising))["is it hacked?"]
     assert value == "not checked"
     assert "one reward function: nothing to compare it with" in note
     assert "with weight 0 if it must not be paid" in note
@@ -172,12 +172,12 @@ def test_rows_link_to_pages_of_the_documentation_that_exist_and_the_terminal_nam
 
 
 def test_probes_that_were_off_are_named_with_what_they_tell_and_the_setting(tmp_path: Path) -> None:
-    value, note = summary(log_run(tmp_path, 3, {"delta_h/forward": lambda step: Estimate(-1e-3, 1e-4, 8)}))[
-        "probes that were off"
-    ]
-    assert value == "4"
-    assert "gns: whether the batch is too small; " in note
-    assert note.endswith('to turn them on, probes=["simple", "measured", "gns", "token_classes", "interventions"]')
+    """The setting keeps the probes that were on."""
+    told = {name: lambda step: Estimate(-1e-3, 1e-4, 8) for name in ("delta_h/forward", "gns/trace")}
+    value, note = summary(log_run(tmp_path, 3, told))["probes that were off"]
+    assert value == "3"
+    assert "token_classes: which tokens take entropy; " in note
+    assert note.endswith('to turn them on, probes=["simple", "gns", "measured", "token_classes", "interventions"]')
 
 
 def test_the_effective_sample_and_the_share_without_advantage_are_of_the_last_ten_steps(tmp_path: Path) -> None:
