@@ -1,6 +1,8 @@
 """Two processes that share the prompts of each step (DDP). `attach` is called on both; the first one writes.
 
-accelerate launch --cpu --num_processes 2 examples/two_processes.py
+torchrun --standalone --nproc_per_node 2 examples/two_processes.py
+
+On GPUs also `accelerate launch --num_processes 2`, which starts one process on a CPU.
 """
 
 from datasets import Dataset

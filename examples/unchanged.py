@@ -1,7 +1,7 @@
 """A script of TRL without a line about probes. The launcher attaches them, in one process or several.
 
 accelerate launch -m rl_training.attach --folder runs/unchanged examples/unchanged.py
-accelerate launch --cpu --num_processes 2 -m rl_training.attach --folder runs/unchanged examples/unchanged.py
+torchrun --standalone --nproc_per_node 2 -m rl_training.attach --folder runs/unchanged examples/unchanged.py
 """
 
 from datasets import Dataset

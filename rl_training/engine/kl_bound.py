@@ -17,7 +17,7 @@ be, and a prediction made with the scaled rate is the prediction of the actual s
 
 Any other optimizer steps first, with the first factor on its rate. The weights are then moved back along the step.
 
-The schedule keeps its meaning, warm-up included: its factor s on the rate becomes s² on the target.
+The schedule keeps its meaning, warm-up included: its factor s on its highest rate becomes s² on the target.
 
 Related methods: TRPO's trust region (Schulman et al. 2015, arXiv:1502.05477), which searches along a line; ACKTR's and
 K-FAC's clipping by a predicted KL (Wu et al. 2017, arXiv:1708.05144), with the same root; the adaptive rates of rsl_rl,
@@ -27,6 +27,7 @@ which act on the next step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,9 +55,16 @@ from rl_training.policy.token_distributions import TokenDistributions
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 
+logger = logging.getLogger(__name__)
+
 MIN_RESPONSES = 16  # that KL is measured on, over all ranks; at least one to each prompt
 AUTO = "auto"
 AUTO_SHARE = 1e-2  # ended level with the best fixed rate on ten settings: benchmarks/step_size_plan.txt, third part
+LOW_SCHEDULE = 1e-2  # a warm-up leaves factors below it within two steps
+HELD_LOW = (
+    "target_kl_share: the schedule holds the learning rate at {factor:.2g} of the optimizer's own, {rate:g}, so each "
+    "step's KL is {square:.2g} of what the share says. Give the optimizer the rate that the schedule is to reach"
+)
 MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from .68 to .23 within six steps
 
 
@@ -108,6 +116,7 @@ class KLBound:
         """
         self.state = state
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
+        self._last_schedule_factor, self._has_warned = 1.0, False
         self._has_formula = not (reason := view_optimizer(shard).reason)
         if reason and shard.optimized is not shard.trained:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
@@ -122,7 +131,9 @@ class KLBound:
         groups = self._shard.optimizer.param_groups
         self._rates = [group["lr"] for group in groups]
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
-        self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
+        factor = schedule_factor(groups)
+        self._warn_if_held_low(factor, groups)
+        self._target = self.share_of_entropy * entropy * factor**2
         self._info = info_without_search(self._target, entropy, max(self._rates), self.state)
         self._next_state, self._kl = self.state, None
         if self._info is not None:
@@ -138,6 +149,14 @@ class KLBound:
                 self._weights = {}  # no longer needed
         for group in groups:
             group["lr"] = group["lr"] * self._first_factor
+
+    def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Say once if the schedule stays at a small factor, which is no warm-up: LambdaLR with absolute rates, say."""
+        if factor == self._last_schedule_factor < LOW_SCHEDULE and not self._has_warned and self._ranks.number == 0:
+            self._has_warned = True
+            rate = next(group["initial_lr"] for group in groups if group.get("initial_lr"))
+            logger.warning(HELD_LOW.format(factor=factor, rate=rate, square=factor**2))
+        self._last_schedule_factor = factor
 
     def end_step(self, was_taken: bool = True) -> None:
         """Restore the rates, and note in `estimates` how the step was bounded. A step without formula is shortened.
@@ -226,8 +245,14 @@ class KLBound:
 
 
 def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the schedule's factor on the learning rate, from the first group that has a rate; 1 if none has."""
+    """Return the schedule's factor on the highest learning rate, at most 1, from the first group that has a rate.
+
+    Schedules multiply the rate that the optimizer began with. OneCycleLR begins far below its `max_lr`, and any other
+    that rises above the first rate has a factor of 1 there. 1 if no group has a first rate.
+    """
     for group in groups:
         if group.get("initial_lr"):
-            return float(group["lr"]) / float(group["initial_lr"])
+            rate = float(group["lr"])
+            highest = max(float(group["initial_lr"]), float(group.get("max_lr", 0.0)), rate)
+            return rate / highest
     return 1.0

@@ -80,6 +80,7 @@ class Probe(ABC):
     rows_dtype: torch.dtype | None = None
     compile: bool | None = None
     entropy: EntropySettings | None = None
+    every: int = 1  # also for a class whose own __init__ does not call this one
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse an option that the probe does not have, with the closest one that it has."""

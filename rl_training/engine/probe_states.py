@@ -75,6 +75,10 @@ class ProbeStates:
             for name, estimate in estimates.items():
                 if not isinstance(estimate, Estimate):
                     raise UserError(f"{rule} Estimates by name, and {name!r} is {_described(estimate)}")
+                if not isinstance(estimate.value, int | float) or not isinstance(estimate.stderr, int | float):
+                    raise UserError(f"{rule} numbers, and {name!r} has a {type(estimate.value).__name__}: float(...)")
+                if "/" not in name:  # the trainer's own metrics ("reward", "kl", "loss") have none
+                    raise UserError(f"{rule} names with a slash, and {name!r} has none: {probe.name}/{name}, say")
         duplicates = reading.predicted.keys() & reading.measured.keys()
         if duplicates:
             raise UserError(f"{rule} an estimate once, and {min(duplicates)!r} is both predicted and measured")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import rl_training.job.silence  # noqa: F401
 
@@ -63,12 +64,24 @@ def run_command(main: Callable[[], object]) -> None:
     except (Interrupted, KeyboardInterrupt) as error:  # KeyboardInterrupt comes from libraries' own handlers
         stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         _exit(secrets, 128 + stop.signum, "" if _rank() else str(stop))
+    except BrokenPipeError:
+        if _is_read(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest when it ends
+        sys.exit(128 + signal.SIGPIPE)  # as in `command | head`, whose reader has gone: nothing to say
     except UserError as error:
         trace = "".join(traceback.format_exception(error)) if debug else ""
         _exit(secrets, 2, f"error: {format_error(error)}", trace)
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         _exit(secrets, 1, f"error: {format_error(error)} (unexpected: the traceback is above)", trace)
+
+
+def _is_read(stream: TextIO) -> bool:
+    """Return whether a stream still has a reader, as it always has unless it is a pipe."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def format_error(error: BaseException) -> str:

@@ -117,6 +117,9 @@ def test_growth_from_step_to_step_is_at_most_a_factor_of_two() -> None:
 def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
     assert schedule_factor([{"lr": 0.1, "initial_lr": 0.4}]) == 0.25
     assert schedule_factor([{"lr": 0.1}]) == 1.0
+    one_cycle = {"initial_lr": 0.004, "max_lr": 0.1}
+    assert [schedule_factor([one_cycle | {"lr": lr}]) for lr in (0.004, 0.1, 4e-7)] == pytest.approx([0.04, 1, 4e-6])
+    assert schedule_factor([{"lr": 0.5, "initial_lr": 0.1}]) == 1.0  # a schedule that rises above its first rate
 
 
 @pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "fast", "nan"])
@@ -399,6 +402,29 @@ def test_a_plain_loop_gets_the_kl_bound_by_one_argument() -> None:
         assert optimizer.param_groups[0]["lr"] == 1e-2
     assert losses[1]["learning_rate"] < 0.1 * losses[0]["learning_rate"]
     assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
+
+
+def test_a_schedule_that_stays_far_below_the_optimizers_rate_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, count = load_tiny()[0].train(), len(microbatches(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 3e-4)  # meant as a rate
+    with measured_loop(
+        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=count, dr_grpo=True,
+        target_kl_share=SHARE,
+    ) as measured:  # fmt: skip
+        for number in (1, 2, 3):
+            with measured.step(number):
+                for part in microbatches(1):
+                    logps, entropies = scores_of(model, part)
+                    measured.microbatch(part, logps, entropies.detach())
+                    loss_of(logps, part, count).backward()
+                measured.gradients_ready()
+                optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    (said,) = [line for line in caplog.messages if "the schedule holds the learning rate at" in line]
+    assert "at 0.0003 of the optimizer's own, 1" in said
 
 
 def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_loop() -> None:

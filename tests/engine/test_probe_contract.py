@@ -134,6 +134,27 @@ def test_a_probe_state_that_gains_keys_is_refused_since_a_resumed_run_would_lose
         train(*loop_with(Growing("growing")))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("reward", 1.0, r"names with a slash, and 'reward' has none: plain/reward"),  # the trainer logs one
+        ("plain/length", torch.tensor(1.0), r"numbers, and 'plain/length' has a Tensor: float"),
+    ],
+)
+def test_an_estimate_is_a_number_under_a_name_that_no_trainer_uses(name: str, value: Any, says: str) -> None:
+    class Plain(Probe):
+        name = "plain"
+
+        def __init__(self) -> None:  # without super().__init__()
+            self.number = value
+
+        def measure(self, ctx: Any, state: None) -> Reading:
+            return Reading(measured={"plain/one": Estimate(1.0)} if ctx.step.number == 1 else {name: Estimate(value)})
+
+    with pytest.raises(UserError, match=rf"probe 'plain': measure must return {says}"):
+        train(*loop_with(Plain()), steps=2)  # the first of which is measured
+
+
 def test_probes_keep_no_reference_to_a_finished_training() -> None:
     """Two loops that share the probe objects and step alternately give the same results as each alone."""
     probes = [SimpleEntropyProbe(), MeasuredStepProbe()]

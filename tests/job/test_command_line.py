@@ -262,6 +262,19 @@ def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum:
     assert command.lines == ["ready", f"ended by {signal.Signals(signum).name}"]
 
 
+def test_a_command_whose_reader_has_gone_ends_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "writes.py"
+    script.write_text(
+        "from rl_training.job.errors import run_command\nrun_command(lambda: print('line\\n' * 100_000))\n"
+    )
+    writer = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.readline()
+    writer.stdout.close()
+    assert (writer.stderr.read(), writer.wait()) == (b"", 128 + signal.SIGPIPE)
+
+
 def test_a_signal_in_training_finishes_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
     """This is Ctrl-C. For SIGTERM see the test below of a launcher that is gone."""
     run = tmp_path / "run"

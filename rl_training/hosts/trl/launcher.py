@@ -111,8 +111,15 @@ class Trainings:
             as_probes(self._probes)
             if self._options["target_kl_share"] is not None:
                 KLBound(self._options["target_kl_share"])
+            self._refuse_folder()
         except UserError as error:
             self._parser.error(str(error))
+
+    def _refuse_folder(self) -> None:
+        """Raise UserError if nothing can be written to the folder, which a script that catches errors would hide."""
+        existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            raise UserError(f"--folder {self._folder}: {existing} is not a folder that can be written")
 
     def _train(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from rl_training.hosts.trl import attach

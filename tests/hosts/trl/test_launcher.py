@@ -122,6 +122,7 @@ def test_a_module_of_a_package_has_the_output_that_python_gives_it(tmp_path: Pat
         (["--probe", "ess", "missing.py"], "unrecognized arguments: --probe"),
         (["--probes", "ess,entropy", "train_it.py"], "'entropy' names no probe: there are simple"),
         (["--target-kl-share", "-1", "train_it.py"], "target_kl_share='-1'"),
+        (["--folder", f"{__file__}/run", "train_it.py"], "test_launcher.py is not a folder that can be written"),
     ],
 )
 def test_mistakes_end_before_training_with_one_line(script: Path, given: list[str], said: str) -> None:
