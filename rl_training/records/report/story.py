@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from rl_training.records.report import findings
 from rl_training.records.report.broken_line import MIN_PIECE, BrokenLine, broken_line
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.writing import level, plus_minus, steps_of
 
 NOW = 0.75  # share of the run at which the present begins
@@ -101,7 +102,9 @@ class Reward:
         since: Step since which it has fallen; the last step if it has not.
         best: Its best level.
         levels: Its levels at both ends.
-        is_penalty: Whether it is a reward function with a negative weight, which is meant to fall.
+        is_penalty: Whether it is a reward function with a negative weight, or without a positive value: its falls say
+            that it is incurred, not that something good was lost.
+        weight: Of a reward function; nan if it is not recorded.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Reward:
     best: float
     levels: Levels
     is_penalty: bool = False
+    weight: float = math.nan
 
     @property
     def start(self) -> float:
@@ -225,10 +229,13 @@ class Story:
         parts, weights = reward_functions(run), reward_weights(run)
         top = _top(rewards, parts, weights)
         reward, entropy = read_reward("reward", rewards, spread, top), read_entropy(entropies)
-        functions = _known(
-            read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART, weights.get(name, 1.0) < 0)
-            for name, part in (parts.items() if len(parts) > 1 else ())
-        )
+        functions = [
+            replace(function, is_penalty=is_penalty(run, function.name), weight=weights.get(function.name, math.nan))
+            for function in _known(
+                read_reward(name, part, _own_spread(run, name, spread), math.nan, FALL_OF_PART)
+                for name, part in (parts.items() if len(parts) > 1 else ())
+            )
+        ]
         curves = {"reward": reward, "token entropy": entropy, **{curve.name: curve for curve in functions}}
         series = {"reward": rewards, "token entropy": entropies, **parts}
         levels = {
@@ -244,9 +251,7 @@ def _known(curves: Iterable[Reward | None]) -> list[Reward]:
     return [curve for curve in curves if curve is not None]
 
 
-def read_reward(
-    name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL, is_penalty: bool = False
-) -> Reward | None:
+def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
     """Return what a curve of rewards does; None for too few values."""
     line = broken_line(values)
     if line is None:
@@ -258,12 +263,12 @@ def read_reward(
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
-        return Reward(name, line, spread, top, 0.0, line.last, best, levels, is_penalty)
+        return Reward(name, line, spread, top, 0.0, line.last, best, levels)
     since = line.since(line.fitted < line.now + 0.9 * fall) or 0
     first = (
         float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
     )  # before a fall in the first steps
-    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), levels, is_penalty)
+    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), levels)
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
@@ -307,6 +312,24 @@ def reward_weights(run: Run) -> dict[str, float]:
     if not isinstance(weights, list) or len(weights) != len(names):
         return {}
     return {str(name): float(weight) for name, weight in zip(names, weights, strict=True) if _is_number(weight)}
+
+
+def is_penalty(run: Run, name: str) -> bool:
+    """Return whether a reward function has a negative weight, or, by its means and scatter, no value above 0.
+
+    A mean m < 0 alone does not tell: rewards of ±1 have one. Their variance is above −m (1 + m), the most that values
+    between −1 and 0 can have; and two standard deviations above the mean are above 0.
+    """
+    if reward_weights(run).get(name, 0.0) < 0:
+        return True
+    means = run.logged(f"rewards/{name}/mean")
+    if means.empty or means.max() > 0 or means.min() == 0:
+        return False
+    spread = run.logged(f"rewards/{name}/std").head(MIN_STEPS)
+    if spread.empty:
+        return True
+    mean, deviation = float(means.head(MIN_STEPS).mean()), float(spread.mean())
+    return mean + 2 * deviation <= 0 or deviation**2 <= 1.1 * -mean * (1 + mean)
 
 
 def _is_number(value: object) -> bool:

@@ -167,7 +167,8 @@ def _hacked(run: Run, story: Story) -> Iterator[Row]:
         while_others = f" while {' and '.join(risen)} rose" if risen else ""
         yield Row(label, "perhaps", f"{' and '.join(fallen)} fell{while_others}: read responses", see)
     else:
-        note = f"none of the {number} reward functions has fallen; what all of them pay for is not seen"
+        aside = ", penalties aside," if len(story.parts) < len(story.functions) else ""
+        note = f"none of the {number} reward functions{aside} has fallen; what all of them pay for is not seen"
         yield Row(label, "no sign of it", note, see)
 
 

@@ -18,6 +18,7 @@ from rl_training.records.report.writing import level, percent, plus_minus
 FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
 SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
 ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
+NOTABLE = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight
 MIN_LOSS = 0.1  # share of entropy that must be lost while reward stands
 LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
 MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
@@ -112,9 +113,20 @@ def _relative_fall(reward: Reward) -> float:
 
 
 def _fallen_part(story: Story) -> Reward | None:
-    """Return the reward function that has fallen furthest, None if none has."""
-    worst = max(story.parts, key=_relative_fall, default=None)
-    return worst if worst and worst.fall else None
+    """Return the reward function that has fallen furthest, None if none has.
+
+    While the paid sum rises, a paid function that has cost next to nothing of it is no news; one that is watched is.
+    """
+    fallen = [part for part in story.parts if part.fall and not _is_cheap(part, story.reward)]
+    return max(fallen, key=_relative_fall, default=None)
+
+
+def _is_cheap(part: Reward, paid: Reward | None) -> bool:
+    """Return whether a paid reward function's fall is next to nothing beside what the others have gained."""
+    if paid is None or not paid.has_risen or not part.weight > 0:
+        return False
+    loss = part.weight * part.fall
+    return loss < NOTABLE * (paid.now - paid.start + loss)
 
 
 def _reward_rises(story: Story) -> bool:

@@ -157,6 +157,33 @@ def test_a_penalty_that_falls_is_no_fall_and_a_watched_reward_that_falls_is_one(
         assert judged.headline == "The reward function long has fallen"
 
 
+def test_a_function_without_a_positive_value_is_a_penalty_and_one_of_minus_one_and_one_is_not(tmp_path: Path) -> None:
+    """A brevity penalty of −.76 ± .11, as −length/40 has, and the right answer as ±1, while the paid sum rises."""
+    found = {}
+    for name, start, spread in (("short", -0.76, 0.11), ("seldom", -0.2, 0.4), ("right", -0.2, 0.97)):
+        folder = log_run(
+            tmp_path / name, entropy=noisy(falling, 0.005, 1), reward=noisy(rising, 0.03, 2),
+            settings={"reward_weights": [1.0, 0.5]},
+            rewards__exact__mean=noisy(rising, 0.03, 3), rewards__exact__std=0.5, **{
+                f"rewards__{name}__mean": noisy(lambda step, start=start: start - 0.01 * step, 0.002, 4),
+                f"rewards__{name}__std": spread},
+        )  # fmt: skip
+        found[name] = judge(read_run(folder)).kind
+    assert found == {"short": SPENT, "seldom": SPENT, "right": PART}
+
+
+@pytest.mark.parametrize(("weight", "kind"), [(0.05, SPENT), (0.5, PART), (0.0, PART)])
+def test_a_paid_function_whose_fall_costs_next_to_nothing_of_a_rising_sum_is_no_verdict(
+    tmp_path: Path, weight: float, kind: str
+) -> None:
+    folder = log_run(
+        tmp_path, settings={"reward_weights": [1.0, weight]}, entropy=noisy(falling, 0.005, 1),
+        reward=noisy(rising, 0.03, 2), rewards__right__mean=noisy(rising, 0.03, 3),
+        rewards__brief__mean=noisy(lambda step: 0.8 - 0.005 * step, 0.01, 4), rewards__brief__std=0.2,
+    )  # fmt: skip
+    assert judge(read_run(folder)).kind == kind
+
+
 def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_has_an_action(tmp_path: Path) -> None:
     assert (
         {state.kind for state in STATES} - set(ACTIONS) == {LEARNED, SPENT, RISES, STEADY, UNKNOWN} == {*NOTHING_TO_DO}

@@ -126,6 +126,19 @@ def test_a_planted_anomaly_gives_its_line_and_no_other(tmp_path: Path, planted: 
     assert evidence in by_rule[name].evidence
 
 
+@pytest.mark.parametrize(
+    ("weights", "then"),
+    [([1.0, 0.0], "Then pay for it, or stop."), ([1.0, 0.2], "Then correct what pays"), (None, "Then correct what")],
+)
+def test_only_a_reward_that_is_known_to_be_unpaid_is_advised_to_be_paid(
+    tmp_path: Path, weights: list[float] | None, then: str
+) -> None:
+    logged = {"rewards__right__mean": 0.5, "rewards__right__std": 0.5, "rewards__gold__mean": 0.5,
+              "rewards__gold__std": 0.5}  # fmt: skip
+    by_rule = lines(tmp_path, settings={"reward_weights": weights}, estimates=HACK, **logged)
+    assert then in by_rule["loophole"].setting
+
+
 NEAR: dict[str, dict[str, Any]] = {
     "a watched reward that rises": {
         "estimates": {**PAID, "measured/cumulative_reward/gold": lambda step: Estimate(0.005 * step, 0.02, 20)}
@@ -141,6 +154,13 @@ NEAR: dict[str, dict[str, Any]] = {
     "a watched reward that falls together with the paid one": {
         "rewards__gold__std": 0.5,
         "estimates": {**HACK, "measured/cumulative_reward": lambda step: Estimate(-0.01 * step, 0.01, 20)},
+    },
+    "a watched reward that falls while the paid one may not have risen": {
+        "rewards__gold__std": 0.5, "estimates": {
+            **HACK, "measured/cumulative_reward": lambda step: Estimate(0.06, 0.1, 8)},
+    },
+    "a penalty that is incurred more": {
+        "rewards__gold__mean": -0.76, "rewards__gold__std": 0.11, "estimates": HACK,
     },
     "two steps of equal rewards": {"reward_std": lambda step: 0.0 if step > 38 else 0.5},
     "a tenth of mixed prompts": {"frac_reward_zero_std": 0.85},

@@ -10,7 +10,7 @@ from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
-from rl_training.records.report.story import reward_weights
+from rl_training.records.report.story import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
 from rl_training.statistics.estimate import Estimate
@@ -53,14 +53,14 @@ def another_reward_falls(records: RunRecords) -> Line | None:
     paid, weights = records.run.estimates(REWARD_SUM), reward_weights(records.run)
     for metric in (name for name in records.run.names() if name.startswith(f"{REWARD_SUM}/")):
         function = metric.removeprefix(f"{REWARD_SUM}/")
-        if weights.get(function, 0.0) < 0:
+        if is_penalty(records.run, function):
             continue
         spread = records.run.logged(f"rewards/{function}/std").head(MIN_STEPS).mean()
         least = MIN_FALL * (spread if spread > 0 else 1.0)
         sums = records.run.estimates(metric)
         is_fallen = pd.Series(
             {
-                step: total.value < -max(least, MIN_FALL_STDERRS * total.stderr) and paid[step].value > 0
+                step: total.value < -max(least, MIN_FALL_STDERRS * total.stderr) and paid[step].bounds()[0] > 0
                 for step, total in sums.items()
                 if step in paid and math.isfinite(total.stderr)
             }
@@ -73,8 +73,9 @@ def another_reward_falls(records: RunRecords) -> Line | None:
             f"Steps raise the reward that is paid, by {format_estimate(paid[last])} in all, and lower "
             f"`{function}`, by {format_estimate(sums[last], times=-1.0)} (measured up to step {last})."
         )
-        advice = f"Read the responses that earn most: they earn it without `{function}`. Then pay for it, or stop."
-        return Line("loophole", since, said, advice)
+        read = f"Read the responses that earn most: they earn it without `{function}`."
+        then = "Then pay for it, or stop." if weights.get(function) == 0 else "Then correct what pays for them."
+        return Line("loophole", since, said, f"{read} {then}")
     return None
 
 

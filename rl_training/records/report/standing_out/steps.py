@@ -219,7 +219,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
         f"({steps_of(end)}), and entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
     )
-    return Line("large_step", best, said, f"Setting: {records.set_up.bounded_step()}, or a lower learning_rate.")
+    return Line("large_step", best, said, f"Setting: {records.set_up.smaller_steps()}.")
 
 
 def follows_noise(records: RunRecords) -> Line | None:
