@@ -34,6 +34,11 @@ def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
 
 
+def of_steps(total: Estimate, of_all: str) -> str:
+    """Return what a sum of measured effects is over: by its remark, such as "over 4 of 9 steps", or `of_all`."""
+    return total.reason.partition(":")[0] if total.reason.startswith("over ") else of_all
+
+
 def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
     """Return the mean of these rows of a metric, whose errors are independent; None if there are none."""
     if rows.empty:

@@ -36,6 +36,7 @@ QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answe
     "interventions": ("intervention", "what an entropy bonus or another loss would do"),
 }
 MAX_FUNCTIONS = 6  # reward functions with a line of their own
+MIN_MEASURED = 0.8  # share of the steps that must have been measured for a mean of them
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
@@ -65,24 +66,50 @@ def step_numbers(run: Run) -> list[list[str]]:
     """Return the table of STEP_NUMBERS, measured and predicted; [] if fewer than two rows have a number.
 
     Both columns are means over the same steps, the last ten that have both numbers; or over each one's own last ten.
+    Where too many steps could not be measured, there is no mean: those that could are the ones that moved least.
     """
     rows, windows = list[list[str]](), list[str]()
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
         columns = [by_step(findings.measured_by_one_step(run, measured)), by_step(run.finite_rows(predicted))]
         both = columns[0].index.intersection(columns[1].index)
-        columns = [(rows.loc[both] if len(both) else rows).tail(RECENT) for rows in columns]
+        known = (columns[0].loc[both] if len(both) else columns[0]).tail(RECENT)
+        asked = run.rows(measured)
+        of_asked, told = _measured_steps(asked, known, columns[0])
+        is_known = told >= MIN_MEASURED * of_asked
+        columns = [known, (columns[1].loc[both] if len(both) and is_known else columns[1]).tail(RECENT)]
         if any(map(len, columns)):
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
-            means = (format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns)
+            means = [format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns]
+            if not is_known:
+                why = asked.loc[asked["value"].isna(), "reason"].iloc[-1].partition(":")[0]
+                why = "" if any(why in cell for _, cell, _ in rows) else f": {why}"  # once in the table
+                means[0], columns[0] = f"{MISSING} (known of {told} of {of_asked} steps{why})", columns[0].iloc[:0]
             rows.append([label + share, *means])
-            windows.append(" and ".join(dict.fromkeys(steps_of(rows.index) for rows in columns if len(rows))))
+            window = " and ".join(dict.fromkeys(steps_of(rows.index) for rows in columns if len(rows)))
+            windows.append(f"{told} of {of_asked} steps, {window}" if is_known and told < of_asked else window)
     if len(rows) < 2:
         return []
     is_one = len(set(windows)) == 1
     if not is_one:
-        rows = [[f"{label}, {window}", *cells] for (label, *cells), window in zip(rows, windows, strict=True)]
+        rows = [
+            [f"{label}, {window}" if window else label, *cells]
+            for (label, *cells), window in zip(rows, windows, strict=True)
+        ]
     return [[f"by one step, mean of {windows[0]}" if is_one else "by one step, mean", "measured", "predicted"], *rows]
+
+
+def _measured_steps(asked: pd.DataFrame, shown: pd.DataFrame, known: pd.DataFrame) -> tuple[int, int]:
+    """Return how many steps a metric was to be measured at since the first shown one, and at how many it was.
+
+    Args:
+        asked: All rows of the metric, also those without a value.
+        shown: The rows that are to be averaged, by the step that they are about.
+        known: All rows with a value, likewise.
+    """
+    first = shown.index.min() if len(shown) else 0
+    steps = asked["about_step"].fillna(asked.index.to_series()).unique()
+    return int((steps >= first).sum()), int((known.index >= first).sum())
 
 
 def by_step(rows: pd.DataFrame) -> pd.DataFrame:
@@ -146,7 +173,8 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
         else:
             low, high = total.bounds()
             side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
-            note = f"{watched}the measured effects of all steps add up to {format_estimate(total, True)}: {side}"
+            what = f"the measured effects {findings.of_steps(total, 'of all steps')} add up to"
+            note = f"{watched}{what} {format_estimate(total, True)}: {side}"
         yield _from_to(f"reward {name}", story.levels.get(name), note)
 
 

@@ -772,6 +772,33 @@ def test_measured_and_predicted_effects_of_a_step_are_means_over_the_same_steps(
     assert length[0] == "length, tokens, steps 10–19"
 
 
+@pytest.mark.parametrize(("known", "window"), [(9, "9 of 10 steps, steps 1–9"), (3, "steps 1–10")])
+def test_effects_of_steps_of_which_many_are_not_known_have_no_mean_and_sums_say_of_how_many_they_are(
+    tmp_path: Path, known: int, window: str
+) -> None:
+    """The steps that moved too far to be measured are the last ones, here without prediction of length."""
+    records = Records(tmp_path / "logs")
+    far, remark = Estimate.missing("the sample is too small: take smaller steps"), f"over {known} of 10 steps: far"
+    for step in range(1, 11):
+        records.write_metrics(step, {"reward": 0.5, "rewards/a/mean": 0.5, "rewards/b/mean": 0.5})
+        told = {f"measured/{name}": Estimate(0.01, 0.001, 8) if step <= known else far
+                for name in ("delta_h", "delta_length")}  # fmt: skip
+        told |= {"measured/steps": Estimate(1.0), "delta_h/forward": Estimate(0.02, 0.001, 8)}
+        told["measured/cumulative_reward/a"] = Estimate(0.01 * known, 0.001, 8, remark)
+        records.write_estimates(step, 1, "measured", told)
+    run = read_run(tmp_path)
+    (heading, *_), entropy, length = step_numbers(run)
+    notes = {row.label: row.note for row in summarize(run)}
+    assert f"the measured effects over {known} of 10 steps add up to" in notes["reward a"]
+    if known == 9:
+        assert heading == f"by one step, mean of {window}"
+        assert entropy[1].startswith("+10.0")
+    else:
+        assert entropy[:2] == [f"entropy, 1e-3 nats per token, {window}",
+                               f"{MISSING} (known of 3 of 10 steps: the sample is too small)"]  # fmt: skip
+        assert length == ["length, tokens", f"{MISSING} (known of 3 of 10 steps)", MISSING]
+
+
 @pytest.mark.parametrize(
     ("kl", "words"), [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")]
 )

@@ -9,6 +9,7 @@ import pandas as pd
 from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report import findings
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
 from rl_training.records.report.story import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
@@ -69,8 +70,9 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         if since is None:
             continue
         last = int(is_fallen.index[-1])
+        of_steps = findings.of_steps(paid[last], "in all")
         said = (
-            f"Steps raise the reward that is paid, by {format_estimate(paid[last])} in all, and lower "
+            f"Steps raise the reward that is paid, by {format_estimate(paid[last])} {of_steps}, and lower "
             f"`{function}`, by {format_estimate(sums[last], times=-1.0)} (measured up to step {last})."
         )
         read = f"Read the responses that earn most: they earn it without `{function}`."
