@@ -21,7 +21,9 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.writing import level, plus_minus, steps_of
+from rl_training.statistics.estimate import Estimate
 
+REWARD_SUM = "measured/cumulative_reward"
 NOW = 0.75  # share of the run at which the present begins
 FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
 FALL_OF_TOP = 0.05  # of the highest possible reward: likewise
@@ -205,6 +207,7 @@ class Story:
     Args:
         functions: Of several reward functions, paid or watched (weight 0), those with enough values.
         levels: The numbers at both ends of the run, however short: by "reward", "token entropy" and names of functions.
+        effects: Sums of what the steps were measured to do to the paid reward, by step; empty if that was not measured.
         first, last: Logged steps.
         logged: Number of logged steps.
     """
@@ -214,6 +217,7 @@ class Story:
     functions: list[Reward]
     held_out: list[Reward]
     levels: Mapping[str, Levels]
+    effects: Mapping[int, Estimate]
     first: int
     last: int
     logged: int
@@ -222,6 +226,16 @@ class Story:
     def parts(self) -> list[Reward]:
         """The reward functions that are not meant to fall."""
         return [function for function in self.functions if not function.is_penalty]
+
+    def effect_since(self, step: int) -> Estimate:
+        """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
+        before, now = self.effects.get(step), next(reversed(self.effects.values()), None)
+        if now is None or now.reason:  # which names the steps that it lacks
+            return Estimate.missing("not all steps were measured")
+        if before is None or math.isnan(before.value):
+            return now if step <= self.first else Estimate.missing("where it began is not known")
+        variance = now.stderr**2 - before.stderr**2  # batches are independent
+        return Estimate(now.value - before.value, math.sqrt(variance) if variance > 0 else math.nan, now.num_samples)
 
     @classmethod
     def of(cls, run: Run) -> Story:
@@ -244,7 +258,8 @@ class Story:
             if len(values)
         }
         held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
-        return cls(reward, entropy, functions, held_out, levels, run.steps[0], run.steps[-1], len(run.steps))
+        effects, steps = run.estimates(REWARD_SUM), run.steps
+        return cls(reward, entropy, functions, held_out, levels, effects, steps[0], steps[-1], len(steps))
 
 
 def _known(curves: Iterable[Reward | None]) -> list[Reward]:

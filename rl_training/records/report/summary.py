@@ -14,8 +14,7 @@ from rl_training.records.report.interventions import NO_FALL, Effect, earned_per
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.set_up import SetUp
-from rl_training.records.report.standing_out.rewards import REWARD_SUM
-from rl_training.records.report.story import Levels, Story, levels_of, reward_functions, reward_weights
+from rl_training.records.report.story import REWARD_SUM, Levels, Story, levels_of, reward_functions, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, RECENT
 from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, Verdict, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, on_one_line, percent, steps_of

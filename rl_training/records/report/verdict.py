@@ -164,12 +164,17 @@ def _has_learned(story: Story) -> bool:
 
 
 def _is_lost(story: Story) -> bool:
-    """Return whether reward stands, within what the loss of entropy should have bought, while entropy falls."""
+    """Return whether reward stands, within what the loss of entropy should have bought, while entropy falls.
+
+    Not if the steps were measured to have raised it, by what may be as much: single batches only hide that.
+    """
     reward, entropy = story.reward, story.entropy
     if reward is None or entropy is None:
         return False
-    lost = entropy.lost_since(reward.line.step(reward.stands_from))
-    is_cheap = reward.gain_since(reward.stands_from) < max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
+    since = reward.line.step(reward.stands_from)
+    lost, (low, high) = entropy.lost_since(since), story.effect_since(since).bounds()
+    price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
+    is_cheap = reward.gain_since(reward.stands_from) < price and not (low > 0 and high > price)
     return is_cheap and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
 
 

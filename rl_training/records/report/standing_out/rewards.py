@@ -11,7 +11,7 @@ from scipy.special import betaln
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
-from rl_training.records.report.story import is_penalty, reward_weights
+from rl_training.records.report.story import REWARD_SUM, is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
 from rl_training.statistics.estimate import Estimate
@@ -28,7 +28,6 @@ MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
 CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
 MIN_FALL = 0.06  # of a function's standard deviation, by which steps must have lowered it; .03 for rewards of 0 and 1
 MIN_FALL_STDERRS = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
-REWARD_SUM = "measured/cumulative_reward"
 NOTHING_LEARNED = "Nothing has been learned from rewards"
 
 
