@@ -217,7 +217,7 @@ class Story:
     functions: list[Reward]
     held_out: list[Reward]
     levels: Mapping[str, Levels]
-    effects: Mapping[int, Estimate]
+    effects: dict[int, Estimate]
     first: int
     last: int
     logged: int
