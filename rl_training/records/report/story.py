@@ -45,7 +45,7 @@ class Levels:
 
     Args:
         start: Mean of the first logged steps.
-        now: The level at the last step; None if there is only one value.
+        now: The level at the last step, within the range of the values; None if there is only one value.
         error: Standard error of `now`; nan if unknown.
         window: The steps that they cover, in words.
     """
@@ -83,7 +83,8 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = 
     head = first_values(values)
     at = f"mean of {steps_of(head)}" if len(head) > 1 else steps_of(head)
     window = f"{at} → smoothed level at step {line.last}, ± two standard errors"
-    return Levels(float(head.mean()), line.now, line.now_error if math.isnan(error) else error, window)
+    now = min(max(line.now, float(values.min())), float(values.max()))  # a line's end may lie beyond all values
+    return Levels(float(head.mean()), now, line.now_error if math.isnan(error) else error, window)
 
 
 def first_values(values: pd.Series[float]) -> pd.Series[float]:
@@ -102,7 +103,7 @@ class Reward:
         top: The highest possible value; nan if unknown.
         fall: By how much it lies below its best, if that matters; otherwise 0.
         since: Step since which it has fallen; the last step if it has not.
-        best: Its best level.
+        best: Its best level, within the range of its values.
         levels: Its levels at both ends.
         is_penalty: Whether it is a reward function with a negative weight, or without a positive value: its falls say
             that it is incurred, not that something good was lost.
@@ -274,16 +275,16 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
     smooth, levels = line.smooth(), levels_of(values, line)
-    best = max(float(smooth.max()), line.start)
+    best, highest = max(float(smooth.max()), line.start), float(values.max())
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
-        return Reward(name, line, spread, top, 0.0, line.last, best, levels)
+        return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
     since = line.since(line.fitted < line.now + 0.9 * fall) or 0
     first = (
         float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
     )  # before a fall in the first steps
-    return Reward(name, line, spread, top, fall, line.step(since), max(best, first), levels)
+    return Reward(name, line, spread, top, fall, line.step(since), min(max(best, first), highest), levels)
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:

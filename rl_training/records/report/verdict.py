@@ -285,7 +285,8 @@ def _of_entropy(entropy: Entropy | None) -> str:
 
 
 def _now(reward: Reward) -> str:
-    return plus_minus(reward.now, 2 * reward.line.now_error)
+    assert reward.levels.now is not None
+    return plus_minus(reward.levels.now, 2 * reward.levels.error)
 
 
 def _share(share: float) -> str:

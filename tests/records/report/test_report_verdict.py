@@ -20,6 +20,7 @@ from rl_training.records.report.advice import ACTIONS
 from rl_training.records.report.opening import opening
 from rl_training.records.report.rates import entropy_now, forward_and_backward
 from rl_training.records.report.series import read_run
+from rl_training.records.report.story import Story
 from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     ERUPTS,
@@ -38,6 +39,7 @@ from rl_training.records.report.verdict import (
     Verdict,
     judge,
 )
+from rl_training.records.report.writing import plus_minus
 
 
 def verdict(folder: Path, entropy: Curve, reward: Curve, steps: int = 40, **curves: Curve) -> Verdict:
@@ -242,6 +244,19 @@ def test_bounded_steps_that_lose_reward_are_not_advised_the_bound_that_they_have
     }  # fmt: skip
     folder = log_run(tmp_path, estimates=targets, others=others, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
     assert opening(read_run(folder)).advice.endswith(f"and train on with {advised}")
+
+
+def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Path) -> None:
+    """Rewards of 0 and 1 that reach an end only in the last step: a line through them ends at 1.02, or at −.02."""
+    for name, reward in (
+        ("up", lambda step: min(0.2 + 0.07 * step, 1.0)),
+        ("down", lambda step: max(0.8 - 0.08 * step, 0.0)),
+    ):
+        run = read_run(log_run(tmp_path / name, 12, reward=reward, entropy=noisy(level, 0.01, 1)))
+        judged, levels = judge(run), Story.of(run).levels["reward"]
+        assert abs(Story.of(run).reward.now - 0.5) > 0.5
+        assert levels.now == (1.0 if name == "up" else 0.0)
+        assert f"{plus_minus(levels.now, 2 * levels.error)}" in judged.headline + judged.evidence
 
 
 @pytest.mark.parametrize("seed", range(5))
