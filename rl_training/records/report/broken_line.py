@@ -18,7 +18,10 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
+from rl_training.records.report.writing import Z_95
+
 MIN_VALUES = 5  # for anything at all
+FEW = 16  # values: with fewer, the error of the noise matters
 MAX_BINS = 96
 MIN_PIECE = 4  # bins; at least one eighth of all
 PIECE, SLOPE = 10.0, 7.0  # penalties, in units of the noise's variance
@@ -66,8 +69,14 @@ class BrokenLine:
 
     @property
     def now_error(self) -> float:
-        """Standard error of `now`, that of the mean of the last piece or of a quarter of the run."""
-        return self.noise / math.sqrt(min(len(self.fitted) - self.pieces[-2], max(len(self.fitted) // 4, MIN_PIECE)))
+        """Standard error of `now`, that of the mean of the last piece or of a quarter of the run.
+
+        Few values tell the noise badly. Below FEW, Student's quantile widens the error so that twice it is about a 95 %
+        interval; second differences of n values have about (n − 2) / 2 degrees of freedom.
+        """
+        count = len(self.fitted)
+        error = self.noise / math.sqrt(min(count - self.pieces[-2], max(count // 4, MIN_PIECE)))
+        return error * (float(stdtrit((count - 2) / 2, 0.975)) / Z_95 if count < FEW else 1.0)
 
     def at(self, share: float) -> float:
         """Return the curve at a share of the run, from 0 to 1."""

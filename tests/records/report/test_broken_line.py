@@ -64,6 +64,12 @@ def test_noise_alone_is_one_level_piece(rho: float, most: int) -> None:
     assert sum(np.ptp(fitted(correlated(rho, 40, seed)).fitted) > 1e-12 for seed in range(200)) <= most
 
 
+def test_the_last_level_of_few_values_is_within_twice_its_error_in_nine_of_ten_series() -> None:
+    """Of 500 series of 8 values of noise, whose size is estimated from six second differences."""
+    lines = [fitted(correlated(0.0, 8, seed)) for seed in range(500)]
+    assert sum(abs(line.now) <= 2 * line.now_error for line in lines) >= 450
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
 def test_the_noise_of_correlated_values_is_enlarged_whatever_the_trend(rho: float) -> None:
     """The variance of the mean of n values with the correlation ρ is σ²/n · (1 + ρ)/(1 − ρ)."""
