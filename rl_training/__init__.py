@@ -1,4 +1,12 @@
-"""Probes for reinforcement learning of language models: in TRL's GRPO trainer, or in a loop in plain PyTorch."""
+"""Probes for reinforcement learning of language models: in TRL's GRPO trainer, in verl, or in a loop in plain PyTorch.
+
+CONTRIBUTING.md has a tree of the packages. Beside them:
+
+errors.py, shadowing.py      errors that say what to change, also if a user's file hides a library
+extras.py, options.py        which libraries an optional part needs; settings as arguments, with the closest name
+limited_files.py             reads files within limits of size and time
+attach.py, verl_plugin.py    entries of `python -m rl_training.attach` and of verl; version.py has the version
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@
     stepped()                parameters and optimizer states have moved, or the loop has skipped the step
     finish()                 returns the probes' estimates
 
+Five more are for hosts that know more: `finish_backward` or `drop_backward` as soon as a backward has ended or failed,
+`about_to_step` right before the optimizer's step, `skip_step` and `fail_step` if there is none.
+
 Only the driver calls probes, times them and owns their states. Hooks are active from `microbatch` to the next call,
 while only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same as
 without probes, on a GPU with deterministic kernels.

@@ -10,8 +10,8 @@ follow its formula, the predictions become nan and the state that came with them
 nothing, its state is kept at once, so that two states need not be in memory during the optimizer's step.
 
 A probe must not change training: no `.backward()`, no writes to parameters, gradients or optimizer states. If it cannot
-measure something, it returns `Estimate.missing(reason)` under that name and never leaves the name out. A new probe is
-one such class in one file, a three-line YAML in conf/probe and a test.
+measure something, it returns `Estimate.missing(reason)` under that name and never leaves the name out. CONTRIBUTING.md
+lists what a new shipped probe has beside its class: a YAML in conf/probe, rows in the documentation and a test.
 """
 
 from __future__ import annotations

@@ -145,38 +145,48 @@ class StepRecorder:
         group_size = self.responses_per_prompt
         prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
         origin, fixes = join_origins([rollout.origin for rollout in self.rollouts]), loop.fixes
-        is_reused = origin.learned or not seen_prompts.isdisjoint(prompts.tolist())
-        is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
-        has_other_sizes = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
-        is_incomplete, is_mixed = bool((counts != group_size).any()), self._mixes_prompts(prompt_of_row, len(prompts))
+        is_mixed = self._mixes_prompts(prompt_of_row, len(prompts))
         # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
         has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
-        is_mixed = is_mixed or (has_one_fold and len(prompts) > 1)
-        has_own_pass, has_other_terms = (self.other_terms == reason for reason in (OWN_FORWARD_PASS, OTHER_TERMS))
-        no_fresh = loop.reasons.no_fresh_responses
-        local_reasons = (mismatch, origin.sample_reason, origin.groups_reason, no_fresh)
-        local_flags = [is_incomplete, is_mixed, is_reused, is_hooked, has_own_pass, has_other_terms, has_other_sizes]
-        flags = index.new_tensor([*local_flags, *map(bool, local_reasons)], dtype=torch.float64)
-        incomplete, mixed, reused, hooked, own_pass, terms, other_sizes, *is_anywhere = loop.ranks.reduce(
-            flags
-        ).tolist()
-        other_terms = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass) if own_pass else None
-        mismatch, no_sample, no_groups, no_fresh = (
-            reason or (elsewhere if anywhere else None)
-            for reason, elsewhere, anywhere in zip(local_reasons, REASONS_ELSEWHERE, is_anywhere, strict=True)
-        )
-        mixed = mixed or incomplete
-        split = no_groups or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
-        mixed_prompts = no_groups or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
+        reasons = {
+            "mismatch": mismatch,
+            "no_sample": origin.sample_reason,
+            "no_groups": origin.groups_reason,
+            "no_fresh": loop.reasons.no_fresh_responses,
+        }
+        facts = {
+            "own_pass": self.other_terms == OWN_FORWARD_PASS,
+            "other_terms": self.other_terms == OTHER_TERMS,
+            "incomplete": bool((counts != group_size).any()),
+            "mixed": is_mixed or (has_one_fold and len(prompts) > 1),
+            "reused": origin.learned or not seen_prompts.isdisjoint(prompts.tolist()),
+            "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
+            "other_sizes": [len(rows) for rows in self.microbatch_rows] != [*self.sizes],
+        }
+        here = {**reasons, **facts}
+        flags = index.new_tensor([*map(bool, here.values())], dtype=torch.float64)
+        anywhere = dict(zip(here, loop.ranks.reduce(flags).tolist(), strict=True))
+
+        def reason_of(name: str) -> Unavailable | None:
+            return reasons[name] or (REASONS_ELSEWHERE[name] if anywhere[name] else None)
+
+        def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
+            return reason if anywhere[name] else None
+
+        mismatch, no_groups = reason_of("mismatch"), reason_of("no_groups")
+        split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
+        mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
+        mixed_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
+        own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
         return Reasons(
-            sampling_mismatch=mismatch or no_sample,
-            no_fresh_responses=mismatch or no_fresh,
-            reused=REUSED.with_fix(fixes.no_reuse) if reused else None,
+            sampling_mismatch=mismatch or reason_of("no_sample"),
+            no_fresh_responses=mismatch or reason_of("no_fresh"),
+            reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,
-            mixed_prompts=OTHER_SIZES if other_sizes else mixed_prompts,
-            other_terms=other_terms or (OTHER_TERMS if terms else None),
-            hooked=HOOKED if hooked else None,
+            mixed_prompts=reason_if("other_sizes", OTHER_SIZES) or mixed_prompts,
+            other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
+            hooked=reason_if("hooked", HOOKED),
             dr_grpo_fix=fixes.dr_grpo,
         )
 

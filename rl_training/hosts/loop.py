@@ -49,7 +49,7 @@ LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measu
 def measured_loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    probes: Sequence[Probe] | Probe,
+    probes: Sequence[Probe | str] | Probe | str,
     *,
     responses_per_prompt: int,
     microbatch_size: int,

@@ -3,6 +3,8 @@
 rollout.py, scores.py                  the sequences, and their log-probabilities and entropies: read these first
 policy.py                              the policy as probes see it
 scorer.py                              scores of any causal model: inputs.py feeds it, linear_head.py saves memory
+forward.py                             calls with the model's `forward` replaced
+token_distributions.py                 next-token distributions, and their KL divergence after a step
 precision.py, rng.py                   precision and random streams of measurements, restored afterwards
 padding_check.py, rotary.py            models whose scores depend on the batch that a response is scored in
 """

@@ -1,5 +1,10 @@
 """The probes, one file each: the formula with its source, the pure functions and the class that calls them.
 
+simple.py, measured.py         what a step is predicted to do, and what it has done
+interventions.py               what other steps would do; token_classes.py: which tokens do it
+ground_truth.py                the change on fresh responses; covariance.py: a simpler predictor beside it
+gns.py, ess.py, sampler.py     the gradient's noise, weights of responses, and whether the policy drew them
+
 What a single probe needs has a file of its own beside it: trapezoid.py for simple.py, previous_policy.py and
 running_sum.py for measured.py, top_tokens.py for token_classes.py, advantage_covariance.py for covariance.py,
 fresh_sample.py and importance.py for ground_truth.py. The last three serve checkpoint analyses too.

@@ -82,9 +82,9 @@ class EffectiveSampleSizeProbe(Probe):
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
             "ess/importance": estimate(importance, no_importance),
         }
-        for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
-            size = kish_size_of_sums(*sums)
-            reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
+        for name, kish in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
+            size = kish_size_of_sums(*kish)
+            reason = (NO_WEIGHT if kish[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
             estimates |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
         return Reading(measured=estimates)
 

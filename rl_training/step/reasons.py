@@ -30,16 +30,16 @@ ONE_RESPONSE = Unavailable(
 )
 # The reasons of a rank that has none itself, if another rank has one: another sampler, responses that are no sample,
 # responses that cannot be assigned to prompts, no fresh responses.
-REASONS_ELSEWHERE = (
-    SAMPLING_MISMATCH.prefixed("on another process"),
-    SAMPLING_MISMATCH.prefixed("on another process"),
-    Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
-    Unavailable(
+REASONS_ELSEWHERE = {
+    "mismatch": SAMPLING_MISMATCH.prefixed("on another process"),
+    "no_sample": SAMPLING_MISMATCH.prefixed("on another process"),
+    "no_groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
+    "no_fresh": Unavailable(
         "no_sample_elsewhere",
         "another process cannot sample fresh responses",
         fix="give sample=... to measured_loop on all",
     ),
-)
+}
 NO_SAMPLING_LOGPS = Unavailable(
     "no_sampling_logps",
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios",

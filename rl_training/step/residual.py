@@ -13,7 +13,7 @@ If a known sampler μ drew the tokens, each is weighted by w = π(t)/μ(t) of th
 variance Σ_v π_v w_v (log π_v + h)² needs μ at tokens that were not drawn. It is estimated as the sum of varentropies
 times Σ w²x² / Σ w x² over the drawn tokens, x = log π + h, and at least times 1.
 
-Chance (step/martingale.py) exceeds the limit of the running sum with probability RUN_ALPHA over a run of any
+Chance (step/martingale.py) exceeds the bound of the running sum with probability RUN_ALPHA over a run of any
 length, and that of single steps with STEPS_ALPHA over 10,000 measured steps: together less than 1 %. A sampler as close
 as an inverse temperature of 1 ± TOLERANCE is taken for the policy, since kernels and half precision make such
 differences, and a long run would find any.

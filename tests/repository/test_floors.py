@@ -164,10 +164,13 @@ def test_probes_get_gradients_and_predictions_only_through_their_context() -> No
             assert layer != "entropy" or not module or module[0] in formulas, f"{path.name} imports {name}"
 
 
-def test_files_named_in_a_package_docstring_exist() -> None:
+def test_the_docstring_of_a_package_names_each_of_its_files_and_no_other() -> None:
     for package in PACKAGE.rglob("__init__.py"):
         docstring = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or ""
-        for name in re.findall(r"\b[a-z_]+\.py\b", docstring):
+        named = set(re.findall(r"\b[a-z0-9_]+\.py\b", docstring))
+        here = {path.name for path in package.parent.glob("*.py") if not path.name.startswith("__")}
+        assert here <= named, f"{package.relative_to(ROOT)} does not name {here - named}"
+        for name in named:
             assert list(package.parent.rglob(name)), f"{package.relative_to(ROOT)} names {name}"
 
 

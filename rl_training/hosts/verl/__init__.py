@@ -1,6 +1,9 @@
 """Probes in verl. Its workers import this: actor_rollout_ref.model.external_lib=rl_training.hosts.verl.
 
 python -m rl_training.hosts.verl ...        # instead of python -m verl.trainer.main_ppo, with the same settings
+
+trainer.py keeps the responses to a prompt together; engine.py reports each step of its workers to the probes, and
+batch.py converts their microbatches.
 """
 
 from importlib.metadata import version

@@ -7,6 +7,7 @@ run_settings.py   settings of a stored run: to branch from, resume or analyze it
 stored.py         reads files of settings that may come from somebody else, so that nothing in them runs
 custom_code.py    makes the user's own code importable if it is named
 checks.py         checks the settings of each command; values.py checks single values against ranges.yaml
+probe_group.py    the group `probe`, for a command of another package
 nested.py         nested settings and their dotted keys
 hydra_errors.py   explains Hydra's errors in plain words
 """

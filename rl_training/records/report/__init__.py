@@ -1,13 +1,15 @@
 """The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
     series.py         the records of a run as one table
-    verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
-    opening.py        the first lines, from these; hindrance.py: why there are no predictions
+    story.py          what entropy and reward do, by broken_line.py without their noise; trends.py, rates.py
+    verdict.py        what that means; advice.py and set_up.py: the one thing to change
+    opening.py        the first lines, from these; as_json.py: for programs; hindrance.py: why there are no predictions
     standing_out/     rules that each detect one fault
     ledger.py         where the entropy went: a sum that closes
     tokens.py         which tokens change entropy
     findings.py, own_probes.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
     charts.py, figures.py, labels.py, writing.py                                     drawing and wording
+    preview.py        a chart at once, before the page's scripts draw it
     calibration.py    how well predictions match the truth
     page.py (with environment.py's templates), summary.py                            the page, and the terminal
 

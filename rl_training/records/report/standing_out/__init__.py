@@ -1,6 +1,9 @@
 """What stands out in a run's records: at most three lines, each with its evidence, its first step and a setting.
 
 They state what was measured and do not guess at causes. A line that explains others comes before them.
+
+line.py                                             a line, and the records that rules look at
+rewards.py, objective.py, sampling.py, steps.py     the rules
 """
 
 from __future__ import annotations
