@@ -39,9 +39,9 @@ MIN_WINDOW = 5  # steps that it covers at least
 RISES = 4.0  # standard errors of its slope by which reward must rise in the window
 MAX_CORRELATION = 0.8  # of neighbouring steps' scatter: beyond, the error would be a guess
 NO_PATH = Unavailable("no_path", "fewer than {least} of its steps have logged both reward and entropy")
-NO_RISE = Unavailable("no_rise", "its reward does not rise by more than noise")
+NO_RISE = Unavailable("no_rise", "its reward rises too little beside its noise")
 BEGINS_ABOVE = Unavailable(
-    "begins_above", "its reward begins at {first:.3g}, above {level:.3g}, all that the other earns"
+    "begins_above", "its reward begins at {first:.3g}, where the other reaches {level:.3g} at most"
 )
 NOT_REACHED = Unavailable("not_reached", "its reward does not reach {level:.3g}")
 

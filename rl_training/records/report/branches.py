@@ -18,6 +18,7 @@ from rl_training.records.report.set_up import TRL, SetUp
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
+CALLBACK_PAGE = "docs/how_to/entropy_is_falling.md"
 BRANCH_STEPS = 40  # steps of each branch
 
 
@@ -57,12 +58,19 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     step = run.steps[-1]
     plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
+    change = as_setting(effect, set_up)
+    if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
+        factor = name.partition(":")[2]
+        change = f"ScaleLearningRate({factor}) of {CALLBACK_PAGE} among its callbacks, because resuming keeps the rate"
+    saved = "that it has saved"
+    if set_up.trainer("save_strategy") == "no":
+        saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
     return [
-        f"# Twice, each with a trainer made anew, from a checkpoint that it has saved; max_steps above {step}.",
+        f"# Twice, each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}.",
         "# The first without a change:",
         f'with attach(trainer, "{plain}"):',
         f"    {resume}",
-        f"# The second with {as_setting(effect, set_up)}:",
+        f"# The second with {change}:",
         f'with attach(trainer, "{changed}"):',
         f"    {resume}",
         "# Then, in a shell:",

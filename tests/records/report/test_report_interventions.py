@@ -14,7 +14,7 @@ from logged_runs import Curve, log_run, noisy
 
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
-from rl_training.records.report.branches import branch_commands
+from rl_training.records.report.branches import CALLBACK_PAGE, branch_commands
 from rl_training.records.report.charts import Section
 from rl_training.records.report.interventions import Effect, interventions_of_run, plane
 from rl_training.records.report.opening import opening
@@ -22,6 +22,8 @@ from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import NOTHING_TO_DO
 from rl_training.statistics.estimate import Estimate
+
+ROOT = Path(__file__).parents[3]
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 NONE = Estimate.missing("it has no strength")
@@ -222,7 +224,10 @@ def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_f
     lines = told(record(tmp_path / "run", which=only_lr, trainer=trainer)).commands
     compile("\n".join(lines[:-1]), "lines", "exec")
     assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 2
-    assert "GRPOConfig(learning_rate=5e-06)" in lines[4]
+    assert "ScaleLearningRate(0.5)" in lines[4]  # GRPOConfig's rate would not act on a resumed trainer
+    assert "class ScaleLearningRate(TrainerCallback)" in (ROOT / CALLBACK_PAGE).read_text(encoding="utf-8")
+    unsaved = told(record(tmp_path / "unsaved", which=only_lr, trainer=trainer | {"save_strategy": "no"})).commands
+    assert "this run has saved none" in unsaved[0]
     assert shlex.split(lines[-1]) == ["rl-training", "report", f"{tmp_path}/run_plain", f"{tmp_path}/run_lr_0.5"]
 
 
