@@ -136,8 +136,8 @@ def test_the_level_is_the_highest_reward_that_both_reach_beyond_noise(tmp_path: 
     ("first", "second", "code"),
     [
         (np.linspace(0.1, 0.4, 30), np.linspace(0.5, 0.8, 30), "its reward begins at"),
-        (np.linspace(0.1, 0.4, 30), np.full(30, 0.3), "its reward does not rise by more than noise"),
-        (np.linspace(0.1, 0.4, 30), np.linspace(0.4, 0.1, 30), "its reward does not rise by more than noise"),
+        (np.linspace(0.1, 0.4, 30), np.full(30, 0.3), "its reward rises too little beside its noise"),
+        (np.linspace(0.1, 0.4, 30), np.linspace(0.4, 0.1, 30), "its reward rises too little beside its noise"),
         (np.linspace(0.1, 0.4, 30), np.linspace(0.1, 0.4, 7), "fewer than 8 of its steps"),
     ],
     ids=["no overlap", "constant", "falls", "short"],
