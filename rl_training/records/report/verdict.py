@@ -19,7 +19,7 @@ FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "lea
 SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
 ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
 NOTABLE = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight
-MIN_LOSS = 0.1  # share of entropy that must be lost while reward stands
+MIN_LOSS = 0.1  # share of entropy that must be lost while reward is flat
 LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
 MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
 CEILING = 0.8  # of the highest possible reward: learned
@@ -164,7 +164,7 @@ def _has_learned(story: Story) -> bool:
 
 
 def _is_lost(story: Story) -> bool:
-    """Return whether reward stands, within what the loss of entropy should have bought, while entropy falls.
+    """Return whether reward is flat, within what the loss of entropy should have bought, while entropy falls.
 
     Not if the steps were measured to have raised it, by what may be as much: single batches only hide that.
     """
@@ -245,7 +245,7 @@ def _what_is_left(story: Story) -> str:
     if reward is None:
         return f"{said}."
     little = "and it bought next to nothing: " if _gained_little(story) else ""
-    return f"{said}, {little}reward {reward.levels.text}, and it stands."
+    return f"{said}, {little}reward {reward.levels.text}, and it is flat."
 
 
 def _loss(story: Story) -> str:
@@ -255,7 +255,7 @@ def _loss(story: Story) -> str:
     since = reward.line.step(reward.stands_from)
     lost = entropy.lost_since(since)
     return (
-        f" since step {since}: {_share(lost)} of it in these steps, while reward stands at {_now(reward)}. "
+        f" since step {since}: {_share(lost)} of what there was then, while reward is flat at {_now(reward)}. "
         f"{_of_entropy(entropy)}"
     )
 
@@ -265,7 +265,7 @@ def _both(story: Story, name: str = "Reward") -> str:
     reward = story.reward
     if reward is None:
         return _of_entropy(story.entropy)
-    verb = "has fallen" if reward.fall else "rises" if reward.rises else "stands"
+    verb = "has fallen" if reward.fall else "rises" if reward.rises else "is flat"
     return f"{name} {reward.levels.text}, now it {verb}. {_of_entropy(story.entropy)}".strip()
 
 
@@ -279,7 +279,7 @@ def _of_entropy(entropy: Entropy | None) -> str:
     levels = f"Entropy {entropy.levels.text} nats"
     if entropy.left < ALMOST_NOTHING:
         return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
-    verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "stands"
+    verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "is flat"
     left = f", {_share(entropy.left)} is left" if entropy.left < 1 else ""
     return f"{levels}{left}, now it {verb}."
 
