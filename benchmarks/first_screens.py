@@ -47,7 +47,7 @@ PORT = 6097
 SCALE, COLOURS = 2, 64
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=30000",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--timeout=15000",
     "--run-all-compositor-stages-before-draw", f"--force-device-scale-factor={SCALE}",
 )  # fmt: skip
 

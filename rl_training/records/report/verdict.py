@@ -303,7 +303,7 @@ STATES = (
     State(RISES, _both_rise, "Entropy rises, and so does reward", _after_colon),
     State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _after_colon),
     State(GONE, _is_wasted, "Entropy is gone", _what_is_left),
-    State(LOST, _is_lost, "Entropy is being lost", _loss),
+    State(LOST, _is_lost, "Entropy has been lost", _loss),
     State(ERUPTS, _has_erupted, "Entropy has risen, and reward has not", _after_colon),
     State(RISES, _rises, "Entropy rises", _after_colon),
     State(STEADY, _is_steady, "Entropy is steady", _after_colon),

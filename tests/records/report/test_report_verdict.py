@@ -117,7 +117,7 @@ def test_the_step_since_which_a_verdict_holds_is_that_of_the_change(tmp_path: Pa
     assert abs(fallen.since - 25) <= 1
     assert abs(gone.since - 10) <= 1
     assert 25 <= lost.since <= 33
-    assert f"Entropy is being lost since step {lost.since}" in lost.headline + lost.evidence
+    assert f"Entropy has been lost since step {lost.since}" in lost.headline + lost.evidence
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) ->
     scale = {"gns/batch_ratio": 0.05, "gns/batch_ratio_low": 0.02, "gns/batch_ratio_high": 0.1}
     told = {name: lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
     first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
-    assert first.headline == "Entropy is being lost"
+    assert first.headline == "Entropy has been lost"
     assert first.advice == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
 
 
