@@ -47,16 +47,22 @@ PORT = 6097
 SCALE, COLOURS = 2, 64
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--timeout=15000",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
     "--run-all-compositor-stages-before-draw", f"--force-device-scale-factor={SCALE}",
 )  # fmt: skip
+
+
+# How long to wait: a report draws its charts when it is idle, which it never is on a clock that jumps, and TensorBoard
+# goes on asking for data, so that another clock would never end.
+WAIT, WAIT_FOR_DASHBOARD = "--timeout=15000", "--virtual-time-budget=30000"
 
 
 def photograph(page: str, picture: Path, size: tuple[int, int], browser: str) -> None:
     """Write the top of a page as a PNG with few colours."""
     with tempfile.TemporaryDirectory() as profile:
         window = f"--window-size={size[0]},{size[1]}"
-        command = [browser, *FLAGS, window, f"--user-data-dir={profile}", f"--screenshot={picture}", page]
+        wait = WAIT_FOR_DASHBOARD if page.startswith("http") else WAIT
+        command = [browser, *FLAGS, wait, window, f"--user-data-dir={profile}", f"--screenshot={picture}", page]
         subprocess.run(command, check=True, capture_output=True)
     with Image.open(picture) as image:
         image.convert("RGB").quantize(COLOURS).save(picture, optimize=True)

@@ -97,7 +97,8 @@ def _by_own_tokens(records: RunRecords) -> Line | None:
         f"Estimates of earlier steps describe these responses too."
     )
     temperature = records.set_up.number("temperature", 1.0)
-    setting = f"Setting: generate with the trained weights at temperature {temperature:g} and top-p 1, without forced tokens."
+    sampler = f"temperature {temperature:g} and top-p 1, without forced tokens"
+    setting = f"Setting: generate with the trained weights at {sampler}."
     return Line("sampler", int(noticed.index[0]), said, setting)
 
 
