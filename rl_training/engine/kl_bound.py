@@ -116,7 +116,8 @@ class KLBound:
         """
         self.state = state
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
-        self._last_schedule_factor, self._has_warned = 1.0, False
+        self._last_schedule_factor = 1.0
+        self._has_warned = False
         self._has_formula = not (reason := view_optimizer(shard).reason)
         if reason and shard.optimized is not shard.trained:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")

@@ -85,6 +85,7 @@ def measured_loop(
         model: A Hugging Face causal language model, DDP around one, or one sharded by `fully_shard`.
         optimizer: A torch optimizer, or accelerate's wrapper of one. No GradScaler: train in bf16 or fp32.
         probes: What to measure: probe objects, or names such as "simple".
+        responses_per_prompt: Responses that each prompt of a step has.
         microbatch_size: Sequences of one forward and backward on this rank, the same in all microbatches.
         microbatches: Microbatches of one optimizer step on this rank.
         max_grad_norm: The threshold of the loop's own `clip_grad_norm_`. None if it does not clip.

@@ -381,6 +381,19 @@ def test_rounding_that_hides_small_steps_is_reported_and_refused(make_trainer: C
         trainer.train()
 
 
+def take_step(measured: Any, number: int, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Take a step of a plain loop, and return what was measured."""
+    parts = microbatches(1)
+    with measured.step(number) as metrics:
+        for part in parts:
+            logps, entropies = scores_of(model, part)
+            measured.microbatch(part, logps, entropies.detach())
+            loss_of(logps, part, len(parts)).backward()
+        measured.gradients_ready()
+        optimizer.step()
+    return dict(metrics)
+
+
 def test_a_plain_loop_gets_the_kl_bound_by_one_argument() -> None:
     losses, count = [], len(microbatches(1))
     for share in (None, SHARE):
@@ -391,14 +404,7 @@ def test_a_plain_loop_gets_the_kl_bound_by_one_argument() -> None:
             model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=count, dr_grpo=True,
             target_kl_share=share,
         ) as measured:  # fmt: skip
-            with measured.step(1) as metrics:
-                for part in microbatches(1):
-                    logps, entropies = scores_of(model, part)
-                    measured.microbatch(part, logps, entropies.detach())
-                    loss_of(logps, part, count).backward()
-                measured.gradients_ready()
-                optimizer.step()
-            losses.append(dict(metrics))
+            losses.append(take_step(measured, 1, model, optimizer))
         assert optimizer.param_groups[0]["lr"] == 1e-2
     assert losses[1]["learning_rate"] < 0.1 * losses[0]["learning_rate"]
     assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
@@ -414,13 +420,7 @@ def test_a_schedule_that_stays_far_below_the_optimizers_rate_is_said_once(caplog
         target_kl_share=SHARE,
     ) as measured:  # fmt: skip
         for number in (1, 2, 3):
-            with measured.step(number):
-                for part in microbatches(1):
-                    logps, entropies = scores_of(model, part)
-                    measured.microbatch(part, logps, entropies.detach())
-                    loss_of(logps, part, count).backward()
-                measured.gradients_ready()
-                optimizer.step()
+            take_step(measured, number, model, optimizer)
             optimizer.zero_grad()
             schedule.step()
     (said,) = [line for line in caplog.messages if "the schedule holds the learning rate at" in line]

@@ -58,10 +58,11 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     step = run.steps[-1]
     plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
-    change = as_setting(effect, set_up)
     if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
         factor = name.partition(":")[2]
         change = f"ScaleLearningRate({factor}) of {CALLBACK_PAGE} among its callbacks, because resuming keeps the rate"
+    else:
+        change = as_setting(effect, set_up)
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"

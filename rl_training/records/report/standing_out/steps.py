@@ -17,7 +17,7 @@ from rl_training.statistics.welch import mean_of
 
 MIN_REWARD_MOVE = 0.02  # of the reward's range: steps that all together move it less move nothing
 MIN_SURVIVING_SHARE = 0.5  # share of a step that must survive rounding
-TOO_FAR = 0.1  # a step's KL over entropy, both per token; fifty times the recommended target_kl_share
+TOO_FAR = 0.1  # a step's KL over entropy, both per token; ten times target_kl_share="auto"
 LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
 NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
 MIN_FAR_SHARE = 0.2  # share of steps
@@ -136,7 +136,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
         after = records.reward[records.reward.index > step].head(AROUND)
         fall, noise = before.mean() - after.mean(), noise_of_a_step(records)
         if len(after) < 2 or not fall > max(
-            MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), 0.2 * records.spread.max()
+            MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), MIN_BREAK * records.spread.max()
         ):
             continue
         said = (
