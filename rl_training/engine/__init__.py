@@ -12,5 +12,5 @@ copied_groups.py, reward_check.py   whether groups are copies of others, and rew
 gradient_witness.py                 whether the optimizer gets the measured gradient
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
 kl_bound.py                         steps of a set KL; kl_search.py finds their length
-timing.py                           seconds by name
+costs.py                            seconds by name, and bytes
 """

@@ -51,7 +51,7 @@ def build_step(
     if copies.reason:
         shared = copies.reason if copies.on_several_ranks else None
         reasons = dataclasses.replace(
-            reasons, mixed_prompts=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
+            reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
     wants_gradients = Need.FOLD_GRADIENTS in needs_of(step_recorder.probes)
     folds, fold, is_recomputed = choose_folds(
@@ -96,8 +96,8 @@ def _with_fold_gradients(
 ) -> StepData:
     """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
 
-    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches mix prompts, the loss has
-    terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
+    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches do not hold whole folds, the
+    loss has terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
     microbatches.
 
     Args:
@@ -106,7 +106,7 @@ def _with_fold_gradients(
     needs, has_slices = needs_of(step_recorder.probes), step_recorder.has_slices
     other_terms, rows_reason = step.reasons.other_terms, None
     if not is_recomputed:
-        rows_reason = step.reasons.mixed_prompts or checks.terms.slicing_reason(has_slices, other_terms)
+        rows_reason = step.reasons.no_whole_folds or checks.terms.slicing_reason(has_slices, other_terms)
     if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
         gradients, sums = fold_recorder.complete(step, passes)
         step = dataclasses.replace(step, gradients=gradients)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
 from rl_training.entropy.token_effects import iter_token_products
@@ -26,7 +27,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons

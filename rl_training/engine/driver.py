@@ -26,6 +26,7 @@ import torch
 
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
+from rl_training.engine.costs import ENGINE, Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
@@ -36,8 +37,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.recorder import SeenPrompts, StepRecorder
 from rl_training.engine.requirements import Requirements, announcement, needs_of
-from rl_training.engine.step_checks import ChecksState, StepChecks
-from rl_training.engine.timing import ENGINE, Clock, Costs
+from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.parallel.fsdp import reshard
@@ -73,8 +73,7 @@ class StepDriver:
         self._passes: Passes | None = None
         self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
         self._checks = StepChecks()
-        self.costs = Costs()  # of the last step
-        self._clock = Clock(torch.device("cpu"))
+        self.costs = Costs(torch.device("cpu"))
         self._states.values = self.initial_states()
 
     def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
@@ -95,14 +94,12 @@ class StepDriver:
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
         self._checks = StepChecks.of(values[StepChecks.name])
-        self._clock = Clock(self._layout.device)
+        self.costs = Costs(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
         self._residual_test = ResidualTest(
             values[ResidualTest.name], loop.policy.scorer.temperature, self._layout.device
         )
-        self._passes = Passes(
-            loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed), self._residual_test
-        )
+        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed), self._residual_test)
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if self._bound is not None:
@@ -123,7 +120,7 @@ class StepDriver:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
         self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self.open_step.probes:
-            with self._clock.timed():
+            with self.costs.timed():
                 self._residual_test.begin()
                 refuse_other_parameters(self._loop.shard)
                 if self._predictions is not None:
@@ -137,7 +134,7 @@ class StepDriver:
         step = self.open_step
         assert step is not None, "call begin(number) first"
         if step.probes:
-            with self._clock.timed():
+            with self.costs.timed():
                 step.sizes = sizes or self._loop.sizes
                 step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
@@ -159,7 +156,7 @@ class StepDriver:
         step.scores.append((recorded or scores).detached())
         step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
-            with self._clock.timed():
+            with self.costs.timed():
                 refuse_other_parameters(self._loop.shard)  # a leaf that was frozen since would take no hook
                 step.other_terms = step.other_terms or loss.other_terms_reason(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
@@ -169,7 +166,7 @@ class StepDriver:
     def finish_backward(self) -> None:
         """Remove the hooks after the loop's backward. Collective if hooks were set."""
         if self._fold_recorder is not None:
-            with self._clock.timed():
+            with self.costs.timed():
                 self._fold_recorder.finish_backward()
 
     def drop_backward(self) -> None:
@@ -186,7 +183,7 @@ class StepDriver:
         assert step is not None
         self.finish_backward()
         if self._bound is not None:
-            with self._isolated(), self._clock.timed(self._bound.name):
+            with self._isolated(), self.costs.timed(self._bound.name):
                 rollout = join_rollouts(step.rollouts)
                 self._bound.before_step(rollout, step.join_scores(rollout))
         self._seen_prompts.start_rollout(rollout_number)
@@ -200,7 +197,7 @@ class StepDriver:
 
     def timed(self) -> AbstractContextManager[None]:
         """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""
-        return self._clock.timed()
+        return self.costs.timed()
 
     def _measure(self, step: StepRecorder) -> None:
         with self.timed():
@@ -213,7 +210,7 @@ class StepDriver:
             step.context = ctx = StepContext(data, self._passes, prediction)
             step.watch_gradient(data, self._loop.shard)
         for probe in step.probes:
-            with self._clock.timed(probe.name):
+            with self.costs.timed(probe.name):
                 step.readings[probe.name] = self._states.measure(probe, ctx)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
@@ -230,7 +227,7 @@ class StepDriver:
         `was_taken` is False if the loop skipped the step after `gradients_ready`.
         """
         if self._bound is not None:
-            with self._isolated(), self._clock.timed(self._bound.name):
+            with self._isolated(), self.costs.timed(self._bound.name):
                 self._bound.end_step(was_taken)
         step = self.open_step
         if step is not None and was_taken:
@@ -243,7 +240,7 @@ class StepDriver:
         context = step.context_after_step(self._loop.ranks)
         with self._isolated():
             for probe in step.probes:
-                with self._clock.timed(probe.name):
+                with self.costs.timed(probe.name):
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, context, reading)
             with self.timed():  # if verification fails, states that came with predictions are dropped
@@ -284,7 +281,7 @@ class StepDriver:
         """
         step, self.open_step = self.open_step, None
         estimates: dict[str, dict[str, Estimate]] = {}
-        num_bytes = self.costs.num_bytes
+        num_bytes = None
         if step is not None and step.context is not None:
             estimates = {name: reading.estimates for name, reading in step.readings.items()}
             if step.verification:
@@ -293,7 +290,7 @@ class StepDriver:
             num_bytes = sum(engine_bytes) + step.bytes_of_probes()
         if self._fold_recorder is not None:
             self._fold_recorder.release()
-        self.costs = Costs(self._clock.read(), num_bytes)
+        self.costs.end_step(num_bytes)
         if self._bound is not None and self._bound.estimates:
             estimates[self._bound.name] = self._bound.estimates
             self._bound.estimates = {}
@@ -315,7 +312,7 @@ class StepDriver:
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        states = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: ChecksState()}
+        states = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: StepChecks().state}
         states |= {} if self._bound is None else {self._bound.name: BoundState()}
         return self._states.initial() | states
 

@@ -26,9 +26,9 @@ def choose_folds(
 ) -> tuple[Sequence[FoldGroup], Tensor, bool]:
     """Return the step's folds, the fold of each sequence (B,), and whether their gradients are recomputed. Collective.
 
-    If microbatches mix prompts, groups have copies, or microbatches are too few for an error bar, folds of whole
-    prompts, each with all its copies, replace the planned ones. Their gradients can be recomputed if the loss depends
-    on scores only and no prompt is incomplete.
+    If microbatches do not hold whole folds or are too few for an error bar, folds of whole prompts, each with all its
+    copies, replace the planned ones. Their gradients can be recomputed if the loss depends on scores only and no prompt
+    is incomplete.
 
     Args:
         rollout: All microbatches of the step.
@@ -41,14 +41,14 @@ def choose_folds(
     index = rollout.prompt_index
     if copies is not None and copies.unit is not None:
         index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
-    is_mixed = bool(reasons.mixed_prompts)
+    plan_fails = bool(reasons.no_whole_folds)
     can_recompute = wants_gradients and not (reasons.split_prompts or reasons.other_terms)
-    if is_mixed or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
+    if plan_fails or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
         min_prompts = int(-ranks.max(-num_prompts))
         folds = plan_prompt_folds(min_prompts, ranks.count, num_folds)
         is_recomputed = can_recompute and folds[-1].folds.stop >= MIN_FOLDS_STEP
-        if is_mixed or is_recomputed:
+        if plan_fails or is_recomputed:
             return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
     fold = torch.empty_like(index)
     for group in planned:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_training.engine.costs import ENGINE
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements, needs_of
-from rl_training.engine.timing import ENGINE
 from rl_training.engine.verifier import UpdateVerifier
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import FAILED

@@ -25,11 +25,11 @@ from typing import Any, Self
 import torch
 
 from rl_training.engine.context import StepContext
+from rl_training.entropy.data import EntropySettings
 from rl_training.errors import UserError
 from rl_training.options import check_whole, refuse_other_arguments
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
 
 

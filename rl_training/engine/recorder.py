@@ -176,7 +176,7 @@ class StepRecorder:
         mismatch, no_groups = reason_of("mismatch"), reason_of("no_groups")
         split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
         mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
-        mixed_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
+        no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
         own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
         return Reasons(
             sampling_mismatch=mismatch or reason_of("no_sample"),
@@ -184,7 +184,7 @@ class StepRecorder:
             reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,
-            mixed_prompts=reason_if("other_sizes", OTHER_SIZES) or mixed_prompts,
+            no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
             other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
             hooked=reason_if("hooked", HOOKED),
             dr_grpo_fix=fixes.dr_grpo,

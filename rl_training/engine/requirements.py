@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from rl_training.engine.costs import ENGINE
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.step_checks import StepChecks
-from rl_training.engine.timing import ENGINE
+from rl_training.entropy.data import EntropySettings
 from rl_training.errors import UserError
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.fusion import Fusion
@@ -27,7 +28,6 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_reason
-from rl_training.step.data import EntropySettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
@@ -98,7 +98,7 @@ class Requirements:
         num_folds, num_prompts = groups[-1].folds.stop, sum(loop.sizes) // loop.responses_per_prompt
         has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
         can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
-        if can_recompute and (loop.reasons.mixed_prompts or has_few_folds):
+        if can_recompute and (loop.reasons.no_whole_folds or has_few_folds):
             num_prompt_folds = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
             if num_prompt_folds >= MIN_FOLDS_STEP:
                 return num_prompt_folds, 1.0
@@ -221,7 +221,7 @@ def _fold_warnings(loop: Loop, requirements: Requirements, num_folds: int, *, is
         is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
-    no_folds = loop.reasons.split_prompts or (None if is_recomputed else loop.reasons.mixed_prompts)
+    no_folds = loop.reasons.split_prompts or (None if is_recomputed else loop.reasons.no_whole_folds)
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs

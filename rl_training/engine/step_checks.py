@@ -6,7 +6,9 @@ every rank. `reason` is what the steps so far have shown.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop import Loop
@@ -16,15 +18,6 @@ from rl_training.policy.padding_check import PaddingCheck
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import Reasons
-
-
-@dataclass(frozen=True)
-class ChecksState:
-    """What earlier steps have shown: the arguments of TermsCheck and RewardCheck."""
-
-    count: int = 0
-    distance: float = 0.0
-    log_chance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -38,14 +31,14 @@ class StepChecks:
     rewards: RewardCheck = field(default_factory=RewardCheck)
 
     @classmethod
-    def of(cls, state: ChecksState) -> StepChecks:
+    def of(cls, state: Mapping[str, Any]) -> StepChecks:
         """Return the checks that continue from a state."""
-        return cls(terms=TermsCheck(state.count, state.distance), rewards=RewardCheck(state.log_chance))
+        return cls(terms=TermsCheck(state["count"], state["distance"]), rewards=RewardCheck(state["log_chance"]))
 
     @property
-    def state(self) -> ChecksState:
-        """What a resumed run needs."""
-        return ChecksState(self.terms.count, self.terms.distance, self.rewards.log_chance)
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs: the arguments of TermsCheck and RewardCheck by name."""
+        return {"count": self.terms.count, "distance": self.terms.distance, "log_chance": self.rewards.log_chance}
 
     def relative_rewards(self, rollout: Rollout, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
         """Return that rewards are relative to their group, or None. Collective.

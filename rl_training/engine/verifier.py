@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import layer
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState
@@ -25,7 +26,6 @@ from rl_training.parallel.sums import sums_of_spans
 from rl_training.parallel.vectors import sample_entries
 from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropyPrediction
 from rl_training.step.reasons import (
     EDITED_AFTER_STEP,
     EDITED_BEFORE_STEP,

@@ -1,6 +1,7 @@
 """The entropy gradient, and what it predicts of a step: changes of entropy, length and reward to first order.
 
 weights.py                the entropy gradient as weights on log-probabilities and entropies
+data.py                   settings, quantities and the prediction as data
 prediction.py             forward, backward and reuse of a step, and what makes each of them nan
 fold_gradients.py         the entropy gradient X of each fold
 products.py               products of X with updates

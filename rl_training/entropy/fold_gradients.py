@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
-from rl_training.step.data import EntropySettings
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.score_check import ScoreCheck

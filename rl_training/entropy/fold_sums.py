@@ -14,6 +14,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from rl_training.entropy.data import LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, Quantity
 from rl_training.entropy.length_and_reward import reward_gradient, reward_products
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
@@ -21,8 +22,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropyPrediction, StepData
-from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
+from rl_training.step.data import StepData
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products

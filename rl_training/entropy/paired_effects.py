@@ -15,6 +15,7 @@ from rl_training.entropy.changed_steps import (
     changes_by_basis,
     iter_basis_gradients,
 )
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.parallel.rows import Rows
 from rl_training.statistics.estimate import stderr_reason
@@ -22,7 +23,7 @@ from rl_training.statistics.jackknife import jackknife_covariance
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 

@@ -61,6 +61,7 @@ import dataclasses
 
 import torch
 
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.fold_gradients import hand_on_fold_gradients, levels_of_folds, prefix_ratios
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
@@ -76,7 +77,7 @@ from rl_training.parallel.vectors import Vector
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Reasons

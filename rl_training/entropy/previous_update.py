@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.data import PRODUCTS, EntropySettings
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropySettings
-from rl_training.step.quantities import PRODUCTS
 from rl_training.step.reasons import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
 
 BACKWARD = PRODUCTS.index("backward")

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.data import PRODUCTS, EntropySettings
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import CAUSES, OptimizerPiece, StepUpdate
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sums import dots, inner_product
 from rl_training.parallel.vectors import Layout, Vector
-from rl_training.step.data import EntropySettings
-from rl_training.step.quantities import PRODUCTS
 
 
 def pad_units(values: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.paired_effects import updates_and_rows
 from rl_training.entropy.per_decision import slopes
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
@@ -27,7 +28,6 @@ from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
-from rl_training.step.data import EntropyPrediction
 from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.passes import Passes
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.adamw import clip_coefficient
 from rl_training.optim.formula import OptimizerState, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
 from rl_training.parallel.fusion import BLOCK, Product, uncompiled_sums
 from rl_training.parallel.vectors import Layout, Vector, constant, join
 
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
 # A vector by bucket, or its tensors by parameter name, which are joined one piece at a time.
@@ -213,6 +213,11 @@ def _group_by_settings(
         last = first + len(list(run))
         yield first, last
         first = last
+
+
+def clip_coefficient(grad_norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor min(1, max_norm / (norm + 1e-6)) by which torch.nn.utils.clip_grad_norm_ scales a gradient."""
+    return torch.clamp(max_norm / (grad_norm + CLIP_EPSILON), max=1.0)
 
 
 def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:

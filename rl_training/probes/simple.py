@@ -26,15 +26,14 @@ import torch
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
+from rl_training.entropy.data import LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, EntropySettings
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
 from rl_training.probes.trapezoid import SUMS, TrapezoidSum
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.data import EntropyPrediction, EntropySettings
 from rl_training.step.needs import Need
-from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 MEASURED = ("entropy", "backward")  # quantities that hold whatever the optimizer does

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_training.step.quantities import Quantity
+from rl_training.entropy.data import Quantity
 
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 MISSING_TERM = (

@@ -29,10 +29,9 @@ from rl_training.statistics.running_pairs import fieller_interval
 from rl_training.statistics.unavailable import Unavailable
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
-WARM_STEPS = 10  # of AdamW; after them, the previous step's preconditioner can serve as a metric
 NOT_WARM = Unavailable(
     "not_warm",
-    f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric",
+    "no measured step has Adam's metric: its second moments had seen too few gradients",
 )
 LOST = Unavailable("lost_in_noise", "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
 NO_NOISE = Unavailable("no_gradient", "tr Σ and |G|² are both 0: no gradient at all")

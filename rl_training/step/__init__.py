@@ -1,6 +1,6 @@
 """One optimizer step: its sequences, its gradients by fold, and what cannot be measured.
 
-data.py, batch.py        the step as data; quantities.py: numbers computed from it
+data.py, batch.py        the step as data
 folds.py                 which prompts form a fold
 loss_weights.py          a loss as weights on log-probabilities and entropies, from which its gradient can be recomputed
 reasons.py               every reason why a number is missing, with its code

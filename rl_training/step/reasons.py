@@ -250,7 +250,8 @@ class Reasons:
     reused: Unavailable | None = None  # an earlier optimizer step has already learned from some of these sequences
     split_prompts: Unavailable | None = None  # on some rank, a prompt of the step lacks some of its G responses
     no_baseline: Unavailable | None = None  # split prompts, or G is 1: a response has no others to the same prompt
-    mixed_prompts: Unavailable | None = None  # split prompts, or a prompt lies in several folds
+    # The microbatches do not hold whole folds: split or mixed prompts, other sizes than planned, or copied groups.
+    no_whole_folds: Unavailable | None = None
     copied_groups: Unavailable | None = None  # some groups are copies; folds and units of errors are of distinct groups
     copied_on_ranks: Unavailable | None = None  # set if copies lie on several ranks: no rank's prompts are independent
     one_fold: Unavailable | None = None  # the step has only one fold

@@ -155,7 +155,7 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        reasons = Reasons(mixed_prompts=MIXED_PROMPTS)
+        reasons = Reasons(no_whole_folds=MIXED_PROMPTS)
         folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, reasons, wants_gradients=False)
         placed_folds[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)

@@ -24,6 +24,7 @@ from rl_training import measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
+from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
@@ -37,7 +38,6 @@ from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, Meas
 from rl_training.statistics.estimate import Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
-from rl_training.step.data import EntropySettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
@@ -81,7 +81,7 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = step.reasons(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
-        return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
+        return torch.tensor([bool(why.split_prompts), bool(why.no_whole_folds), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2
 

@@ -627,7 +627,7 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
         why = step.reasons(loop, set(), mismatch=None)
-        reasons = why.split_prompts, why.mixed_prompts
+        reasons = why.split_prompts, why.no_whole_folds
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
         assert why.dr_grpo_fix == words.dr_grpo
         assert not any("attach" in reason or "Trainer" in reason for reason in reasons)

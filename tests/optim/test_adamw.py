@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from rl_training.optim.adamw import AdamWState, adamw_delta, clip_coefficient
+from rl_training.optim.adamw import AdamWState, adamw_delta
 from rl_training.optim.formula import OptimizerState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import sqrt_preconditioner
@@ -87,33 +87,6 @@ def test_leading_gradient_dimensions_are_separate_steps_from_one_state(hyper: di
         flat = (x.reshape(-1).tolist() for x in (param, grads[i, j], exp_avg, exp_avg_sq))
         single = torch.tensor(reference.adamw_step(*flat, 12, **hyper).total, dtype=torch.float64).view(2, 3)
         torch.testing.assert_close(stacked.total[i, j], single, rtol=1e-11, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
-def test_the_clip_coefficient_equals_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
-    """These gradients have norm √0.91: smaller thresholds scale them, larger ones do not."""
-    grads = [
-        torch.full((2, 3), 0.3, dtype=dtype),
-        torch.full((), -0.6, dtype=dtype),
-        torch.full((1,), 0.1, dtype=dtype),
-    ]
-    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad.clone()
-    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
-    assert float(norm) == pytest.approx(0.91**0.5, rel=1e-6)
-    coefficient = clip_coefficient(norm, max_norm)
-    for p, grad in zip(params, grads, strict=True):
-        torch.testing.assert_close(coefficient * grad, p.grad, rtol=4 * torch.finfo(dtype).eps, atol=0)
-    assert (float(coefficient) < 1) == (max_norm < 0.95)
-
-
-def test_each_norm_has_its_own_clip_coefficient() -> None:
-    """The coefficient is min(1, 2/(norm + 1e-6)): norms 0 and 1 are not scaled, and 4 is halved."""
-    norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
-    expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
-    torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])

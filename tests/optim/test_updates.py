@@ -11,6 +11,7 @@ from example_steps import draw, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
+from rl_training.entropy.data import PRODUCTS, EntropySettings
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState, StepFormula
@@ -18,15 +19,13 @@ from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
 from rl_training.optim.supported import FORMULAS
-from rl_training.optim.updates import OptimizerPieces, StepUpdate, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_coefficient, compute_update
 from rl_training.parallel import vectors
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
-from rl_training.step.data import EntropySettings
-from rl_training.step.quantities import PRODUCTS
 from rl_training.step.reasons import STEP_NOT_MEASURED
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
@@ -208,3 +207,30 @@ def test_a_step_without_a_formula_is_the_parameter_difference_after_it() -> None
     weights["w"] += 1.0
     history.finish(1, weights)  # only the first call counts
     assert history.update_before(2)[0].tolist() == [0.25, -1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
+def test_the_clip_coefficient_equals_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
+    """These gradients have norm √0.91: smaller thresholds scale them, larger ones do not."""
+    grads = [
+        torch.full((2, 3), 0.3, dtype=dtype),
+        torch.full((), -0.6, dtype=dtype),
+        torch.full((1,), 0.1, dtype=dtype),
+    ]
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    assert float(norm) == pytest.approx(0.91**0.5, rel=1e-6)
+    coefficient = clip_coefficient(norm, max_norm)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(coefficient * grad, p.grad, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert (float(coefficient) < 1) == (max_norm < 0.95)
+
+
+def test_each_norm_has_its_own_clip_coefficient() -> None:
+    """The coefficient is min(1, 2/(norm + 1e-6)): norms 0 and 1 are not scaled, and 4 is halved."""
+    norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
+    expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
+    torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.products import FoldProducts, _products_of_fold
 from rl_training.optim.adamw import SMOOTH_STEPS, AdamWState
 from rl_training.optim.formula import OptimizerState
@@ -26,7 +27,6 @@ from rl_training.parallel.rows import BLOCK as ROW_BLOCK
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
-from rl_training.step.data import EntropySettings
 
 SIZES = {"a": 3 * ROW_BLOCK, "b": BLOCK, "c": 5 * BLOCK, "odd": 70, "large": 40 * BLOCK}
 FOLDS = 3

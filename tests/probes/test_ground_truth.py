@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 
 from rl_training import Reading
 from rl_training.engine.context import StepContext
+from rl_training.entropy.data import EntropySettings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
@@ -31,7 +32,6 @@ from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe
 from rl_training.probes.ground_truth import _prediction_and_error
 from rl_training.statistics.jackknife import Replicates
-from rl_training.step.data import EntropySettings
 from rl_training.tasks.models import load_tiny
 
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time

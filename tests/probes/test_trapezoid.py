@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rl_training.entropy.data import Quantity
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.probes.trapezoid import TrapezoidSum, TrapezoidTerms
-from rl_training.step.quantities import Quantity
 
 SHAPE = (2, 3)  # arbitrary: everything is elementwise
 EMPTY = TrapezoidSum.empty(*SHAPE)

@@ -154,7 +154,7 @@ def test_probes_do_not_import_one_another() -> None:
 
 def test_probes_get_gradients_and_predictions_only_through_their_context() -> None:
     """From entropy they import formulas on numbers and names, but nothing that computes gradients or communicates."""
-    formulas = {"attribution", "per_decision", "weights"}
+    formulas = {"attribution", "data", "per_decision", "weights"}
     backwards = {"catching", "exchange", "fold_reduction", "passes"}
     for path in (PACKAGE / "probes").glob("*.py"):
         for name in imports_of(path):

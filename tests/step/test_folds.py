@@ -12,6 +12,7 @@ from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
+from rl_training.entropy.data import PRODUCTS
 from rl_training.entropy.fold_sums import FORWARD, LEVELS, REUSE, sums_without
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr, leave_out_coefficients
@@ -22,7 +23,6 @@ from rl_training.step.folds import (
     plan_prompt_folds,
     ranges_of,
 )
-from rl_training.step.quantities import PRODUCTS
 
 
 def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ from example_steps import shard_of, step_of
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
+from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.policy.policy import Policy
@@ -18,7 +19,6 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import EntropySettings
 
 STOP, GO, CALL = 0, 1, 2  # the policy's tokens: after STOP and GO the response ends, after CALL the environment answers
 ANSWERS = [(0,), (1, 1)]  # the environment's answers, of different lengths

@@ -46,7 +46,7 @@ def loop_of(
         is_dr_grpo=settings.is_dr_grpo,
         loss_settings=settings,
         reasons=Reasons(
-            mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
+            no_whole_folds=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
             split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
             reused=REUSED.with_fix(fixes.no_reuse) if args.num_iterations > 1 else None,
             sampling_mismatch=sampling_reason(trainer),

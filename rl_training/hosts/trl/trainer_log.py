@@ -14,7 +14,7 @@ from typing import Any
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training.engine.timing import ENGINE
+from rl_training.engine.costs import ENGINE
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.members import REWRITE_LOGS

@@ -1,4 +1,4 @@
-"""Measure the seconds that probes cost, as the device spends them."""
+"""Measure what probes cost: seconds, as the device spends them, and bytes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,20 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
 ENGINE = "engine"  # charged with all time that no single probe causes, whichever probes there are
 
 
-@dataclass(frozen=True)
 class Costs:
-    """What it cost to measure a step."""
-
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by name
-    num_bytes: int = 0  # of all vectors held at once
-
-    def by_name(self, step_seconds: float) -> dict[str, float]:
-        """Return the costs as metrics, with their share of a step that took `step_seconds`.
-
-        `engine_seconds` is what the probes share: hooks, fold gradients, the entropy gradient, checks.
-        """
-        costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
-        share = sum(self.seconds.values()) / step_seconds
-        return costs | {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}
-
-
-class Clock:
-    """Adds up seconds by name. On a GPU it uses events, so the host does not wait for the GPU until `read`."""
+    """What it costs to measure a step. On a GPU, time is taken by events: the host waits for none before `end_step`."""
 
     def __init__(self, device: torch.device) -> None:
+        self.seconds: Mapping[str, float] = {}  # of the last step, by name
+        self.num_bytes = 0  # of all vectors held at once, in the last measured step
         self._device = device
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._current: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._is_running = False
 
@@ -53,7 +37,7 @@ class Clock:
             else:
                 start = time.perf_counter()
                 yield
-                self._seconds[name] += time.perf_counter() - start
+                self._current[name] += time.perf_counter() - start
         finally:
             self._is_running = False
 
@@ -66,10 +50,21 @@ class Clock:
         events[1].record(stream)
         self._events.append((name, *events))
 
-    def read(self) -> dict[str, float]:
-        """Return the seconds by name since the last call."""
+    def end_step(self, num_bytes: int | None) -> None:
+        """Keep the seconds since the last call as those of the step. `num_bytes` is None if it was not measured."""
         for name, start, end in self._events:
             end.synchronize()
-            self._seconds[name] += start.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events = dict(self._seconds), defaultdict(float), []
-        return seconds
+            self._current[name] += start.elapsed_time(end) / 1e3
+        self.seconds = dict(self._current)
+        self._current.clear()
+        self._events.clear()
+        self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
+
+    def by_name(self, step_seconds: float) -> dict[str, float]:
+        """Return the last step's costs as metrics, with their share of a step that took `step_seconds`.
+
+        `engine_seconds` is what the probes share: hooks, fold gradients, the entropy gradient, checks.
+        """
+        costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        share = sum(self.seconds.values()) / step_seconds
+        return costs | {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}

@@ -1,0 +1,118 @@
+"""What a step is predicted to do to entropy, as data: how it is estimated, and the δH quantities."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates
+from rl_training.options import check_flag, check_share, check_whole
+from rl_training.parallel.rows import Rows
+from rl_training.parallel.vectors import Vector
+from rl_training.statistics.estimate import FEW_FOLDS, NOT_FINITE_GRADIENT, Estimate, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
+
+# What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
+PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
+LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
+NO_STDERR = {"reuse": Unavailable("biased", "no error bar: the same-batch product is biased")}
+
+
+@dataclass(frozen=True)
+class EntropySettings:
+    """How a step's entropy gradient X is estimated.
+
+    Args:
+        responses_per_prompt: Responses used per prompt, the first ones. All if it is G or more. Baselines always use
+            all responses.
+        per_sequence: Compute X per sequence as well, for a second backward.
+        unclipped: Compute what the step would do without clipping as well, which takes the optimizer's step twice more
+            for each fold of a step that clips.
+        error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
+            to the next one, whether or not they are measured.
+    """
+
+    responses_per_prompt: int = 1
+    per_sequence: bool = False
+    error_decay: float = 0.5
+    unclipped: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("responses_per_prompt", self.responses_per_prompt, 1)
+        check_flag("per_sequence", self.per_sequence)
+        check_flag("unclipped", self.unclipped)
+        check_share("error_decay", self.error_decay, "[0, 1)", "; 0.5 averages over three steps")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity per token and per sequence."""
+
+    name: str
+    value: Tensor  # (2,)
+    stderr: Tensor  # (2,)
+    about_step: int  # the step to which it refers
+    reason: str = ""  # an Unavailable: why it is missing, if it is
+    # (2,): number of batches of equal variance behind the error (Satterthwaite)
+    batches: Tensor = field(default_factory=lambda: torch.ones(2))
+    stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
+    remark: str = ""  # on an available value or error bar, or why only the bar is missing
+
+    def masked_if(self, reason: str | None) -> Quantity:
+        """Return this quantity, as nan with the reason if there is one."""
+        if not reason:
+            return self
+        unknown = torch.full((2,), torch.nan)
+        return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
+
+    def estimates(self, num_folds: int, few: Unavailable | None = None) -> list[Estimate]:
+        """Return both numbers as estimates. Error bars require enough folds; `few` may say why there are too few."""
+        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_reason(num_folds, few or FEW_FOLDS)
+        estimates = []
+        for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
+            missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
+            error = math.nan if missing or self.name.split("/")[0] in NO_STDERR else stderr
+            # Student's t then has (num_folds − 1) · batches degrees of freedom.
+            num_samples = (
+                num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(self.batches[unit]) + 1e-9)
+            )
+            detail: dict[str, str | float] = {}
+            if not math.isnan(error) and self.stderr_of_batch is not None:
+                detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
+            estimates.append(
+                Estimate(value, error, num_samples, missing or no_stderr or self.remark, self.about_step, detail)
+            )
+        return estimates
+
+
+@dataclass(frozen=True)
+class EntropyPrediction:
+    """What the step does to entropy to first order. The formulas are in prediction.py.
+
+    Vectors have the layout of the step's gradients. A `…reason` is None if what it concerns is available.
+    """
+
+    settings: EntropySettings
+    labels: tuple[str, ...]  # names of the splits of `forward`
+    # Why there is no entropy gradient. Of the fields below only the two δθ may then be set.
+    reason: Unavailable | None = None
+    # The same, because of what the probes' own scores of the responses show: they differ from training's, or the policy
+    # did not draw these tokens.
+    seen_in_scores: Unavailable | None = None
+    forward_reason: Unavailable | None = None  # why no fold can be left out of the step
+    backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
+    # Why the reward gradient is no multiple of the step's own; with per_sequence.
+    reward_reason: Unavailable | None = None
+    intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
+    update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
+    levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
+    # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
+    half_step_stderr: Tensor | None = None
+    rows: Rows | None = None  # E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
