@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/step_size.py           # do the runs, one line in OUTPUT/runs.jsonl each
     python benchmarks/step_size.py --table                     # tables and the picture of existing runs
 
-step_size_plan.txt is the registered plan. It has three parts; `--part 3` is the last one, and what runs by default. The
+step_size_plan.txt is the registered plan. It has four parts; `--part 4` is the last one, and what runs by default. The
 first two judged an earlier version of the bound. A run that has its line is not repeated, so you can stop and continue
 later.
 Two of the rules need pip install prodigyopt==1.1.2 schedulefree==1.4.1, and are left out without them.
@@ -29,6 +29,7 @@ import torch
 from step_size_rules import CLIPS, PACKAGES, SKIPS, Job, Rule, rule_of, set_to_evaluate, trainer_of
 from step_size_settings import (
     FIRST,
+    FOURTH,
     HELD_OUT,
     RESPONSES,
     SECOND,
@@ -112,6 +113,24 @@ def third_part() -> list[Job]:
         ),
         *runs(" ".join(THIRD), "bounded_3e-3", rates=SOME),
     ]
+
+
+def fourth_part() -> list[Job]:
+    """Return the runs of the fourth part, in the order in which they are done."""
+    return [
+        *(job for name in THIRD for job in both_again(name)),
+        *(job for name in FOURTH for job in (Job(name, "untrained", 0.0, 0), *both_again(name, seed=0))),
+        *prodigy("beta2_95 grpo_kl_4"),
+        *runs("beta2_95 grpo_kl_4", "schedule_free", rates=SOME),
+        *runs("grpo_kl_4", "skip_0.01", rates=SOME),
+        *runs("beta2_95 grpo_kl_4 muon_8", "adaptive", "linear", "clip_0.25", rates=SOME),
+        *runs("beta2_95 grpo_kl_4 muon_8", "bounded_1e-2_5x", rates=MIDDLE),
+        *runs(" ".join(THIRD), "bounded_3e-3", rates=SOME, seed=1),
+    ]
+
+
+def both_again(name: str, seed: int = 1) -> list[Job]:
+    return [*runs(name, "fixed", seed=seed), *runs(name, "bounded_1e-2", rates=SOME, seed=seed)]
 
 
 def old_setting_again(name: str, bounded_rates: slice = ALL) -> list[Job]:
@@ -208,7 +227,7 @@ def run_all(todo: list[Job], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=3, help="which part of the plan to run")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=4, help="which part of the plan to run")
     parser.add_argument("--output", type=Path, default=Path("runs/step_size"))
     parser.add_argument("--picture", type=Path, default=Path("docs/figures/step_size.png"))
     parser.add_argument("--plan", action="store_true", help="print the plan and how much of it is left to run")
@@ -228,7 +247,7 @@ def main() -> None:
         draw(lines, {name: SETTINGS[name].title or name for name in new + old}, options.picture)
         return
     done = {Job(*(line[field.name] for field in dataclasses.fields(Job))) for line in lines}
-    jobs = (first_part, second_part, third_part)[options.part - 1]()
+    jobs = (first_part, second_part, third_part, fourth_part)[options.part - 1]()
     todo = [job for job in jobs if job not in done]
     if options.plan:
         mean = float(np.mean([line["seconds"] for line in lines])) if lines else 12.0

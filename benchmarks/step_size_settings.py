@@ -1,23 +1,26 @@
-"""The settings of the three parts of step_size.py's plan, with their tasks and initial models."""
+"""The settings of the four parts of step_size.py's plan, with their tasks and initial models."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from rl_training.tasks.arithmetic import arithmetic, worked_examples
+from rl_training.tasks.arithmetic import arithmetic, given_answer, worked_examples
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.reasoning_gym import reasoning_gym
-from rl_training.tasks.task import Task
+from rl_training.tasks.task import Task, WorkedExample
 from rl_training.tasks.tiny import TINY_PATH, build_tokenizer, warm_start
 
 RESPONSES, HELD_OUT = 8, 128
@@ -25,6 +28,7 @@ RATES = (3e-5, 1.3e-4, 5.5e-4, 2.3e-3, 1e-2)
 SGD_RATES = (0.01, 0.1, 1.0, 10.0, 100.0)
 SOME = slice(0, None, 2)  # the first, third and last rate
 LONG_CHAINS = 22, 26  # operands
+FORM, FORM_TOKENS, FORM_STEPS = 48, 512, 80  # operands of a form, positions of its model, and steps of its warm-up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Setting:
     Args:
         task: Makes the task.
         tokens: Maximum length of a response.
-        model: "tiny", "million", "long" (tiny, for sequences of 256 tokens), or a reasoning-gym task on which a tiny
-            model is warmed up.
+        model: "tiny", "million", "long" (tiny, for sequences of 256 tokens), "form" (tiny, warmed up on forms), or a
+            reasoning-gym task on which a tiny model is warmed up.
         prompts: Prompts per step.
         lora: Rank of the adapter. 0 trains all weights.
         iterations: Optimizer steps on each rollout.
@@ -71,6 +75,46 @@ GYM: dict[str, dict[str, int]] = {  # by reasoning-gym task, the settings of the
 def gym(name: str, **settings: int) -> Callable[[], Task]:
     """Return a function that makes a reasoning-gym task, with the settings of its warm-up except those given."""
     return lambda: reasoning_gym(name, 1500, HELD_OUT, settings=GYM[name] | settings)
+
+
+def form() -> Task:
+    """Return a task whose prompt is a form to fill in. The reward is the share of right running results.
+
+    The prompt `7+2=?-3=?<think>` asks for `7+2=9-3=6</think><answer>6</answer>`.
+    """
+    task = arithmetic(2048, HELD_OUT, min_operands=FORM, max_operands=FORM)
+    train, held_out = (
+        Dataset.from_dict({"prompt": [as_form(prompt) for prompt in rows["prompt"]], "answer": rows["answer"]})
+        for rows in (task.train_dataset, task.eval_dataset)
+    )
+    return Task(train, held_out, share_of_results, given_answer, (0.0, 1.0))
+
+
+def as_form(prompt: str) -> str:
+    """Return `7+2=?-3=?<think>` for the prompt `7+2-3=?<think>`."""
+    first, *steps = re.findall(r"[+-]?\d", prompt)
+    return first + "".join(f"{step}=?" for step in steps) + "<think>"
+
+
+def share_of_results(completions: list[str], prompts: list[str], **columns: Any) -> list[float]:
+    """Return the share of a form's running results that a completion gives in their places.
+
+    >>> share_of_results(["7+2=9-3=5</think>"], ["7+2=?-3=?<think>"])
+    [0.5]
+    """
+    shares = []
+    for text, prompt in zip(completions, prompts, strict=True):
+        right = list(accumulate(map(int, re.findall(r"[+-]?\d", prompt))))[1:]
+        given = [int(digit) for digit in re.findall(r"=(\d)", text)]
+        shares.append(sum(map(int.__eq__, given, right)) / len(right))
+    return shares
+
+
+def worked_forms() -> Iterator[WorkedExample]:
+    """Yield forms filled in, endlessly."""
+    for example in worked_examples(0, FORM, FORM):
+        if not example.completion.startswith("</think>"):
+            yield WorkedExample(as_form(example.prompt), example.completion)
 
 
 FIRST = {
@@ -110,11 +154,14 @@ THIRD = {
     "million_short": Setting(chains(3, 4), 20, model="million", prompts=8, title="0.94M parameters, 8 prompts"),
     "long_middle": Setting(chains(12, 14), 64, model="long", prompts=8, title="about 55 tokens, 8 prompts"),
 }  # fmt: skip
+FOURTH = {
+    "form": Setting(form, 4 * FORM + 8, model="form", prompts=8, title="up to 195 tokens, 8 prompts"),
+}
 TUNING = {  # the default task, on which the share was chosen as well; not judged
     "default": Setting(chains(3, 7), 34),
     "default_reuse": Setting(chains(3, 7), 34, iterations=4, steps=32),
 }
-SETTINGS = FIRST | SECOND | THIRD | TUNING
+SETTINGS = FIRST | SECOND | THIRD | FOURTH | TUNING
 
 
 @functools.cache
@@ -131,7 +178,7 @@ def model_folder(name: str, output: Path) -> Path:
         asked = ["--task", name, "--settings", json.dumps(GYM[name]), "--output", str(folder)]
         subprocess.run([sys.executable, "-m", "rl_training.tasks.tiny", *asked], check=True)
         return folder
-    model, tokenizer = million() if name == "million" else long()
+    model, tokenizer = {"million": million, "long": long, "form": form_model}[name]()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -157,4 +204,13 @@ def long() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model.config.max_position_embeddings = tokenizer.model_max_length = 256
     torch.manual_seed(0)
     warm_start(model, tokenizer, worked_examples(0, LONG_CHAINS[0] - 6, LONG_CHAINS[1]), 300)
+    return model, tokenizer
+
+
+def form_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a tiny model for sequences of 512 tokens: the default one, warmed up further on forms."""
+    model, tokenizer = load_causal_lm(TINY_PATH)
+    model.config.max_position_embeddings = tokenizer.model_max_length = FORM_TOKENS
+    torch.manual_seed(0)
+    warm_start(model, tokenizer, worked_forms(), FORM_STEPS)
     return model, tokenizer
