@@ -5,6 +5,7 @@ loop.py              a loop in plain PyTorch: the shortest host, so read it firs
 trl/, verl/          TRL's trainer and verl's training worker
 estimate_writer.py   writes the results of a step, for all hosts; recorded_settings.py lists the settings
 loop_claim.py        the folder of a plain loop; first_rank.py decides it for all processes
+probes.py            the probes of a loop, as its user gives them
 after_import.py      calls a function once a library is imported
 equal_rewards.py     warns about a step with zero advantage, with the likely cause
 """

@@ -26,6 +26,7 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_claim import LoopClaim
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.hosts.loop_progress import LoopProgress, Phase
+from rl_training.hosts.probes import as_probes
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.options import named_arguments
 from rl_training.parallel.fsdp import FullyShard
@@ -134,7 +135,7 @@ class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
     def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
-        probes = loop_refusals.as_probes(probes)
+        probes = as_probes(probes)
         self._driver, self._bound = StepDriver(probes, bound), bound
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
-from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
-from rl_training.options import check_num_folds, did_you_mean
+from rl_training.hosts.probes import as_probes
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import half_dtypes
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
-from rl_training.probes import BUILT_IN
 
 # Largest mean difference between the loop's log-probabilities and the scorer's, in nats per token.
 MAX_LOGP_DIFFERENCE = 0.1
@@ -68,38 +65,6 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         raise UserError(
             "reentrant checkpointing gives a second backward no gradients: enable it with use_reentrant=False"
         )
-
-
-def as_probes(given: Any) -> tuple[Probe, ...]:
-    """Return the given probes as a tuple: one or several, as objects, or as names for their default options.
-
-    Raises:
-        UserError: For an object or a name that is no probe, and for an impossible number of folds.
-    """
-    probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
-    return tuple(map(_as_probe, probes))
-
-
-def _as_probe(given: Any) -> Probe:
-    if isinstance(given, str):
-        if given not in BUILT_IN:
-            raise UserError(f"{given!r} names no probe: there are {', '.join(BUILT_IN)}{_meant(given)}")
-        return BUILT_IN[given]()
-    if not isinstance(given, Probe):
-        raise UserError(
-            f"{given!r} is no probe: give the name of one, such as 'simple', or an object of rl_training.Probe, such "
-            "as SimpleEntropyProbe()"
-        )
-    check_num_folds(given.name, given.num_folds)
-    return given
-
-
-def _meant(name: str) -> str:
-    """Return a hint at what a name that is no probe's was meant to be."""
-    names = [part.strip() for part in name.split(",")]
-    if len(names) > 1 and set(names) <= BUILT_IN.keys():
-        return f"; several are a list, {names}"
-    return did_you_mean(name, BUILT_IN.keys())
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:

@@ -94,7 +94,7 @@ def attach(
     from pathlib import Path
 
     # Imported here, so that importing `attach` stays fast.
-    from rl_training.hosts.loop_refusals import as_probes
+    from rl_training.hosts.probes import as_probes
     from rl_training.hosts.trl.alerts import Alerts
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment

@@ -87,7 +87,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
-        self.is_cli = False  # whether advice names settings as on the command line, trainer.NAME=VALUE
+        self.is_cli = options.is_cli
         self._undo, self._undo_engine = contextlib.ExitStack(), contextlib.ExitStack()
         self._install(trainer, options.callback)
 
@@ -252,7 +252,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()
                 self._termination.listen()
-        elif not self.is_cli:  # the command has locked its folder
+        elif not self.is_cli:
             claim = self._records_claim
             self._checkpoints.run_id = on_main_process(lambda: "" if claim is None else claim.begin(run_id))
 

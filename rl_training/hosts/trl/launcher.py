@@ -105,7 +105,7 @@ class Trainings:
     def _refuse_mistakes(self) -> None:
         """End the process if the options are wrong, while the script has done no more than import TRL."""
         from rl_training.engine.kl_bound import KLBound
-        from rl_training.hosts.loop_refusals import as_probes
+        from rl_training.hosts.probes import as_probes
 
         try:
             as_probes(self._probes)

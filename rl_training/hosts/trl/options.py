@@ -22,3 +22,5 @@ class Options:
     keep_attached: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None
     callback: TrainerCallback | None = None  # added to the trainer and removed with the probes
+    # Whether a command trains: advice names settings as trainer.NAME=VALUE, and the command has locked its folder.
+    is_cli: bool = False

@@ -27,7 +27,7 @@ from trl import GRPOTrainer as GRPOTrainer
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import as_records
-from rl_training.hosts.loop_refusals import as_probes
+from rl_training.hosts.probes import as_probes
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
@@ -161,6 +161,7 @@ class DrGRPOTrainer(GRPOTrainer):
             interventions/named.py lists them.
         buffer: A `FilteredBuffer`, which draws the prompts instead of the data loader and replaces those whose
             advantages are zero.
+        is_cli: Whether a command trains, whose settings are trainer.NAME=VALUE and which locks the folder of `records`.
     """
 
     args: DrGRPOConfig
@@ -172,6 +173,7 @@ class DrGRPOTrainer(GRPOTrainer):
         records: Records | str | Path | None = None,
         interventions: Sequence[str] = (),
         buffer: FilteredBuffer | None = None,
+        is_cli: bool = False,
         **kwargs: Any,
     ) -> None:
         trained_with = interventions_to_train(interventions)
@@ -186,7 +188,7 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        options = Options(True, "all", self.args.target_kl_share, trained_with, keep_attached=True)
+        options = Options(True, "all", self.args.target_kl_share, trained_with, keep_attached=True, is_cli=is_cli)
         self.attachment = Attachment(self, as_probes(probes), as_records(records), options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)

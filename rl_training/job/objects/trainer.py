@@ -80,6 +80,7 @@ def make_trainer(
         records=records,
         interventions=[interventions] if isinstance(interventions, str) else interventions,
         buffer=buffer or None,
+        is_cli=True,
     )
     check_sharding(trainer)
     warn_of_rounding(trainer)

@@ -163,9 +163,7 @@ def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPO
     )
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
     records = folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
-    trainer = make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
-    trainer.attachment.is_cli = True
-    return trainer
+    return make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
 
 
 def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
