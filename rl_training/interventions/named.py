@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rl_training.entropy.changed_steps import Change
 from rl_training.errors import UserError
@@ -69,7 +69,12 @@ class Intervention:
     is_linear: bool = False  # whether the new weights are linear in the strength
     nothing_on_policy: bool = False  # whether it changes nothing if all ratios are 1
     remark: str = ""  # a caveat on its one-step effect
-    trl: str = ""  # the setting of trl.GRPOConfig that does the same, if any
+    trl: str = ""  # the setting of trl.GRPOConfig that does the same, if any; for readers alone
+    # What the strength is if there is no function: the factor on every learning rate, or the clipping threshold.
+    sets: Literal["", "lr_factor", "max_grad_norm"] = ""
+    is_entropy_bonus: bool = False  # whether it changes the weights of entropies alone
+    # Whether it recalculates the weights from advantages and ratios, which undoes interventions before it.
+    overwrites_weights: bool = False
 
     @property
     def unnamed_strength(self) -> dict[str, float]:
@@ -80,29 +85,24 @@ class Intervention:
     @property
     def lr_factor(self) -> float:
         """The factor on every learning rate."""
-        return self.strength if self.trl == "learning_rate" else 1.0
+        return self.strength if self.sets == "lr_factor" else 1.0
 
     @property
     def max_grad_norm(self) -> float | None:
         """The new clipping threshold; None: unchanged."""
-        return self.strength if self.trl == "max_grad_norm" else None
+        return self.strength if self.sets == "max_grad_norm" else None
+
+    @property
+    def differs(self) -> str:
+        """Its entry in LossSettings.differs; "beta" stands for terms that are not weighted advantages."""
+        if self.is_entropy_bonus:
+            return "entropy_coef"
+        return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
 
     @property
     def change(self) -> Change:
         """How it changes the optimizer's step directly, if it does not change the loss's weights."""
         return Change(lr_factor=self.lr_factor, max_grad_norm=self.max_grad_norm)
-
-    @property
-    def differs(self) -> str:
-        """Its entry in LossSettings.differs; "beta" stands for terms that are not weighted advantages."""
-        if self.trl == "entropy_coef":
-            return self.trl
-        return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
-
-    @property
-    def overwrites_weights(self) -> bool:
-        """Whether it recalculates the weights from advantages and ratios, which undoes interventions before it."""
-        return "sampler" in self.needs or self.trl == "epsilon_high"
 
     def unavailable_reason(self, loss: LossInputs) -> str:
         """Return why it is not available with this loss; "" if it is."""
@@ -134,7 +134,8 @@ class Intervention:
 INTERVENTIONS: Mapping[str, Intervention] = {
     intervention.name: intervention
     for intervention in (
-        Intervention("bonus", rw.bonus, (), strength=0.01, neutral_strength=0.0, is_linear=True, trl="entropy_coef"),
+        Intervention("bonus", rw.bonus, (), strength=0.01, neutral_strength=0.0, is_linear=True, trl="entropy_coef",
+                     is_entropy_bonus=True),
         Intervention("psr", rw.psr),
         Intervention("nsr", rw.nsr),
         Intervention("w_reinforce", rw.w_reinforce, strength=0.1, high=1.0, neutral_strength=1.0, is_linear=True),
@@ -152,18 +153,20 @@ INTERVENTIONS: Mapping[str, Intervention] = {
         Intervention("kl", rw.kl, ("unit", "reference"), strength=0.04, neutral_strength=0.0, is_linear=True,
                      remark=GROWS, trl="beta"),
         Intervention("clip_higher", rw.clip_higher, ("dr_grpo",), strength=0.28, nothing_on_policy=True,
-                     trl="epsilon_high"),
-        Intervention("none", rw.no_correction, SAMPLER, trl="vllm_importance_sampling_correction=False"),
+                     trl="epsilon_high", overwrites_weights=True),
+        Intervention("none", rw.no_correction, SAMPLER, trl="vllm_importance_sampling_correction=False",
+                     overwrites_weights=True),
         Intervention("tis", rw.token_truncation, SAMPLER, strength=2.0,
-                     trl="vllm_importance_sampling_mode='token_truncate'"),
+                     trl="vllm_importance_sampling_mode='token_truncate'", overwrites_weights=True),
         Intervention("mis", rw.token_mask, SAMPLER, strength=2.0, low=1.0,
-                     trl="vllm_importance_sampling_mode='token_mask'"),
+                     trl="vllm_importance_sampling_mode='token_mask'", overwrites_weights=True),
         Intervention("seq_mask", rw.sequence_mask, SAMPLER, strength=3.0,
-                     trl="vllm_importance_sampling_mode='sequence_mask'"),
-        Intervention("ppo_clip", rw.ppo_clip, SAMPLER, strength=0.2),
-        Intervention("exact", rw.exact, SAMPLER),
-        Intervention("lr", None, (), strength=0.5, neutral_strength=1.0, is_linear=True, trl="learning_rate"),
-        Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm"),
+                     trl="vllm_importance_sampling_mode='sequence_mask'", overwrites_weights=True),
+        Intervention("ppo_clip", rw.ppo_clip, SAMPLER, strength=0.2, overwrites_weights=True),
+        Intervention("exact", rw.exact, SAMPLER, overwrites_weights=True),
+        Intervention("lr", None, (), strength=0.5, neutral_strength=1.0, is_linear=True, trl="learning_rate",
+                     sets="lr_factor"),
+        Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm", sets="max_grad_norm"),
     )
 }  # fmt: skip
 MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one keeps what the other drops
