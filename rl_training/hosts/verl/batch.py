@@ -10,9 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_training.errors import UserError
 from rl_training.policy.linear_head import scores_of_logits
-from rl_training.policy.rollout import Rollout, pad_and_concat
+from rl_training.policy.rollout import Rollout, pad_and_concat, with_one_advantage_each
 from rl_training.policy.scorer import CHUNK_LOGITS
 
 UNTESTED = "rollout_untested"  # key of a batch: 1 if `Rollout.untested`
@@ -26,9 +25,6 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         on_policy: Whether the current policy sampled the sequences and no optimizer step has learned from them.
         max_length: A response with this many tokens is truncated, unless it ends with one of `end_tokens`.
         end_tokens: Token ids that end a response.
-
-    Raises:
-        UserError: If advantages differ within a response, because probes use one number per response.
     """
     prompts, responses = data["prompts"].unbind(), data["responses"].unbind()
     token_mask = _padded([torch.ones_like(response) for response in responses])
@@ -38,12 +34,12 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
     last = completion_ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     old_logps = None if on_policy else _padded(data["old_log_probs"].unbind())
     engine_logps = data.get("rollout_log_probs", None)  # with actor_rollout_ref.rollout.calculate_log_probs=True
-    return Rollout(
+    rollout = Rollout(
         prompt_ids=_padded(prompts, on_the_left=True),
         prompt_mask=_padded([torch.ones_like(prompt) for prompt in prompts], on_the_left=True),
         completion_ids=completion_ids,
         completion_mask=mask,
-        advantages=_one_per_response(_padded(data["advantages"].unbind()), mask),
+        advantages=_padded(data["advantages"].unbind()),
         rewards=torch.stack([row.sum() for row in data["rm_scores"].unbind()]),
         prompt_index=torch.tensor([_prompt_number(str(uid)) for uid in data["uid"]], device=mask.device),
         sampling_logps=old_logps if engine_logps is None else _padded(engine_logps.unbind()),
@@ -53,6 +49,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         truncated=(lengths >= max_length) & ~torch.isin(last, last.new_tensor(list(end_tokens))),
         untested=UNTESTED in data and bool(data[UNTESTED].any()),
     )
+    return with_one_advantage_each(rollout)
 
 
 def _prompt_number(uid: str) -> int:
@@ -62,17 +59,6 @@ def _prompt_number(uid: str) -> int:
 
 def _padded(rows: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
     return pad_and_concat([row.unsqueeze(0) for row in rows], on_the_left=on_the_left)
-
-
-def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return one advantage per response, (B,), from (B, T): verl repeats it on all tokens of a response."""
-    first = advantages.gather(1, mask.argmax(dim=1, keepdim=True))
-    if bool(((advantages != first) & (mask != 0)).any()):
-        raise UserError(
-            "advantages differ within a response, and probes measure one number for each: use "
-            "algorithm.adv_estimator=grpo"
-        )
-    return first.squeeze(1) * (mask.sum(dim=1) > 0)
 
 
 class ResponseTokens:

@@ -25,7 +25,7 @@ TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
 ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
 FSDP = f"{ACTOR}.fsdp_config"
 PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
-# Advantage estimators that give one number per response.
+# Advantage estimators without a critic.
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
 # Each setting, the values with which probes can measure, and the reason why not with others.
 SUPPORTED: tuple[tuple[str, Sequence[Any], str], ...] = (
@@ -42,7 +42,7 @@ SUPPORTED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{MODEL}.enable_activation_offload", (False,), "it has not been tried with a second backward"),
     (f"{MODEL}.tiled_mlp.enabled", (False,), "its backward accumulates gradients by itself"),
     ("distillation.enabled", (False,), "its loss is not a function of the sampled tokens' log-probabilities"),
-    ("algorithm.adv_estimator", ESTIMATORS, "probes measure one advantage per response"),
+    ("algorithm.adv_estimator", ESTIMATORS, "a critic has not been tried"),
     (f"{ROLLOUT}.n", range(2, 2**20), "each response is compared with the others to its prompt"),
 )
 # Settings that change the sampled distribution, with the values that switch each off.

@@ -60,10 +60,13 @@ def test_a_response_of_maximum_length_without_an_end_token_is_truncated(
     assert rollout.sampling_logps is None
 
 
-def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> None:
-    data = two_rows(([0.5, 0.0, 0.25], [-0.5, -0.5]))
-    with pytest.raises(ValueError, match="adv_estimator=grpo"):
-        read_rollout(data, True, 3, [])
+def test_advantages_that_differ_within_a_response_are_kept_by_token() -> None:
+    """The second token of the first response is a tool's, so it has no advantage of its own."""
+    rollout = read_rollout(two_rows(([0.5, 9.0, 0.25], [-0.5, -0.5])), True, 3, [])
+    assert rollout.advantages.tolist() == [0.375, -0.5]
+    assert rollout.token_advantages is not None
+    assert rollout.token_advantages.tolist() == [[0.5, 0.0, 0.25], [-0.5, -0.5, 0.0]]
+    assert read_rollout(two_rows(), True, 3, []).token_advantages is None
 
 
 def test_prompts_are_numbered_by_their_uid() -> None:
