@@ -100,13 +100,6 @@ class Rows:
         self._parts: Vector = [torch.empty(count, width, dtype=self.dtype, device=device) for width in widths]
         self._num_written = Counter[tuple[int, int, int]]()  # how often, by (fold, bucket, first column)
 
-    @classmethod
-    def holding(cls, layout: Layout, vectors: Vector) -> Rows:
-        """Return rows that are these vectors, (F, n) per bucket."""
-        rows = cls(layout, 0, vectors[0].dtype)
-        rows._parts, rows.factors = vectors, torch.ones(len(vectors[0]), dtype=torch.float64)
-        return rows
-
     def __len__(self) -> int:
         return len(self.factors)
 

@@ -158,19 +158,6 @@ class Policy(abc.ABC):
         return self.scorer.measuring()
 
     @contextlib.contextmanager
-    def pointing_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Point parameters to other tensors inside the context. Their own tensors are never written to."""
-        parameters = {name: self.model.get_parameter(name) for name in weights}
-        originals = {name: param.data for name, param in parameters.items()}
-        try:
-            for name, param in parameters.items():
-                param.data = weights[name]
-            yield
-        finally:
-            for name, param in parameters.items():
-                param.data = originals[name]
-
-    @contextlib.contextmanager
     def with_weights(self, entries: Mapping[str, Tensor]) -> Iterator[None]:
         """Load other trained weights inside the context, then restore the current ones bitwise. Collective.
 

@@ -165,7 +165,7 @@ class MeasuredStepProbe(Probe):
         rows = self._rows(ctx)
         rounding = ctx.policy.scorer.training_rounding
         current, earlier = (rounded_scores_before if rounding else scores_before)(ctx, rows, before)
-        test_tokens(ctx, rows, current, earlier)
+        add_to_residual_test(ctx, rows, current, earlier)
         rewards = rewards_of(rollout)
         terms = differences_before(current, earlier, rows, rollout.prompt_index, rewards, logs)
         by_prompt = ctx.step.batch.sum_by_prompt(
@@ -240,7 +240,7 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
         return current, policy.score_rollout(rollout, varentropy=ctx.passes.residual_test is not None)
 
 
-def test_tokens(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores) -> None:
+def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores) -> None:
     """Test whether the policy drew the tokens of `rows` that are not tested yet (step/residual.py). Collective.
 
     These are scores by the policy before the step. Their residuals have mean 0 if tokens are weighted by the ratio of

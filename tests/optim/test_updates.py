@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_steps import draw, shard_of
+from example_steps import draw, rows_of, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
@@ -21,7 +21,6 @@ from rl_training.optim.state import view_optimizer
 from rl_training.optim.supported import FORMULAS
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_coefficient, compute_update
 from rl_training.parallel import vectors
-from rl_training.parallel.rows import Rows
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
@@ -93,7 +92,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     layout.chunk_size = 8
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = LeaveOneOutUpdates(pieces, fold_means(mean, Rows.holding(layout, rows), sizes), max_grad_norm, identity)
+    steps = LeaveOneOutUpdates(pieces, fold_means(mean, rows_of(layout, rows), sizes), max_grad_norm, identity)
     assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
     for k in range(3):
         others = [i for i in range(3) if i != k]
@@ -117,7 +116,7 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, fold_means([mean], Rows.holding(Layout(weights), [rows]), sizes), reason, identity
+            pieces, fold_means([mean], rows_of(Layout(weights), [rows]), sizes), reason, identity
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()

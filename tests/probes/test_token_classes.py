@@ -11,6 +11,7 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
+from example_steps import rows_of
 from ranks_in_threads import on_two_ranks
 from seen import Kept
 from simple_twin import Recorder, Twin
@@ -23,7 +24,6 @@ from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces
-from rl_training.parallel.rows import Rows
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
@@ -206,9 +206,9 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, fold_means([weight], Rows.holding(layout, [rows]), sizes), math.inf, identity)
-    basis = fold_means([0.5 * weight], Rows.holding(layout, [0.5 * rows]), sizes)
-    direction = Direction(Rows.holding(layout, [torch.tensor([[1.0], [2.0]]).double()]))
+    steps = LeaveOneOutUpdates(pieces, fold_means([weight], rows_of(layout, [rows]), sizes), math.inf, identity)
+    basis = fold_means([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
+    direction = Direction(rows_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
     ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 

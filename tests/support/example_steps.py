@@ -64,6 +64,13 @@ def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
     return Batch(rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0)
 
 
+def rows_of(layout: Layout, vectors: Vector) -> Rows:
+    """Return rows with these entries, (F, n) per bucket."""
+    rows = Rows(layout, len(vectors[0]), vectors[0].dtype)
+    rows.replace(range(len(rows)), vectors)
+    return rows
+
+
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """Return for each fold the mean over all other folds, as leave-one-out updates use it.
 
@@ -77,7 +84,7 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
     pieces = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    means = fold_means([mean], Rows.holding(Layout({"all": mean}), [rows]), sizes)
+    means = fold_means([mean], rows_of(Layout({"all": mean}), [rows]), sizes)
     return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 
@@ -128,7 +135,7 @@ def step_of(
             shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
             shard.layout,
-            None if rows is None else Rows.holding(shard.layout, rows),
+            None if rows is None else rows_of(shard.layout, rows),
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),

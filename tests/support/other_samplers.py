@@ -62,6 +62,20 @@ HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@contextlib.contextmanager
+def pointing_to(model: torch.nn.Module, weights: Named) -> Iterator[None]:
+    """Point parameters to other tensors inside the context. Their own tensors are never written to."""
+    parameters = {name: model.get_parameter(name) for name in weights}
+    originals = {name: param.data for name, param in parameters.items()}
+    try:
+        for name, param in parameters.items():
+            param.data = weights[name]
+        yield
+    finally:
+        for name, param in parameters.items():
+            param.data = originals[name]
+
+
 class OtherSampler:
     """A `rollout_func` for TRL that samples from a different policy, and returns that policy's log-probabilities.
 
@@ -78,7 +92,7 @@ class OtherSampler:
         policy = TrainerPolicy(trainer, call_head=self.name in HEADS)
         policy.scorer.verify()  # before the head has a hook
         weights = self.fixed or {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-        with policy.pointing_to(COPIES.get(self.name, dict)(weights)), self._changed_head(trainer):
+        with pointing_to(trainer.model, COPIES.get(self.name, dict)(weights)), self._changed_head(trainer):
             prompt_ids, *images = trainer._tokenize_prompts(prompts)
             completion_ids, _ = trainer._generate_single_turn(prompt_ids, *images, trainer.num_generations)
             rows = ([torch.tensor(ids, device=trainer.accelerator.device) for ids in part]
