@@ -236,15 +236,16 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = read_lines(options.output)
     if options.table:
-        new, *older = (
-            [name for name in part if any(all(paired_runs(lines, name, rule)) for rule in BOUNDED)]
-            for part in (THIRD, SECOND, FIRST)
-        )
-        old = [name for part in older for name in part]
-        if not new + old:
+        judged = {name for name in SETTINGS if any(all(paired_runs(lines, name, rule)) for rule in BOUNDED)}
+        groups = {
+            "third part": [name for name in THIRD if name in judged],
+            "third and fourth part": [name for name in THIRD | FOURTH if name in judged],
+            "all settings": [name for name in THIRD | FOURTH | SECOND | FIRST if name in judged],
+        }
+        if not judged:
             parser.error(f"{options.output} has no setting with runs of both fixed and bounded: do the runs first")
-        print_tables(lines, new, old)
-        draw(lines, {name: SETTINGS[name].title or name for name in new + old}, options.picture)
+        print_tables(lines, groups)
+        draw(lines, {name: SETTINGS[name].title or name for name in groups["all settings"]}, options.picture)
         return
     done = {Job(*(line[field.name] for field in dataclasses.fields(Job))) for line in lines}
     jobs = (first_part, second_part, third_part, fourth_part)[options.part - 1]()

@@ -144,7 +144,7 @@ THIRD = {
     "lora_8": Setting(chains(7, 8), 38, lora=8, title="LoRA, rank 8"),
     "muon_8": Setting(chains(3, 9), 42, prompts=8, optimizer="muon", title="Muon, 8 prompts"),
     "grpo_kl_4": Setting(
-        chains(4, 9), 42, iterations=4, steps=32, title="GRPO with a KL term, four steps a rollout",
+        chains(4, 9), 42, iterations=4, steps=32, title="GRPO, KL term, 4 steps a rollout",
         training={"loss_type": "grpo", "scale_rewards": "group"} | KL_TERM,
     ),
     "spelling_64": Setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ BOUNDED = {
     "bounded_3e-3": "3e-3",
     "bounded_1e-2": "1e-2",
 }  # the rules that are judged, with their target_kl_share
-RIVALS = ("fixed", "linear", "adaptive", "clip", "schedule_free", "prodigy", "skip", *BOUNDED)
+RIVALS = (
+    "fixed", "linear", "adaptive", "clip", "clip_0.25", "schedule_free", "prodigy", "skip", "skip_0.01", *BOUNDED,
+)  # fmt: skip
 LONGER = ("bounded_5x", "bounded_1e-2_5x")
 POWERS = {str(n): "10" + str(n).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) for n in range(-5, 4)}
 POWER_OF_TEN = f"{json.dumps(POWERS)}['' + round(log(datum.value) / LN10)]"  # Vega's label of a tick
@@ -59,10 +62,19 @@ def collapsed(lines: Lines, setting: str, rule: str) -> list[Mapping[str, Any]]:
 
 
 def paired_runs(lines: Lines, setting: str, rule: str) -> tuple[Lines, Lines]:
-    """Return the runs of `fixed` and those of a rule in a setting, restricted to the seeds that both have."""
+    """Return the runs of `fixed` and those of a rule in a setting, restricted to the seeds that both have.
+
+    A seed counts once it has all start rates that another seed of the rule has.
+    """
     fixed, others = (select(lines, setting=setting, rule=name) for name in ("fixed", rule))
-    seeds = {line["seed"] for line in fixed} & {line["seed"] for line in others}
+    seeds = complete_seeds(fixed) & complete_seeds(others)
     return select(fixed, seed=seeds), select(others, seed=seeds)
+
+
+def complete_seeds(lines: Lines) -> set[int]:
+    """Return the seeds that have the most start rates."""
+    numbers = Counter(line["seed"] for line in lines)
+    return {seed for seed, number in numbers.items() if number == max(numbers.values())}
 
 
 def best_fixed(lines: Lines, setting: str, rule: str, measure: str) -> tuple[float, float]:
@@ -82,14 +94,16 @@ def print_header(*names: str) -> None:
 
 def print_judgement(lines: Lines, settings: Sequence[str], rule: str, measure: str) -> None:
     """Print what the bar is judged by: mean and worst over start rates, and the regret to the best fixed rate."""
-    print_header("setting", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
+    print_header("setting", "seeds", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
                  f"{rule}: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
     for setting in settings:
         runs = paired_runs(lines, setting, rule)
         fixed, ends = (by_rate(part, measure) for part in runs)
         rate, best = best_fixed(lines, setting, rule, measure)
         mean, worst = statistics.fmean(ends.values()), min(ends.values())
-        print(row([setting, sum(map(len, runs)), float(untrained(lines, setting)[measure]), f"{best:.3f} ({rate:g})",
+        seeds = len({line["seed"] for line in runs[1]})
+        print(row([setting, seeds, sum(map(len, runs)),
+                   float(untrained(lines, setting)[measure]), f"{best:.3f} ({rate:g})",
                    statistics.fmean(fixed.values()), min(fixed.values()), len(collapsed(lines, setting, "fixed")),
                    mean, worst, len(collapsed(lines, setting, rule)), best - mean, best - worst]))  # fmt: skip
 
@@ -113,9 +127,11 @@ def print_verdict(lines: Lines, settings: Sequence[str], rule: str, measure: str
 
 def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
     """Print each rule's mean and worst over the start rates that all rules have (prodigy: its d_coef), with seed 0."""
-    print_header("setting", *(f"{rule}, mean / worst" for rule in RIVALS))
-    for setting in settings:
-        ends = {rule: by_rate(select(lines, setting=setting, rule=rule, seed=0), "reward") for rule in RIVALS}
+    with_rivals = [name for name in settings if select(lines, setting=name, rule={*RIVALS} - {"fixed", *BOUNDED})]
+    rules = [rule for rule in RIVALS if select(lines, setting={*with_rivals}, rule=rule, seed=0)]
+    print_header("setting", *(f"{rule}, mean / worst" for rule in rules))
+    for setting in with_rivals:
+        ends = {rule: by_rate(select(lines, setting=setting, rule=rule, seed=0), "reward") for rule in rules}
         shared = set.intersection(*(set(end) for rule, end in ends.items() if end and rule != "prodigy"))
         cells = []
         for rule, end in ends.items():
@@ -126,13 +142,15 @@ def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
 
 def print_equal_cost(lines: Lines, settings: Sequence[str]) -> None:
     """Print a bounded run of five times the steps next to the best of five fixed rates."""
-    print_header("setting: reward, pass@8, entropy", "best of five fixed rates", *LONGER)
+    rules = [rule for rule in LONGER if select(lines, setting={*settings}, rule=rule)]
+    print_header("setting: reward, pass@8, entropy", "best of five fixed rates", *rules)
     for setting in settings:
-        longer = {rule: select(lines, setting=setting, rule=rule) for rule in LONGER}
-        if any(longer.values()):
+        if select(lines, setting=setting, rule={*rules}):
             fixed = select(lines, setting=setting, rule="fixed", seed=0)
-            ends = [max(fixed, key=lambda run: run["reward"]), *(runs[0] for runs in longer.values() if runs)]
-            print(row([setting, *(f"{e['reward']:.3f}, {e['pass8']:.3f}, {e['entropy']:.3f}" for e in ends)]))
+            ends = [[max(fixed, key=lambda run: run["reward"])]]
+            ends += [select(lines, setting=setting, rule=rule) for rule in rules]
+            cells = ["".join(f"{e['reward']:.3f}, {e['pass8']:.3f}, {e['entropy']:.3f}" for e in end) for end in ends]
+            print(row([setting, *(cell or "–" for cell in cells)]))
 
 
 def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
@@ -160,13 +178,14 @@ def print_runs(lines: Lines, settings: Sequence[str]) -> None:
             print(row([rule, *(f"{rewards[r]:.3f} / {pass8[r]:.3f}" if r in rewards else "–" for r in rates)]))
 
 
-def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
-    """Print all tables. `new` are the settings of the plan's latest part, `old` those of earlier ones."""
+def print_tables(lines: Lines, groups: Mapping[str, Sequence[str]]) -> None:
+    """Print all tables. A verdict is given over each group of settings, by its name; the last group has all of them."""
+    everything = [*groups.values()][-1]
     for rule in BOUNDED:
-        settings = [name for name in (*new, *old) if all(paired_runs(lines, name, rule))]
+        settings = [name for name in everything if all(paired_runs(lines, name, rule))]
         if not settings:
             continue
-        parts = {"new settings": [name for name in settings if name in new], "all settings": settings}
+        parts = {which: [name for name in group if name in settings] for which, group in groups.items()}
         for measure in ("reward", "pass8"):
             print_judgement(lines, settings, rule, measure)
             print()
@@ -174,42 +193,50 @@ def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
                 if names:
                     print_verdict(lines, names, rule, measure, which)
         print_ends(lines, settings, rule)
-    print_rivals(lines, [*new, *old])
-    print_equal_cost(lines, [*new, *old])
+    print_rivals(lines, everything)
+    print_equal_cost(lines, everything)
     print_runs(lines, list(dict.fromkeys(line["setting"] for line in lines)))
 
 
 def draw(lines: Lines, titles: Mapping[str, str], path: Path) -> None:
-    """Plot the final reward against the start rate, fixed and bounded, one panel per setting, with its title."""
+    """Plot the final reward against the start rate, fixed and bounded, one panel per setting, with its title.
+
+    A line joins the means over seeds; bars reach from the lowest seed to the highest.
+    """
     rules = {line["rule"] for line in lines}
     names = {"fixed": "fixed rate"}
     names |= {rule: f"target_kl_share={share}" for rule, share in BOUNDED.items() if rule in rules}
-    points, floors = [], []
-    for setting in titles:
-        for rule, name in names.items():
-            ends = by_rate(select(lines, setting=setting, rule=rule), "reward")
-            points += [{"setting": setting, "rule": name, "rate": rate, "reward": end} for rate, end in ends.items()]
-        floors.append({"setting": setting, "reward": untrained(lines, setting)["reward"]})
-    axes = {
-        "x": {"field": "rate", "type": "quantitative", "scale": {"type": "log"}, "title": "start rate",
-              "axis": {"labelExpr": POWER_OF_TEN, "values": [10.0**n for n in range(-5, 4)], "grid": False}},
-        "y": {"field": "reward", "type": "quantitative", "title": "held-out reward", "scale": {"zero": True}},
-    }  # fmt: skip
     colors = {"domain": list(names.values()), "range": [GREY, BLUE, ORANGE, GREEN][: len(names)]}
-    ink = {"color": {"field": "rule", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}}
-    floor = {"data": {"values": floors}, "mark": {"type": "rule", "strokeDash": [3, 3], "color": "#666666"}}
-    panels = [
-        {
-            "title": titles[setting], "width": 190, "height": 120,
+    legend = {"title": None, "orient": "top", "symbolType": "circle", "symbolOpacity": 1.0}
+    ink = {"color": {"field": "rule", "type": "nominal", "scale": colors, "legend": legend}}
+    panels = []
+    for setting, title in titles.items():
+        points = []
+        for rule, name in names.items():
+            runs = select(lines, setting=setting, rule=rule)
+            for rate in sorted({run["rate"] for run in runs}):
+                ends = [run["reward"] for run in select(runs, rate=rate)]
+                points.append({"rule": name, "rate": rate, "reward": statistics.fmean(ends),
+                               "lowest": min(ends), "highest": max(ends)})  # fmt: skip
+        rates = [point["rate"] for point in points]
+        axes = {
+            "x": {"field": "rate", "type": "quantitative", "title": "start rate",
+                  "scale": {"type": "log", "domain": [min(rates) / 1.6, max(rates) * 1.6]},
+                  "axis": {"labelExpr": POWER_OF_TEN, "values": [10.0**n for n in range(-5, 4)], "grid": False}},
+            "y": {"field": "reward", "type": "quantitative", "title": "held-out reward", "axis": {"tickCount": 4},
+                  "scale": {"domain": [0.0, 1.12 * max(point["highest"] for point in points)], "nice": False}},
+        }  # fmt: skip
+        ranges = axes | {"y": axes["y"] | {"field": "lowest"}, "y2": {"field": "highest"}}
+        floor = {"values": [{"reward": untrained(lines, setting)["reward"]}]}
+        panels.append({
+            "title": {"text": title, "fontSize": 13}, "width": 230, "height": 140, "data": {"values": points},
             "layer": [
-                {"data": {"values": [p for p in points if p["setting"] == setting]},
-                 "mark": {"type": "line", "point": True}, "encoding": axes | ink},
-                floor | {"data": {"values": [f for f in floors if f["setting"] == setting]},
-                         "encoding": {"y": {"field": "reward", "type": "quantitative"}}},
+                {"data": floor, "mark": {"type": "rule", "strokeDash": [3, 3], "color": "#666666"},
+                 "encoding": {"y": axes["y"]}},
+                {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5}, "encoding": ranges | ink},
+                {"mark": {"type": "line", "point": True}, "encoding": axes | ink},
             ],
-        }
-        for setting in titles
-    ]  # fmt: skip
-    spec = {"concat": panels, "columns": 5, "config": {"background": "white"}}
+        })  # fmt: skip
+    spec = {"concat": panels, "columns": 4, "config": {"background": "white"}}
     path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))
     print(f"\n{path}")
