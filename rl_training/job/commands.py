@@ -68,9 +68,9 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
         cfg.name = ",".join([cfg.name, *(word for word in _swept(overrides) if key_of(word) != "checkpoint")])
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
     with fast_imports():
-        from rl_training.job.run.analysis import analyse_checkpoints
+        from rl_training.job.run.analysis import analyze_checkpoints
 
-    analyse_checkpoints(cfg)
+    analyze_checkpoints(cfg)
 
 
 def evaluate() -> None:

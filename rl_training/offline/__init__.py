@@ -7,8 +7,8 @@ Read in this order:
     update.py        computes the optimizer's step on U, whole and without each fold
     first_order.py   predicts how that step changes the entropy of E, to first order
     truth.py         measures how it really changes
-    probe.py         runs these five as one analysis; sweep.py varies its settings
-    results.py       writes result.json, log and table; analysis.py analyzes and writes
+    analysis.py      runs these five as one analysis; sweep.py varies its settings
+    results.py       writes result.json, log and table; analyze_and_write.py does all of this for one checkpoint
     kernel/          shows which sequence of U moves which sequence of E
     own_trainer.py   analyzes the user's own trainer; settings.py has the settings, phases.py shows progress
 """

@@ -17,7 +17,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
-from rl_training.offline.analysis import analyse_and_write
+from rl_training.offline.analyze_and_write import analyze_and_write
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings
 from rl_training.records.files.links import refuse_links_out
@@ -65,7 +65,7 @@ def analyze(
     restored = restore(trainer, checkpoint, learning_rate)
     offline_settings = dataclasses.asdict(analysis_settings) | {"name": name}
     values = plain_settings({"offline": offline_settings, "run": settings_of_trainer(trainer, {})})
-    analysis = analyse_and_write(restored, path, analysis_settings, values, start)
+    analysis = analyze_and_write(restored, path, analysis_settings, values, start)
     if restored.rank == 0:
         _write_pages(Path(folder), path.parents[1])
     restored.trainer.accelerator.wait_for_everyone()

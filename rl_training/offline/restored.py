@@ -137,7 +137,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
 
     Args:
         trainer: A trainer with the checkpoint's model, adapter and optimizer. It must not have trained.
-        learning_rate: Learning rate of the step to analyse. None takes it from the checkpoint's schedule.
+        learning_rate: Learning rate of the step to analyze. None takes it from the checkpoint's schedule.
 
     Raises:
         UserError: Checkpoint and trainer do not fit: see the module docstring. The message says how to fix it.
@@ -171,7 +171,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
 def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise UserError(
-            "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
+            "a checkpoint is analyzed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file, also for checkpoints that DeepSpeed wrote"
         )
     otherwise = sampling_reason(trainer)
@@ -186,14 +186,14 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
     if not is_own_trainer and trained_with & NOT_READ:
         neutral = ", ".join(f"{name}={DR_GRPO[name]!r}" for name in sorted(trained_with & NOT_READ))
         raise UserError(
-            "a step with this loss cannot be analysed: to analyse the step of a supported loss from this checkpoint, "
+            "a step with this loss cannot be analyzed: to analyze the step of a supported loss from this checkpoint, "
             f"make the trainer with {neutral}"
         )
     if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
         neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
         raise UserError(
-            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
-            f"{neutral} intervention=null to analyse the step that Dr-GRPO's loss would make from this checkpoint"
+            f"a step is analyzed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
+            f"{neutral} intervention=null to analyze the step that Dr-GRPO's loss would make from this checkpoint"
         )
 
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
 
+from rl_training.offline.analysis import Analysis
 from rl_training.offline.buffers import text_of
-from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
 from rl_training.policy.rollout import Rollout

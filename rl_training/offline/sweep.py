@@ -18,9 +18,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from rl_training.entropy.per_decision import first_order_change
+from rl_training.offline.analysis import UNITS, Analysis, in_both_units
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
-from rl_training.offline.probe import UNITS, Analysis, in_both_units
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings, UpdateConfig
 from rl_training.offline.truth import AtStep, Truth, measure

@@ -1,4 +1,4 @@
-"""Checkpoints: find the one to resume from or to analyse, and refuse incomplete or damaged ones."""
+"""Checkpoints: find the one to resume from or to analyze, and refuse incomplete or damaged ones."""
 
 from __future__ import annotations
 

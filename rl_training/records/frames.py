@@ -134,7 +134,7 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
     The columns are ANALYSIS_COLUMNS. Changes are in nats, `…_se` is one standard error, and numbers that were not asked
     for are nan. `kind` is "whole" for the analysis itself and, in sweeps, "eta" for another multiple of the step,
     "size" for fewer sequences of E, "update" for another U. `step` counts the optimizer steps before the checkpoint:
-    the step that is analysed is the next one. There are no rows if there is no analysis.
+    the step that is analyzed is the next one. There are no rows if there is no analysis.
 
     Raises:
         UserError: If a file is damaged; names it.

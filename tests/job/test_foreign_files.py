@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from configs import composed
-from foreign_runs import SECRET, analyse, branch, evaluate, foreign_run, said
+from foreign_runs import SECRET, analyze, branch, evaluate, foreign_run, said
 from recorded_runs import record_run
 
 from rl_training.job.run.analysis import result_files
@@ -57,10 +57,10 @@ def compare(run: Path) -> object:
     return write_comparison([run, run.parent / "outside" / "run"], run.parent / "page.html")
 
 
-def analyse_into(run: Path) -> object:
+def analyze_into(run: Path) -> object:
     values = {"checkpoint": str(run), "runs_dir": "", "name": "default", "output": None}
     (checkpoint,) = result_files(values)
-    return analyse(checkpoint.parents[1])
+    return analyze(checkpoint.parents[1])
 
 
 def evaluate_into(run: Path) -> object:
@@ -71,7 +71,7 @@ def resume(run: Path) -> object:
     return find_run_folder(composed("train", f"run_dir={run}", "resume=latest", "trainer.max_steps=2"))
 
 
-COMMANDS = [report, compare, analyse_into, evaluate_into, branch, resume]
+COMMANDS = [report, compare, analyze_into, evaluate_into, branch, resume]
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
-def test_prompts_of_e_can_exclude_or_repeat_those_of_u(restored, analysed, overlap: str) -> None:
-    update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
+def test_prompts_of_e_can_exclude_or_repeat_those_of_u(restored, analyzed, overlap: str) -> None:
+    update, total = analyzed.update_buffer, len(restored.trainer.train_dataset)
     evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts([row["prompt"] for row in evaluation.rows])[0]
     rollout = update.rollout
@@ -81,8 +81,8 @@ def test_e_may_be_the_evaluation_split_or_given_rows_with_several_responses(rest
         sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
 
 
-def test_u_has_the_rewards_and_the_filter_of_training(restored, analysed) -> None:
-    rollout = analysed.update_buffer.rollout
+def test_u_has_the_rewards_and_the_filter_of_training(restored, analyzed) -> None:
+    rollout = analyzed.update_buffer.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)
     torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))

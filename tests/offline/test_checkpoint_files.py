@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from analysed_runs import altered, restored_at
+from analyzed_runs import altered, restored_at
 from torch import Tensor
 
 from rl_training.offline.restored import RestoredTrainer

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysed_runs import RUN, SMALL, checkpoint, restored_at, results_of
+from analyzed_runs import RUN, SMALL, checkpoint, restored_at, results_of
 from configs import composing
 from full_disk import files_of_at_most
 from hydra import compose
@@ -24,9 +24,9 @@ from rl_training.errors import UserError
 from rl_training.job.configuration.overrides import select_run_overrides
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
-from rl_training.job.run.analysis import analyse_checkpoints
+from rl_training.job.run.analysis import analyze_checkpoints
+from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.first_order import predict
-from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
 from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, TruthSettings, UpdateConfig
@@ -38,53 +38,53 @@ from rl_training.records.frames import read_analysis
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 
 
-def test_the_prediction_is_a_weighted_sum_of_slopes_along_the_step(restored, analysed) -> None:
+def test_the_prediction_is_a_weighted_sum_of_slopes_along_the_step(restored, analyzed) -> None:
     """The slope of every token comes from finite differences at 1/100 of the step, independent of the backward."""
-    e, size = analysed.evaluation, 1e-2
+    e, size = analyzed.evaluation, 1e-2
     ends = []
     for sign in (1.0, -1.0):
-        with restored.stepped(analysed.update.delta, sign * size):
+        with restored.stepped(analyzed.update.delta, sign * size):
             ends.append(restored.policy.score_rollout(e.rollout))
     width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
     known = (e.scores.entropies[:, :width], mask, e.score_rows)
-    assert analysed.first_order is not None
+    assert analyzed.first_order is not None
     for column, target in enumerate(("token", "sequence")):
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
         sums = [(w * s.logps + u * s.entropies).masked_fill(~mask, 0.0).double().sum() / len(mask) for s in ends]
         expected = float(sums[0] - sums[1]) / (2 * size)
-        assert float(analysed.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
+        assert float(analyzed.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("settings", [[], ["++trainer.gradient_checkpointing=true", "++trainer.bf16=true"]])
 def test_the_prediction_is_made_without_dropout_and_autocast(
-    run: Path, restored: RestoredTrainer, analysed: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+    run: Path, restored: RestoredTrainer, analyzed: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     other = restored_at(run, 1, *settings) if settings else restored
     for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
     monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # the setting that turns dropout on
-    again = predict(other, analysed.evaluation, analysed.update, 8)
-    assert analysed.first_order is not None
-    assert again.value[0].tolist() == pytest.approx(analysed.first_order.value[0].tolist(), rel=1e-5)
+    again = predict(other, analyzed.evaluation, analyzed.update, 8)
+    assert analyzed.first_order is not None
+    assert again.value[0].tolist() == pytest.approx(analyzed.first_order.value[0].tolist(), rel=1e-5)
     assert all(module.training for module in other.trainer.model.modules())
     assert other.trainer.accelerator.native_amp == bool(settings)
 
 
-def test_splits_add_up_and_the_product_of_means_is_entropy_gradient_times_step(analysed) -> None:
-    results = analysed.results
+def test_splits_add_up_and_the_product_of_means_is_entropy_gradient_times_step(analyzed) -> None:
+    results = analyzed.results
     for split in ("part", "layer", "kind"):
         keys = [k for k in results if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
         assert sum(results[k] for k in keys) == pytest.approx(results["deltaH1"], rel=1e-4)
-    assert analysed.first_order is not None
-    product = float(dot(analysed.first_order.direction[0], analysed.update.delta))
+    assert analyzed.first_order is not None
+    product = float(dot(analyzed.first_order.direction[0], analyzed.update.delta))
     assert results["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, at step 2
 
 
-def test_prediction_and_truth_agree_within_the_error_of_their_difference(analysed: Analysis) -> None:
-    results = analysed.results
+def test_prediction_and_truth_agree_within_the_error_of_their_difference(analyzed: Analysis) -> None:
+    results = analyzed.results
     assert abs(results["paired_error_odd"]) < 4 * results["paired_error_odd_se"] + 1e-3 * abs(results["deltaH_odd"])
     assert results["paired_error_odd_se"] < 0.2 * results["deltaH_true_se"]  # the noise that both share cancels
-    scores = analysed.evaluation.scores
+    scores = analyzed.evaluation.scores
     assert results["H_orig"] == pytest.approx(
         float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5
     )
@@ -94,28 +94,28 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(analyse
     assert results["w_min"] < 1 < results["w_max"]
 
 
-def test_the_terminal_warns_only_where_first_order_fails(restored, analysed, capsys) -> None:
+def test_the_terminal_warns_only_where_first_order_fails(restored, analyzed, capsys) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
-        results = {**analysed.results, **results_of(-1.0, measured, 0.1)}
-        print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
+        results = {**analyzed.results, **results_of(-1.0, measured, 0.1)}
+        print_table(dataclasses.replace(analyzed, results=results), restored, Path("result.json"))
         shown = capsys.readouterr().out
         assert ("Step 2: higher orders cancel the first" in shown) == says
         assert "-1.00 ± 0.20" in shown  # 1.96 standard errors of 0.1
 
 
 @pytest.mark.parametrize("size", [3, 32])
-def test_results_do_not_depend_on_the_microbatch_size(restored: RestoredTrainer, analysed: Analysis, size: int) -> None:
-    other = analyse(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
-    for key, value in analysed.results.items():
+def test_results_do_not_depend_on_the_microbatch_size(restored: RestoredTrainer, analyzed: Analysis, size: int) -> None:
+    other = analyze(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
+    for key, value in analyzed.results.items():
         if key.startswith("deltaH") and not key.endswith("_se"):
-            assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(analysed.results["deltaH1"])), (
+            assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(analyzed.results["deltaH1"])), (
                 key
             )
 
 
 def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
     """Even if microbatches split prompts. The twin sums each token's weight times its slope along the step."""
-    results = analyse(
+    results = analyze(
         restored, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4))
     )
     assert results.first_order is not None
@@ -136,26 +136,26 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
 
 def test_results_that_were_not_requested_are_nan_with_the_reason(restored: RestoredTrainer) -> None:
     only = dataclasses.replace(SMALL, truth=TruthSettings(enabled=False))
-    predicted = analyse(restored, only)
+    predicted = analyze(restored, only)
     assert math.isnan(predicted.results["deltaH_true"])
     assert "truth.enabled" in predicted.reasons["deltaH_true"]
     assert math.isfinite(predicted.results["deltaH1"])
-    measured = analyse(restored, dataclasses.replace(SMALL, first_order=FirstOrderSettings(enabled=False)))
+    measured = analyze(restored, dataclasses.replace(SMALL, first_order=FirstOrderSettings(enabled=False)))
     assert math.isnan(measured.results["deltaH1"])
     assert "first_order.enabled" in measured.reasons["deltaH1"]
     assert "paired_error" not in measured.results
     assert math.isfinite(measured.results["deltaH_true"])
-    few = analyse(restored, dataclasses.replace(only, update=UpdateConfig(prompts=4), evaluation=Evaluation(prompts=4)))
+    few = analyze(restored, dataclasses.replace(only, update=UpdateConfig(prompts=4), evaluation=Evaluation(prompts=4)))
     assert math.isnan(few.results["deltaH1_se"])
     assert "fewer than 8" in few.reasons["deltaH1_se"]
 
 
 def test_a_step_too_large_for_importance_weights_is_measured_on_fresh_sequences(
-    run: Path, analysed: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
+    run: Path, analyzed: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     far = restored_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
-    afresh = analyse(far, dataclasses.replace(SMALL, conditioning=False))
-    for shown, at, how in ((afresh, far, "fresh samples"), (analysed, restored, "PDIS")):
+    afresh = analyze(far, dataclasses.replace(SMALL, conditioning=False))
+    for shown, at, how in ((afresh, far, "fresh samples"), (analyzed, restored, "PDIS")):
         print_table(shown, at, run)
         assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
     results = afresh.results
@@ -165,21 +165,21 @@ def test_a_step_too_large_for_importance_weights_is_measured_on_fresh_sequences(
     assert results["deltaH_true_se"] > 0
 
 
-def test_conditioning_rows_of_adam_and_sgd_follow_from_the_same_buffers(analysed: Analysis) -> None:
-    rows = {row["name"]: row for row in analysed.tables["conditioning"]}
-    assert rows["adam"]["delta_h1"] == pytest.approx(analysed.results["deltaH1"], rel=1e-4)
+def test_conditioning_rows_of_adam_and_sgd_follow_from_the_same_buffers(analyzed: Analysis) -> None:
+    rows = {row["name"]: row for row in analyzed.tables["conditioning"]}
+    assert rows["adam"]["delta_h1"] == pytest.approx(analyzed.results["deltaH1"], rel=1e-4)
     assert rows["adam"]["cosine"] == pytest.approx(1.0)
-    assert analysed.first_order is not None
-    update = analysed.update
+    assert analyzed.first_order is not None
+    update = analyzed.update
     norms = [float(dot(vector, vector)) ** 0.5 for vector in (update.delta, update.gradient)]
-    plain = -float(dot(analysed.first_order.direction[0], update.gradient)) * norms[0] / norms[1]
+    plain = -float(dot(analyzed.first_order.direction[0], update.gradient)) * norms[0] / norms[1]
     assert rows["sgd"]["delta_h1"] == pytest.approx(plain, rel=1e-6)
-    assert analysed.results["deltaH1/part/decay"] != 0.0  # weight decay is part of the step
+    assert analyzed.results["deltaH1/part/decay"] != 0.0  # weight decay is part of the step
 
 
 def test_without_any_advantage_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
     small = dataclasses.replace(SMALL, update=UpdateConfig(prompts=2), truth=TruthSettings(enabled=False))
-    results = analyse(restored_at(run, 1, "trainer.max_completion_length=1"), small)
+    results = analyze(restored_at(run, 1, "trainer.max_completion_length=1"), small)
     assert not torch.cat(results.update.gradient).any()
     rows = {row["name"]: row for row in results.tables["conditioning"]}
     nan = {name for name, row in rows.items() if math.isnan(row["delta_h1"])}
@@ -229,17 +229,17 @@ def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Pat
         resolve_checkpoints("latest", tmp_path)
 
 
-def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analysed: Analysis, tmp_path: Path) -> None:
+def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analyzed: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "here" / "result.json"
     write_result(
-        path, restored, analysed, {"offline": {"learning_rate": None, "update": {"filtered": False, "seed": 1}}}
+        path, restored, analyzed, {"offline": {"learning_rate": None, "update": {"filtered": False, "seed": 1}}}
     )
     read = read_analysis(path)
-    assert read["results"]["deltaH1"] == analysed.results["deltaH1"]
+    assert read["results"]["deltaH1"] == analyzed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
     with files_of_at_most(100), pytest.raises(UserError, match="make room"):
-        write_result(path, restored, analysed, {})
+        write_result(path, restored, analyzed, {})
     assert path.read_bytes() == before
 
 
@@ -252,7 +252,7 @@ def test_two_processes_give_the_results_sweeps_and_logs_of_one(run, tmp_path, ca
     ]
     overrides += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with composing():
-        (path,) = analyse_checkpoints(compose("offline", [*overrides, f"output={tmp_path / 'one'}"]))
+        (path,) = analyze_checkpoints(compose("offline", [*overrides, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
     forks.run_on_ranks(("offline.py", *overrides, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
     first, second = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))

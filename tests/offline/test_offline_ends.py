@@ -11,10 +11,10 @@ from typing import Any
 import forks
 import pytest
 import torch
-from analysed_runs import SMALL, checkpoint
+from analyzed_runs import SMALL, checkpoint
 
+from rl_training.offline.analysis import analyze
 from rl_training.offline.phases import LOWER, Phases
-from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.records import analysis_results, probe_logs, read_probe_log
 
@@ -45,7 +45,7 @@ def test_a_phase_that_runs_out_of_memory_names_the_setting_to_lower(
     handle = restored.trainer.model.get_input_embeddings().register_forward_pre_hook(take_too_much)
     try:
         with pytest.raises(ValueError, match=rf"^out of memory in phase '{phase}': ") as caught:
-            analyse(restored, SMALL)
+            analyze(restored, SMALL)
     finally:
         handle.remove()
     assert str(caught.value).endswith(LOWER[phase])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from analysed_runs import RUN, checkpoint
+from analyzed_runs import RUN, checkpoint
 from configs import REFUSED, composed, composing
 from full_disk import files_of_at_most
 from hydra import compose
@@ -20,7 +20,7 @@ from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flatten
 from rl_training.job.configuration.shipped import PROBE_CONFIGS
-from rl_training.job.run.analysis import analyse_checkpoints
+from rl_training.job.run.analysis import analyze_checkpoints
 from rl_training.job.run.offline_probe import CHOICES, SETTINGS
 from rl_training.job.run.training import build_run
 from rl_training.offline.results import statistics_of
@@ -57,7 +57,7 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
     overrides = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with composing():
-        (path,) = analyse_checkpoints(
+        (path,) = analyze_checkpoints(
             compose("offline", [f"checkpoint={checkpoint(run, 1)}", *overrides, f"output={tmp_path}"])
         )
     results = read_analysis(path)["results"]

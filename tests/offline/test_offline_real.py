@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from analysed_runs import restored_at
+from analyzed_runs import restored_at
 from configs import composing
 from hydra import compose
 from qwen_stand_in import experiment
 
-from rl_training.job.run.analysis import analyse_checkpoints
+from rl_training.job.run.analysis import analyze_checkpoints
 from rl_training.records.frames import read_analysis
 
 SAVED = ("++trainer.save_strategy=steps", "trainer.save_steps=1", "probe=none", "trainer.max_steps=1")
@@ -22,7 +22,7 @@ NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_an_adapter_on_gsm8k_is_analysed_in_bf16(stand_in: Path, tmp_path: Path, adapter: str) -> None:
+def test_an_adapter_on_gsm8k_is_analyzed_in_bf16(stand_in: Path, tmp_path: Path, adapter: str) -> None:
     run = tmp_path / "run"
     trained = experiment(stand_in, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
     trained.train()
@@ -30,7 +30,7 @@ def test_an_adapter_on_gsm8k_is_analysed_in_bf16(stand_in: Path, tmp_path: Path,
     restored = restored_at(run, 1)
     smaller = ["evaluation.prompts=4", "update.prompts=2"] if adapter == "qlora" else []
     with composing():
-        (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL, *smaller]))
+        (path,) = analyze_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL, *smaller]))
     assert restored.parameters.keys() == weights.keys()
     assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
     results = read_analysis(path)["results"]

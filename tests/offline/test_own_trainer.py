@@ -1,4 +1,4 @@
-"""A checkpoint of a user's own trainer is analysed in Python with the objects of the user's script."""
+"""A checkpoint of a user's own trainer is analyzed in Python with the objects of the user's script."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Keeps(Probe):
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
-def test_the_analysed_step_is_the_one_that_training_took(
+def test_the_analyzed_step_is_the_one_that_training_took(
     make_trainer: Callable[..., Any], tmp_path: Path, loss: str
 ) -> None:
     """The second step is recomputed from its responses and the first step's checkpoint."""
@@ -78,7 +78,7 @@ def test_analyze_writes_results_and_pages_for_a_checkpoint_of_an_attached_run(
     assert page.read_text() != before  # it now has a section on them
 
 
-def test_a_loss_whose_step_cannot_be_analysed_is_refused_with_what_to_set(
+def test_a_loss_whose_step_cannot_be_analyzed_is_refused_with_what_to_set(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     trainer = make_trainer(**PLAIN, loss_type="bnpo")

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, restored_at
+from analyzed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, restored_at
 from configs import composed
 from torch import Tensor
 
 from rl_training.job.run.training import build_run
+from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.buffers import UpdateBuffer, sample_update
-from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
 from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.update import make_update
@@ -26,7 +26,7 @@ from rl_training.policy.rollout import Rollout, take_rows
 # --- restored ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_analysed_adam_step_is_the_one_that_training_took(restored: RestoredTrainer) -> None:
+def test_the_analyzed_adam_step_is_the_one_that_training_took(restored: RestoredTrainer) -> None:
     """With the same sequences, these agree: gradient, clipping, Adam's moments and their order, the learning rate."""
     real = SEEN[2]
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
@@ -37,7 +37,7 @@ def test_the_analysed_adam_step_is_the_one_that_training_took(restored: Restored
     assert close(torch.cat(update.delta), real["delta"]) < 1e-4  # the rounding of θ + δθ − θ in fp32
 
 
-def test_the_analysed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> None:
+def test_the_analyzed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> None:
     folder = tmp_path / "run_sgd"
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
     run = build_run(composed("train", f"run_dir={folder}", *RUN, *sgd))
@@ -47,12 +47,12 @@ def test_the_analysed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> 
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.learning_rate == pytest.approx(0.15)
     assert close(torch.cat(update.delta), real["delta"]) < 1e-4
-    results = analyse(restored, SMALL)
+    results = analyze(restored, SMALL)
     assert results.results["slope_check"] < 0.1
     assert results.tables["conditioning"] == []  # it exists only for Adam
 
 
-def test_an_analysis_changes_no_state_of_the_trainer(restored: RestoredTrainer, analysed: Analysis) -> None:
+def test_an_analysis_changes_no_state_of_the_trainer(restored: RestoredTrainer, analyzed: Analysis) -> None:
     def state() -> list[Tensor]:
         moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
         rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
@@ -63,10 +63,10 @@ def test_an_analysis_changes_no_state_of_the_trainer(restored: RestoredTrainer, 
         return [t.clone() for t in (*parameters, *moments, rates, *streams, python, modes)]
 
     before = state()
-    again = analyse(restored, SMALL)
+    again = analyze(restored, SMALL)
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     assert all(p.grad is None for p in restored.trainer.model.parameters())
-    assert json.dumps(again.results) == json.dumps(analysed.results)  # the same seeds
+    assert json.dumps(again.results) == json.dumps(analyzed.results)  # the same seeds
 
 
 def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
@@ -76,8 +76,8 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 
 
 @pytest.mark.parametrize("prompts", [2, 16, 17, 48, 100])
-def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analysed, prompts: int) -> None:
-    rollout = analysed.update_buffer.rollout
+def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analyzed, prompts: int) -> None:
+    rollout = analyzed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # so that it costs nothing
     sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).batch.fold_sizes.tolist()
     assert len(sizes) == min(prompts, 16)
@@ -85,9 +85,9 @@ def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, an
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
+def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analyzed: Analysis) -> None:
     """18 prompts in 16 folds: the first and the ninth have two. Leaves out one of these, and one of the others."""
-    rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
+    rollout = with_prompts(analyzed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
     update = make_update(restored, UpdateBuffer(rollout, 18, 1), Memory(32))
@@ -192,7 +192,7 @@ def test_the_gradient_of_u_equals_that_of_trls_loss(run: Path, settings: list[st
     assert close(torch.cat(update.gradient), torch.cat([g.flatten() for g in gradients])) < 1e-5
 
 
-def test_the_step_of_a_vllm_run_is_analysed_without_a_sampler_correction(run: Path) -> None:
+def test_the_step_of_a_vllm_run_is_analyzed_without_a_sampler_correction(run: Path) -> None:
     """TRL's loss then includes a ratio to that sampler, which is 1."""
     restored = restored_at(run, 1)
     buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []

@@ -13,14 +13,14 @@ import forks
 import numpy as np
 import pandas as pd
 import pytest
-from analysed_runs import checkpoint, results_of
+from analyzed_runs import checkpoint, results_of
 from configs import composed, composing
 from hydra import compose
 from omegaconf import OmegaConf
 from recorded_runs import record_run
 
-from rl_training.job.run.analysis import analyse_checkpoints, result_files
-from rl_training.offline.probe import FEW, NOT_MEASURED, NOT_PREDICTED
+from rl_training.job.run.analysis import analyze_checkpoints, result_files
+from rl_training.offline.analysis import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
@@ -37,7 +37,7 @@ def swept(run: Path) -> pd.DataFrame:
     """Sweep everything at two checkpoints, with TensorBoard."""
     with composing():
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
-        analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
+        analyze_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
     return analysis_results(run)
 
 

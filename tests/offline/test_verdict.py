@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from analysed_runs import results_of
+from analyzed_runs import results_of
 
 from rl_training.offline.results import ROWS
 from rl_training.records.report.checkpoint_analyses import KEYS, verdict

@@ -77,7 +77,7 @@ def write_config(run: Path, changes: Mapping[str, Any] | str) -> None:
     (run / "config.yaml").write_text(text.replace("{run}", str(run)).replace("{canary}", str(canary)))
 
 
-def analyse(run: Path, *words: str) -> object:
+def analyze(run: Path, *words: str) -> object:
     checkpoint = run / "training_state" / "checkpoint-1"
     with composing():
         return build_restored(run_settings(checkpoint, words), checkpoint)

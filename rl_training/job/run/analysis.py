@@ -18,7 +18,7 @@ from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
-from rl_training.offline.analysis import analyse_and_write
+from rl_training.offline.analyze_and_write import analyze_and_write
 from rl_training.offline.settings import Settings
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
@@ -33,7 +33,7 @@ from rl_training.records.report.checkpoint_analyses import core_numbers, describ
 from rl_training.records.report.series import read_run
 
 
-def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
+def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
     """Analyze each checkpoint that `cfg` names and print a table for each. Collective.
 
     If `report` is set, rewrite the page of the analyses and the run's report. If `dashboards` is set, send the core
@@ -49,7 +49,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     results = result_files(values)
     for checkpoint, path in results.items():
-        _analyse(checkpoint, path, settings, values)
+        _analyze(checkpoint, path, settings, values)
     if PartialState().is_main_process:
         if values["report"]:
             _write_pages(results)
@@ -78,7 +78,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
         folders[checkpoint] = home / name / checkpoint.name
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
-        raise UserError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
+        raise UserError(f"{times} checkpoints would write their results to {folder}: analyze each run separately")
     return {checkpoint: folder / RESULT_FILE for checkpoint, folder in folders.items()}
 
 
@@ -93,13 +93,13 @@ def _run_of(checkpoint: Path) -> Path | None:
     return run if (run / CONFIG_FILE).is_file() else None
 
 
-def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
+def _analyze(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
     """Restore a run's trainer at one checkpoint, analyze the checkpoint and write the results to `path`."""
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])
     restored = build_restored(run, checkpoint, overrides["learning_rate"])
     values = without_secrets({"offline": overrides, "run": unmarked(OmegaConf.to_container(run, resolve=True))})
-    analyse_and_write(restored, path, settings, values, start)
+    analyze_and_write(restored, path, settings, values, start)
     del restored
     gc.collect()  # reference cycles would keep this model in memory while the next one is loaded
 

@@ -127,7 +127,7 @@ class OfflineEntropyProbe:
         Raises:
             UserError: If checkpoint and configuration do not match; before anything is sampled.
         """
-        from rl_training.job.run.analysis import analyse_checkpoints  # seconds of imports
+        from rl_training.job.run.analysis import analyze_checkpoints  # seconds of imports
         from rl_training.records.frames import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -135,7 +135,7 @@ class OfflineEntropyProbe:
             run_overrides = select_run_overrides(overrides)
             cfg = compose("offline", overrides=[word for word in overrides if word not in run_overrides])
             cfg.run = run_overrides
-            paths = analyse_checkpoints(cfg)
+            paths = analyze_checkpoints(cfg)
         if len(paths) > 1:
             raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
         return self._to_probe_result(read_analysis(paths[0]))

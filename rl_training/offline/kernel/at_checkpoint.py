@@ -18,13 +18,13 @@ from torch import Tensor
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.limited_files import MAX_STATE_BYTES, read_text
+from rl_training.offline.analysis import Analysis
 from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel.calculate import calculate_kernel, token_hash
 from rl_training.offline.kernel.report import write_report
 from rl_training.offline.kernel.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
-from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
 from rl_training.parallel.vectors import Vector

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from configs import composed
-from foreign_runs import SECRET, TOUCH, analyse, branch, evaluate, foreign_run, probe, said, write_config
+from foreign_runs import SECRET, TOUCH, analyze, branch, evaluate, foreign_run, probe, said, write_config
 from omegaconf import OmegaConf
 
 from rl_training import OfflineEntropyProbe
@@ -148,7 +148,7 @@ def test_no_setting_of_a_foreign_run_executes_code_or_leaks_a_secret(run: Path, 
     """An analysis does not need the run's probes, and an evaluation only needs task and model. The rest is ignored."""
     changes = (GADGETS | OF_TRAINING)[gadget]
     write_config(run, changes)
-    for command in (analyse, branch, evaluate):
+    for command in (analyze, branch, evaluate):
         is_needed = isinstance(changes, str) or command is branch or gadget not in OF_TRAINING
         if command is evaluate and isinstance(changes, dict):
             is_needed = any(key.startswith(("data", "model")) for key in changes)

@@ -41,7 +41,7 @@ TRAINED = [
     "++trainer.report_to=[wandb,tensorboard,trackio]",
 ]  # fmt: skip
 
-ANALYSED = [
+ANALYZED = [
     "log.level=debug", "evaluation.prompts=4", "update.prompts=2", "memory.microbatch_size=8", "conditioning=false",
     "++trainer.report_to=[tensorboard]",
     "++data.ends_its_run=false", f"trainer.hub_token={CANARY}",
@@ -70,7 +70,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     task = ["++data._target_=keyed_task.keyed"]
     commands = {
         "train": ["train.py", *task, *TRAINED, *WORDS, f"run_dir={run}"],
-        "analyze": ["offline.py", f"checkpoint={run}", *task, *ANALYSED, *WORDS],
+        "analyze": ["offline.py", f"checkpoint={run}", *task, *ANALYZED, *WORDS],
         "evaluate": ["tests/support/forking.py", "evaluate.py", f"run={run}", *task, *EVALUATED, *WORDS],
         "report": [MAIN, "report", str(run)],
         "compare": [MAIN, "report", str(run), str(other), "--out", str(folder)],

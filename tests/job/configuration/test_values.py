@@ -70,7 +70,7 @@ def test_the_name_of_a_sweep_job_is_sanitized_without_changing_its_settings() ->
     assert analysis_folder_name("mine-2_a.b") == "mine-2_a.b"
 
 
-def test_a_run_whose_config_lacks_data_is_analysed_with_given_data(tmp_path: Path) -> None:
+def test_a_run_whose_config_lacks_data_is_analyzed_with_given_data(tmp_path: Path) -> None:
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     cfg = composed("train", "run_dir=somewhere")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils.other import get_free_port
-from analysed_runs import restored_at
+from analyzed_runs import restored_at
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.offline.analysis import analyze
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel.at_checkpoint import add_kernel
@@ -33,7 +34,6 @@ from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, check_id
 from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
 from rl_training.offline.kernel.sketches import cosines
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
-from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer, restored_trainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.update import make_update
@@ -358,7 +358,7 @@ def test_fixed_texts_are_kept_over_checkpoints_and_estimate_only_their_own_polic
     fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / step / "kernel" for step in "12"]
     for step, folder in enumerate(folders, start=1):
         restored = restored_at(run, step)
-        analysis = analyse(restored, asked)
+        analysis = analyze(restored, asked)
         add_kernel(restored, analysis, fixed, folder)
     first, second = (Structure.read(folder) for folder in folders)
     assert [row["hash"] for row in first.evaluation] == [row["hash"] for row in second.evaluation]

@@ -26,7 +26,7 @@ RUN = [
     *QUICK, "batch.microbatch_size=8", "probe=none",
     "trainer.max_steps=3", "trainer.save_steps=1", "++trainer.save_total_limit=null",
     "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
-    "trainer.max_completion_length=24", "+probes.recorder._target_=analysed_runs.Recorder",
+    "trainer.max_completion_length=24", "+probes.recorder._target_=analyzed_runs.Recorder",
 ]  # fmt: skip
 SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
 SEEN: dict[int, dict[str, Any]] = {}

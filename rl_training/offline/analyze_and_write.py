@@ -1,0 +1,45 @@
+"""Runs one checkpoint analysis with everything that its settings ask for, and writes its results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.offline.analysis import Analysis, analyze
+from rl_training.offline.kernel.at_checkpoint import add_kernel
+from rl_training.offline.phases import explain_out_of_memory
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.results import print_table, write_log, write_result
+from rl_training.offline.settings import Settings
+from rl_training.offline.sweep import sweep_tables
+from rl_training.records.folder import LOGS_FOLDER
+
+
+def analyze_and_write(
+    restored: RestoredTrainer, path: Path, settings: Settings, values: Mapping[str, Any], start: float
+) -> Analysis:
+    """Analyze a restored trainer and write log and results. Collective.
+
+    The results are written last, so their file implies a complete analysis.
+
+    Args:
+        path: File of the results. The kernel goes to its folder, the log to the folder of all analyses.
+        values: The settings to record, without secrets.
+        start: When restoring began, from time.perf_counter.
+    """
+    seconds = {"load": time.perf_counter() - start}
+    analysis = analyze(restored, settings)
+    if settings.kernel.enabled:
+        with explain_out_of_memory("kernel"):
+            analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
+    with explain_out_of_memory("sweep"):
+        analysis.tables.update(sweep_tables(restored, analysis, settings))
+    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
+    if restored.rank == 0:
+        write_result(path, restored, analysis, values, log)
+        print_table(analysis, restored, path)
+    restored.passes.reduction.close()
+    return analysis
