@@ -168,7 +168,7 @@ def main() -> None:
         bytes_of_weights = 4 * bare[0]["parameters"]
         expected = (options.folds + 3) * bytes_of_weights / PROCESSES
         extra_peak = max(b["peaks"][-1] for b in measured) - max(b["peaks"][-1] for b in bare)
-        print(f"{layout}: weights {bytes_of_weights / 1e6:.0f} MB, 4 (F + 3) P/N = {expected / 1e6:.0f} MB")
+        print(f"{layout}: weights {bytes_of_weights / 1e6:.0f} MB, 4 (K + 3) P/N = {expected / 1e6:.0f} MB")
         print(f"  the probe adds {extra_peak / 1e6:.0f} MB to the peak, {extra_peak / expected:.2f} of that; forward "
               f"{measured[0]['forward']:.3e}")  # fmt: skip
         for name in sorted({*bare[0]["bytes"], *measured[0]["bytes"]}):

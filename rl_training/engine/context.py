@@ -75,11 +75,11 @@ class StepContext:
         return self.prediction_if_any is not None and not self.prediction_if_any.reason
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (F, …). Collective."""
+        """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (K, …). Collective."""
         return self.ranks.reduce(self.step.batch.sum_by_fold(values))
 
     def levels(self) -> Tensor:
-        """Return the number of sequences, the sum of entropies and the sum of lengths per fold, (F, 3). Collective."""
+        """Return the number of sequences, the sum of entropies and the sum of lengths per fold, (K, 3). Collective."""
         return levels_of_folds(self.step.batch, self.ranks, None)
 
     def truncated_share(self) -> Estimate:
@@ -166,12 +166,12 @@ class StepContext:
         Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
 
         Returns:
-            Products by fold, (F, 1) each. They can be added and subtracted before `effect_of` gives them an error bar.
+            Products by fold, (K, 1) each. They can be added and subtracted before `effect_of` gives them an error bar.
         """
         return paired_effects.gradient_shares(self.step.batch, self.prediction, self.passes, weights)
 
     def effect_of(self, products: Tensor) -> Pair:
-        """Return (ΔH per token, nan) of products by fold, (F, 1), as `gradient_shares` returns them."""
+        """Return (ΔH per token, nan) of products by fold, (K, 1), as `gradient_shares` returns them."""
         return paired_effects.effect_of(self.prediction, products)
 
     def token_products(self) -> Iterator[Tensor]:

@@ -43,7 +43,7 @@ class FoldRecorder:
         self._reduction, self.layout = reduction, reduction.shard.layout
         self._device, self._dtype = "cpu" if offload else None, rows_dtype(reduction.shard.layout, dtype)
         self.rows: Rows | None = None
-        # (F + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
+        # (K + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
         # gradient g.
         self.sq_norms: Tensor | None = None
         self.peak_bytes = 0  # most bytes of vectors held here at once during the step
@@ -51,7 +51,7 @@ class FoldRecorder:
         self._sqrt_metric: Vector | None = None  # √P of Adam's metric
         self._current_group: int | None = None  # index of the group whose gradients are arriving
         self._current_rows: Rows | None = None  # its rows, if rows are not kept or are rounded when they are complete
-        self._caught: list[Tensor] = []  # (F, samples) per bucket: the sampled entries of all that has been caught
+        self._caught: list[Tensor] = []  # (K, samples) per bucket: the sampled entries of all that has been caught
 
     def start_step_for(self, groups: Sequence[FoldGroup], needs: Need, num_microbatches: int) -> None:
         """Start a step with what probes need from its folds.
@@ -202,12 +202,12 @@ class FoldRecorder:
         """Complete rows and square norms, once all gradients have arrived.
 
         Args:
-            sizes: (F,), n_k over all ranks.
+            sizes: (K,), n_k over all ranks.
             num_ranks: N.
             mean: The step's gradient by parameter, whose square norms come last.
 
         Returns:
-            (3 + F,) fp64. First the number of gradients that came in several parts, of which only the first were
+            (3 + K,) fp64. First the number of gradients that came in several parts, of which only the first were
             caught. Then sums of squares over this rank's sampled entries, extrapolated to all: of the step's gradient
             minus the mean of all caught gradients, of the step's gradient, and of each fold's gradient.
         """

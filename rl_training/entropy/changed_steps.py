@@ -181,7 +181,7 @@ class ChangedUpdates:
 
         Returns:
             For each change, X_k · Δ_(−k) of each fold k, and the correction Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ)
-            of each fold l, both (F, directions). The correction is 0 for a direction without a mean.
+            of each fold l, both (K, directions). The correction is 0 for a direction without a mean.
         """
         by_fold, corrections = (
             self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2)
@@ -206,11 +206,11 @@ class ChangedUpdates:
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
-        """Return a piece's gradients before clipping, (F + 1, n) each: the step's, and the basis if there is one."""
+        """Return a piece's gradients before clipping, (K + 1, n) each: the step's, and the basis if there is one."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
-        """Return the inner products g · g and, with a basis, g · D and D · D, (F + 1, s, s). Collective."""
+        """Return the inner products g · g and, with a basis, g · D and D · D, (K + 1, s, s). Collective."""
         count = len(self._terms)
         grams = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
@@ -221,7 +221,7 @@ class ChangedUpdates:
         return self._reduce(grams)
 
     def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Return a piece's updates with the changed gradients, (F + 1, n)."""
+        """Return a piece's updates with the changed gradients, (K + 1, n)."""
         coefficients = self._grams.new_tensor([1.0 + change.gradient, change.basis][: len(gradients)])
         square = (self._grams @ coefficients @ coefficients).clamp(min=0.0)  # negative only by rounding
         clips = clipping(square, self._max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)

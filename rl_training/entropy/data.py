@@ -110,7 +110,7 @@ class EntropyPrediction:
     reward_reason: Unavailable | None = None
     intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
-    levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
+    levels: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None

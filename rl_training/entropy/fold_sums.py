@@ -34,8 +34,8 @@ def fold_table(
     """Return the rows of all folds. Collective.
 
     Returns:
-        The rows, (F, columns), in host memory: levels, then two columns per product, the reward's last. Then their
-        leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2), and why the reward's products are
+        The rows, (K, columns), in host memory: levels, then two columns per product, the reward's last. Then their
+        leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2), and why the reward's products are
         nan, or None.
     """
     assert prediction.levels is not None
@@ -112,12 +112,12 @@ def statistic(sums: Tensor) -> Tensor:
 
 
 def sums_without(total: Tensor, by_fold: Tensor, corrections: Tensor, level: float | None) -> Tensor:
-    """Return the sums without each fold, (F, columns).
+    """Return the sums without each fold, (K, columns).
 
     Args:
         total: Sums over all folds, (columns,).
-        by_fold: The terms of each fold, (F, columns).
-        corrections: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2).
+        by_fold: The terms of each fold, (K, columns).
+        corrections: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2).
         level: The H_tok in X, which row l replaces by the H_tok of the other folds. None: H_tok is a constant.
     """
     without = total - by_fold

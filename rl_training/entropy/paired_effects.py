@@ -50,9 +50,9 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
 
     Args:
         prediction: The step's predicted change of entropy.
-        products: Products by fold from `ChangedUpdates.products`, (F, directions). The directions are X and, if known,
+        products: Products by fold from `ChangedUpdates.products`, (K, directions). The directions are X and, if known,
             the gradient of the reward.
-        corrections: Their leave-one-out corrections, (F, directions).
+        corrections: Their leave-one-out corrections, (K, directions).
     """
     assert prediction.levels is not None
     counts = prediction.levels[:, [0, 2]].cpu()  # of sequences and of tokens
@@ -127,7 +127,7 @@ def gradient_shares(
     Only valid if `paired_effects_reason` returns None.
 
     Returns:
-        Products by fold for `effect_of`, (F, 1) each.
+        Products by fold for `effect_of`, (K, 1) each.
     """
     updates, rows = updates_and_rows(prediction)
 

@@ -35,8 +35,8 @@ class _LeaveOneOutProducts:
     """Products of each X_k with the updates that leave out folds; each rank's own sums, fp64."""
 
     updates: LeaveOneOutUpdates
-    without: Tensor  # X_k · δθ_(−k), (F, causes, parameters, targets)
-    whole: Tensor  # X_k · δθ, (F, targets)
+    without: Tensor  # X_k · δθ_(−k), (K, causes, parameters, targets)
+    whole: Tensor  # X_k · δθ, (K, targets)
 
     def add(self, piece: OptimizerPiece, index: int | slice, target: int, x: Tensor) -> None:
         """Add the products with a piece.
@@ -57,14 +57,14 @@ class _LeaveOneOutProducts:
         self.whole[index, target] += whole.sum(dim=(0, -1))
 
     def corrections(self, sizes: Tensor, sums: Sequence[Vector]) -> tuple[Tensor, Tensor]:
-        """Return the leave-one-out corrections of X · δθ, (F, targets), and of its parts, (F, causes, targets).
+        """Return the leave-one-out corrections of X · δθ, (K, targets), and of its parts, (K, causes, targets).
 
         A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
         through the preconditioner at most, so their second term is approximated by n_l / N times the first, as if all
         folds contributed alike. The gradient's correction is the remainder.
 
         Args:
-            sizes: n_k, (F,).
+            sizes: n_k, (K,).
             sums: S of each target.
         """
         by_cause = torch.zeros_like(self.without[:, :, 0])
@@ -85,7 +85,7 @@ class FoldProducts:
 
     Args:
         layout: The layout of all vectors.
-        sizes: n_k, (F,) fp64.
+        sizes: n_k, (K,) fp64.
         attribution: The splits of `forward`.
         update: The update of the step. None if the optimizer has no formula.
         leave_one_out: The updates without each fold. None if no fold can be left out.
@@ -116,7 +116,7 @@ class FoldProducts:
             self._unclipped = self._products(leave_one_out.unclipped()) if is_clipped else self._forward
 
     def _table(self, *shape: int) -> Tensor:
-        """Return zeros, (F, *shape, targets) fp64."""
+        """Return zeros, (K, *shape, targets) fp64."""
         return torch.zeros(len(self._sizes), *shape, self._num_targets, dtype=torch.float64, device=self._layout.device)
 
     def _products(self, updates: LeaveOneOutUpdates) -> _LeaveOneOutProducts:
@@ -176,7 +176,7 @@ class FoldProducts:
 
         Returns:
             n_k X_k · δθ for each of PRODUCTS and each split of `forward`, and the leave-one-out corrections
-            Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (F, products, 2) fp64, per token and per sequence.
+            Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (K, products, 2) fp64, per token and per sequence.
             Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause. What is
             not known is nan.
         """

@@ -1,4 +1,4 @@
-"""The part of ΔH that comes from each single token of the step's fresh gradient, in 2 F forward passes for all of them.
+"""The part of ΔH that comes from each single token of the step's fresh gradient, in 2 K forward passes for all of them.
 
 The part of a class of tokens (probes/token_classes.py) is Σ_k n_k X_k · a_(−k) ∘ g_(−k) / Σ T, and g_(−k) is a sum over
 the tokens of all other folds. For fold k, a token's summand is thus a directional derivative of its own scores along

@@ -38,9 +38,9 @@ class FoldMeans:
 
     mean: Entries  # g
     rows: Rows  # g_k, up to the factors of the rows
-    sizes: Tensor  # n_k, (F,) fp64
-    mean_coefficient: Tensor  # the factor of g in g_(−k), (F, 1), on the entries' device
-    fold_coefficient: Tensor  # the factor of a row in g_(−k), (F, 1)
+    sizes: Tensor  # n_k, (K,) fp64
+    mean_coefficient: Tensor  # the factor of g in g_(−k), (K, 1), on the entries' device
+    fold_coefficient: Tensor  # the factor of a row in g_(−k), (K, 1)
 
     def without(self, folds: int | slice, piece: ParameterSpan, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
@@ -76,7 +76,7 @@ class FoldMeans:
         return self.rows.of(piece.bucket, piece.columns, fold)
 
     def scaled(self, factors: Tensor) -> FoldMeans:
-        """Return the same gradients with each g_(−k) multiplied by a factor, (F,)."""
+        """Return the same gradients with each g_(−k) multiplied by a factor, (K,)."""
         factors = factors.to(self.mean_coefficient).unsqueeze(1)
         return dataclasses.replace(
             self,
@@ -85,7 +85,7 @@ class FoldMeans:
         )
 
     def square_norms_without(self, piece: ParameterSpan) -> Tensor:
-        """Return |g_(−k)|² in this piece, (F,) fp64.
+        """Return |g_(−k)|² in this piece, (K,) fp64.
 
         They are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
         """
@@ -117,7 +117,7 @@ def fold_means(mean: Entries, rows: Rows, sizes: Tensor, total_size: float | Non
     Args:
         mean: The mean gradient over all folds.
         rows: The mean gradient of each fold.
-        sizes: The number of sequences in each fold, (F,).
+        sizes: The number of sequences in each fold, (K,).
         total_size: The number of sequences in all folds. None: the sum of `sizes`.
 
     Raises:
@@ -154,7 +154,7 @@ class LeaveOneOutUpdates:
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
         self.whole = whole or StepUpdate(pieces, gradient.mean, clip=1.0)
-        # The clipping factor of the gradient without each fold, (F,) fp64 in host memory.
+        # The clipping factor of the gradient without each fold, (K,) fp64 in host memory.
         self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
         if not math.isinf(max_grad_norm):
             squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
@@ -173,7 +173,7 @@ class LeaveOneOutUpdates:
         return LeaveOneOutUpdates(self.pieces, self.gradient, math.inf, torch.clone)
 
     def changes(self, piece: OptimizerPiece, x: Tensor) -> Tensor:
-        """Return how leaving out each fold changes the parts of the update in this piece, times x, (F, causes) fp64.
+        """Return how leaving out each fold changes the parts of the update in this piece, times x, (K, causes) fp64.
 
         It is linear in the change of the gradient where the optimizer's step is smooth, which takes one product for
         each fold, to a relative precision of about 1e-5. Elsewhere each step is calculated again.

@@ -77,7 +77,7 @@ class Rows:
 
     Args:
         layout: The layout of each vector.
-        count: F, the number of folds.
+        count: K, the number of folds.
         dtype: Dtype of the entries. None for the layout's. torch.int8: `LEVELS` times an entry divided by the largest
             of its block, rounded to nearest.
         device: Where they are kept. None for the layout's device.
@@ -91,7 +91,7 @@ class Rows:
         self.dtype = dtype or layout.dtype
         self.factors = torch.ones(count, dtype=torch.float64)  # multiplied with a row they give the fold's mean
         device = device or layout.device
-        self._scales: Vector = []  # (F, blocks) per bucket, in 8 bits
+        self._scales: Vector = []  # (K, blocks) per bucket, in 8 bits
         widths = self._sizes
         if self.dtype == torch.int8:
             blocks = [-(-size // BLOCK) for size in widths]
@@ -168,7 +168,7 @@ class Rows:
         return [self.of(bucket, slice(0, size), rows) for bucket, size in enumerate(self._sizes)]
 
     def sum(self, weights: Tensor) -> Vector:
-        """Return the sum of all rows with weights, (F,), on the layout's device."""
+        """Return the sum of all rows with weights, (K,), on the layout's device."""
         total = self.layout.zeros()
         for bucket, part in enumerate(total):
             for fold, weight in enumerate((weights * self.factors).tolist()):

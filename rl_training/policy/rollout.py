@@ -6,8 +6,7 @@ Shape legend, used in every comment of this package:
     T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns, a
        completion also holds an environment's tokens between the policy's: they are context, not actions
     G  responses per prompt
-    K  microbatches of an optimizer step on this rank
-    F  folds of an optimizer step, over all ranks
+    K  folds of an optimizer step, over all ranks
 """
 
 from __future__ import annotations

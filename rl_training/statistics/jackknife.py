@@ -65,7 +65,7 @@ def jackknife_covariance(
     Args:
         statistic: Maps (..., m) sums to (..., p) values.
         sums: The sums over all folds, (m,).
-        sums_without: The sums without each fold, (F, m): row l is without fold l.
+        sums_without: The sums without each fold, (K, m): row l is without fold l.
 
     Returns:
         The covariance of the statistic's last dimension, (..., p, p).
@@ -86,10 +86,10 @@ def jackknife_covariance(
 
 
 def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: the mean without fold k is a_k g + b_k g_k.
+    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (K,) each: the mean without fold k is a_k g + b_k g_k.
 
     Args:
-        fold_sizes: (F,), n_k.
+        fold_sizes: (K,), n_k.
         total_size: N. None for the sum of `fold_sizes`.
 
     Raises:

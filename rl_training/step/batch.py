@@ -87,7 +87,7 @@ class Batch:
     microbatch_rows: tuple[range, ...]  # the rows of each microbatch
     folds: Sequence[FoldGroup]  # whole prompts, over all ranks
     fold: Tensor  # (B,), the fold of each sequence
-    fold_sizes: Tensor  # (F,) fp64 in host memory, n_k: sequences on all ranks
+    fold_sizes: Tensor  # (K,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None if unknown
     unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
@@ -95,7 +95,7 @@ class Batch:
 
     @property
     def num_folds(self) -> int:
-        """F, over all ranks."""
+        """K, over all ranks."""
         return len(self.fold_sizes)
 
     @property
@@ -136,5 +136,5 @@ class Batch:
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, prompt_of_row, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` (B, …) over this rank's sequences of each fold, (F, …)."""
+        """Return the sum of `values` (B, …) over this rank's sequences of each fold, (K, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

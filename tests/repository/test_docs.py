@@ -313,7 +313,7 @@ def test_links_between_pages_resolve_to_files_and_headings(page: str) -> None:
 
 
 def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
-    """4 (F + 3) P/N bytes at F = 8, or 4 (F/4 + 2) in 8 bits, to 5 %. at_size.md counts it, with working slices."""
+    """4 (K + 3) P/N bytes at K = 8, or 4 (K/4 + 2) in 8 bits, to 5 %. at_size.md counts it, with working slices."""
     adapter, whole = 4 * 11 * 18_464_768 / 1e9, 4 * 4 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
         "../README.md": [(r"1.5B should take ([\d.]+) GB", adapter)],

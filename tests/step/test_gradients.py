@@ -84,7 +84,7 @@ def folds_of(*sizes: list[int]) -> list[FoldGroup]:
 
 
 def rows_by_name(recorder: FoldRecorder) -> dict[str, Tensor]:
-    """Return the kept rows by parameter, (F, n)."""
+    """Return the kept rows by parameter, (K, n)."""
     assert recorder.rows is not None
     return recorder.layout.by_name(recorder.rows.means())
 

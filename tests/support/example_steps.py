@@ -65,7 +65,7 @@ def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
 
 
 def rows_of(layout: Layout, vectors: Vector) -> Rows:
-    """Return rows with these entries, (F, n) per bucket."""
+    """Return rows with these entries, (K, n) per bucket."""
     rows = Rows(layout, len(vectors[0]), vectors[0].dtype)
     rows.replace(range(len(rows)), vectors)
     return rows
@@ -75,11 +75,11 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """Return for each fold the mean over all other folds, as leave-one-out updates use it.
 
     Args:
-        folds: Mean of each fold, (F, …).
-        sizes: n_k, (F,), fp64.
+        folds: Mean of each fold, (K, …).
+        sizes: n_k, (K,), fp64.
 
     Returns:
-        (F, …), the shape of `folds`.
+        (K, …), the shape of `folds`.
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
