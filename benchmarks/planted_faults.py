@@ -21,7 +21,7 @@ import rl_training.job.silence  # noqa: F401
 
 import torch
 from default_task import in_a_fork
-from faults import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
+from faults_to_plant import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Records, attach

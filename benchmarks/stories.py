@@ -28,7 +28,7 @@ import rl_training.job.silence  # noqa: F401
 import numpy as np
 import torch
 from default_task import in_a_fork
-from faults import SETTINGS
+from faults_to_plant import SETTINGS
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Records, attach

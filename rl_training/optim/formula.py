@@ -1,4 +1,6 @@
-"""The interface of an optimizer whose step is a formula.
+"""The interface of an optimizer whose step is a formula for each entry of a parameter by itself.
+
+Adafactor, Muon and LAMB are none: their steps need a whole matrix or its norm.
 
 To add an optimizer, write one file in this folder and one line in supported.py. The file has an `OptimizerState`, which
 calculates a parameter's step, and a `StepFormula`, which names the optimizer's class and reads its state. sgd.py is the

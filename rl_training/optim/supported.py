@@ -1,4 +1,4 @@
-"""The table of optimizers whose step is a formula."""
+"""The table of optimizers whose step is a formula (formula.py)."""
 
 from __future__ import annotations
 

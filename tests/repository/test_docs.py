@@ -324,7 +324,7 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
         "explanation/at_size.md": [
             (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole),
         ],
-        "how_to/gpu_and_cluster.md": [(r"F = 8 folds: one GPU; 8 \| ([\d.]+);", adapter)],
+        "how_to/gpu_and_cluster.md": [(r"K = 8 folds: one GPU; 8 \| ([\d.]+);", adapter)],
     }
     for page, rows in said.items():
         text = (DOCS / page).read_text(encoding="utf-8")

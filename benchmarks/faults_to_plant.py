@@ -1,4 +1,4 @@
-"""Faults to plant into short trainings, and healthy trainings for comparison: typical rewards, models and samplers."""
+"""What planted_faults.py plants into short trainings, and healthy ones for comparison: rewards, models, samplers."""
 
 from __future__ import annotations
 
