@@ -148,7 +148,7 @@ def test_the_guides_code_for_a_plain_trainer_trains_like_the_interventions(tmp_p
     """With DrGRPOTrainer's batch order and SGD, the weights' changes agree to 1e-6, and differ from plain training."""
     mine: dict[str, Any] = {}
     for marker in ("class PositiveOnly", "class ScaleLearningRate"):
-        exec(example("how_to/entropy_is_falling.md", marker), mine)
+        exec(example("how_to/keep_entropy_up.md", marker), mine)
     make = trainer_maker(tmp_path)
     guided = type("Guided", (mine["PositiveOnly"], DrGRPOTrainer), {})
     changes = []
@@ -316,7 +316,7 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
     """4 (K + 3) P/N bytes at K = 8, or 4 (K/4 + 2) in 8 bits, to 5 %. at_size.md counts it, with working slices."""
     adapter, whole = 4 * 11 * 18_464_768 / 1e9, 4 * 4 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
-        "../README.md": [(r"1.5B should take ([\d.]+) GB", adapter)],
+        "../README.md": [(r"should add ([\d.]+) GB to LoRA of rank 16 on 1.5B", adapter)],
         "reference/costs.md": [
             (r"that is ([\d.]+) GB on one process", adapter),
             (r"([\d.]+) GB on each of 8 at 7B", whole),
@@ -324,7 +324,7 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
         "explanation/at_size.md": [
             (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole),
         ],
-        "how_to/gpu_and_cluster.md": [(r"K = 8 folds: one GPU; 8 \| ([\d.]+);", adapter)],
+        "how_to/gpu_and_cluster.md": [(r"K = 8 folds; one GPU / each of 8 \| ([\d.]+) /", adapter)],
     }
     for page, rows in said.items():
         text = (DOCS / page).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from rl_training.records.report.set_up import TRL, SetUp
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
-CALLBACK_PAGE = "docs/how_to/entropy_is_falling.md"
+CALLBACK_PAGE = "docs/how_to/keep_entropy_up.md"
 BRANCH_STEPS = 40  # steps of each branch
 
 
