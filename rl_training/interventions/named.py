@@ -25,6 +25,7 @@ from rl_training.errors import UserError
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.custom import load_custom
 from rl_training.interventions.loss import Function, LossInputs
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.loss_weights import LossWeights
 
 PLAIN = "plain"  # the unchanged step, in metrics' names
@@ -32,7 +33,7 @@ RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
 ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # settings that leave the weights of log-probabilities alone
 GROWS = "grows with the distance from the reference: one step shows little of it"
 # What an intervention may need, each with the reason to report if it is missing.
-NEEDS = {
+_REASONS = {
     "dr_grpo": "the loss is not Dr-GRPO's, the only loss that it can change: set loss_type='dr_grpo', "
     "scale_rewards='none', beta=0 (trainer.… on the command line), and train without other interventions on these "
     "weights and without a subclass's loss",
@@ -50,6 +51,7 @@ NEEDS = {
     "with vLLM, or in Python with a rollout_func that returns logprobs",
     "some_advantage": "all responses to each prompt have the same reward: there is no gradient to scale",
 }
+NEEDS = {need: Unavailable(f"intervention_needs_{need}", reason) for need, reason in _REASONS.items()}
 
 
 SAMPLER = ("dr_grpo", "sampler")  # needs of corrections for a sampler other than the policy
@@ -104,8 +106,8 @@ class Intervention:
         """How it changes the optimizer's step directly, if it does not change the loss's weights."""
         return Change(lr_factor=self.lr_factor, max_grad_norm=self.max_grad_norm)
 
-    def unavailable_reason(self, loss: LossInputs) -> str:
-        """Return why it is not available with this loss; "" if it is."""
+    def unavailable_reason(self, loss: LossInputs) -> Unavailable | None:
+        """Return why it is not available with this loss, or None."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
         is_set = differs <= ENTROPY_TERMS  # the settings are Dr-GRPO's, so the weights must be
         has = {
@@ -119,7 +121,7 @@ class Intervention:
             "sampler": loss.sampling_logps is not None,
             "some_advantage": loss.zero_advantage_share < 1.0,
         }
-        return next((NEEDS[need] for need in self.needs if not has[need]), "")
+        return next((NEEDS[need] for need in self.needs if not has[need]), None)
 
     def weights(self, loss: LossInputs) -> LossWeights:
         """Return the new weights of a microbatch.

@@ -126,8 +126,9 @@ class InterventionsProbe(Probe):
         estimates = [*pairs[PLAIN].estimates(no_reward), *means[PLAIN].mean().estimates(no_reward)]
         for intervention in self.which:
             name = intervention.name
-            if unavailable[name]:
-                estimates += [Estimate.missing(unavailable[name])] * len(QUANTITIES)
+            missing = unavailable[name]
+            if missing:
+                estimates += [Estimate.missing(missing)] * len(QUANTITIES)
                 continue
             # A learning rate has its full effect at once.
             factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor

@@ -143,8 +143,9 @@ def test_an_optimizer_of_another_library_is_distinguished_from_torchs_of_the_sam
     model = load_tiny()[0]
     view = view_optimizer(Shard(model, AdamW(model.parameters()), None))
     assert view.states is None
-    assert view.reason.message.startswith("the step of bitsandbytes' AdamW has no formula here, only those of torch's ")
-    assert view.reason.message.endswith(" do")
+    assert view.reason.code == "no_formula"
+    assert "bitsandbytes' AdamW" in view.reason.message
+    assert "torch's AdamW" in view.reason.message
 
 
 def test_a_parameter_that_does_not_move_does_not_make_a_step_look_like_a_sign_step() -> None:

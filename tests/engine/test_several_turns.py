@@ -189,7 +189,7 @@ def test_over_several_turns_the_probe_equals_the_plain_twin_and_training_is_unch
     assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
     assert not masked or cut_in_second_turn > 2
     for name in ("delta_h/true", "delta_h/evaluation"):
-        assert "if these keep state" in attachment.latest[name].reason
+        assert attachment.latest[name].code == "generation_keeps_state"
     weights = (rollout.advantages.abs() * rollout.completion_mask.sum(dim=1)).double()
     kish = float(weights.sum() ** 2 / weights.square().sum())
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)

@@ -34,7 +34,7 @@ from trainers import (
 from rl_training import DrGRPOTrainer, Reading
 from rl_training.hosts.trl.policy import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
-from rl_training.interventions.named import parse_intervention
+from rl_training.interventions.named import GROWS, NEEDS, parse_intervention
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import InterventionsProbe, SamplerProbe
 from rl_training.tasks.models import load_tiny
@@ -332,7 +332,7 @@ def test_kl_to_trls_reference_model_is_predicted_with_one_scorer(
     assert sum(model is trainer.ref_model for model in scored) == 1
     answers = trainer.attachment.latest
     assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step, already away from the first model
-    assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
+    assert GROWS in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
     assert "trainer.beta=0" in answers["intervention/psr/delta_h"].reason
 
@@ -346,7 +346,7 @@ def test_interventions_that_need_whole_groups_are_missing_where_prompts_span_mic
     trainer = make_trainer(probes=[probe], reward=graded, max_steps=1, **shape)
     trainer.train()
     estimates = trainer.attachment.latest
-    assert "these are spread over several" in estimates["intervention/std_norm/delta_h"].reason
+    assert estimates["intervention/std_norm/delta_h"].code == "intervention_needs_whole_prompts"
     assert math.isfinite(estimates["intervention/lr:0.5/delta_h"].value)
-    with pytest.raises(ValueError, match="intervention=std_norm: it needs all responses to a prompt in one microbatch"):
+    with pytest.raises(ValueError, match=re.escape(f"std_norm: {NEEDS['whole_prompts']}")):
         make_trainer(interventions=["std_norm"], reward=graded, max_steps=1, **shape).train()

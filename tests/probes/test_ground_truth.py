@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from rl_training import Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
-from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.policy import STREAM, TrainerPolicy
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -466,6 +466,6 @@ def test_a_streaming_dataset_has_no_truth_and_training_goes_on(make_trainer) -> 
     stream = make_trainer().train_dataset.to_iterable_dataset()
     trainer = make_trainer(probes=[GroundTruthProbe(every=1, sequences=8)], train_dataset=stream, max_steps=1)
     trainer.train()
-    assert "without streaming" in trainer.attachment.latest["delta_h/true"].reason
-    with pytest.raises(ValueError, match="without streaming"):
+    assert trainer.attachment.latest["delta_h/true"].code == "streamed"
+    with pytest.raises(ValueError, match=STREAM):
         sample(trainer, 2, seed=0)

@@ -31,7 +31,7 @@ from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.score_check import ROWS, TOLERANCE, ScoreCheck
+from rl_training.step.score_check import ROTARY_CAUSE, ROWS, TOLERANCE, ScoreCheck
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, 4
@@ -272,7 +272,7 @@ def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
 def test_rotary_tables_that_depend_on_the_longest_row_are_named_as_the_reason(kind: str, probe: Any, name: str) -> None:
     for positions in (WITHIN, *BEYOND):
         *_, answer = estimates([probe()], model=with_tables(kind, positions), forward=as_short_as_it_is, steps=2)
-        said = answer[name].reason.startswith("the model's rotary tables depend on the longest row")
+        said = answer[name].reason.startswith(ROTARY_CAUSE)
         assert (said, math.isnan(answer[name].value)) == (positions != WITHIN, positions != WITHIN)
 
 

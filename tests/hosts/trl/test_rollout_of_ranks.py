@@ -106,28 +106,34 @@ ROWS = [(1, 11), (1, 12), (2, 13), (2, 14), (3, 15), (3, 16)]  # three prompts w
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "prompts", "rewards", "why"),
+    ("rows", "group", "prompts", "rewards", "code", "counts"),
     [
-        (ROWS, 2, [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5], ""),
-        (ROWS[::-1], 2, [0, 0, 1, 1, 2, 2], [5, 4, 3, 2, 1, 0], ""),
-        ([ROWS[i] for i in (0, 2, 4, 1, 3, 5)], 2, [0, 1, 2, 0, 1, 2], [0, 2, 4, 1, 3, 5], ""),
-        (ROWS[:4], 2, [0, 0, 1, 1], [0, 1, 2, 3], ""),
-        ([ROWS[i] for i in (0, 2, 5)], 1, [0, 1, 2], [0, 2, 5], "the batch has 1 of the 2 responses"),
-        (ROWS[:5], 2, [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], "responses cannot be assigned to prompts"),
-        ([*ROWS[:5], (3, 99)], 2, [0, 0, 1, 1, 2, 2], None, "1 of the 6 responses in this batch were not generated"),
-        ([*ROWS, *ROWS[:0], (4, 17), (4, 18)], 2, [0, 0, 1, 1, 2, 2, 3, 3], None, "2 of the 8 responses"),
+        (ROWS, 2, [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5], "", ""),
+        (ROWS[::-1], 2, [0, 0, 1, 1, 2, 2], [5, 4, 3, 2, 1, 0], "", ""),
+        ([ROWS[i] for i in (0, 2, 4, 1, 3, 5)], 2, [0, 1, 2, 0, 1, 2], [0, 2, 4, 1, 3, 5], "", ""),
+        (ROWS[:4], 2, [0, 0, 1, 1], [0, 1, 2, 3], "", ""),
+        ([ROWS[i] for i in (0, 2, 5)], 1, [0, 1, 2], [0, 2, 5], "not_all_kept", "1 of the 2"),
+        (ROWS[:5], 2, [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], "uneven_prompts", ""),
+        ([*ROWS[:5], (3, 99)], 2, [0, 0, 1, 1, 2, 2], None, "not_generated", "1 of the 6"),
+        ([*ROWS, *ROWS[:0], (4, 17), (4, 18)], 2, [0, 0, 1, 1, 2, 2, 3, 3], None, "not_generated", "2 of the 8"),
     ],
 )
 def test_rows_in_any_order_have_their_own_prompts_rewards_and_origins(
-    rows: list[tuple[int, int]], group: int, prompts: list[int], rewards: list[float] | None, why: str
+    rows: list[tuple[int, int]],
+    group: int,
+    prompts: list[int],
+    rewards: list[float] | None,
+    code: str,
+    counts: str,
 ) -> None:
     rollouts = rollouts_of(0, generations=2)
     rollout_begun = begun(rollouts, ROWS, rows)
     assert (rollout_begun.prompt_index - 6).tolist() == prompts
     assert rollouts.responses_per_prompt == group
     assert (None if rollout_begun.rewards is None else rollout_begun.rewards.tolist()) == rewards
-    assert (rollout_begun.origin.sample_reason or "").startswith(why)
-    assert bool(rollout_begun.origin.sample_reason) == bool(why)
+    reason = rollout_begun.origin.sample_reason
+    assert ("" if reason is None else reason.code) == code
+    assert counts in (reason or "")
 
 
 def test_a_prompt_drawn_twice_counts_as_two_while_rows_keep_their_order() -> None:
