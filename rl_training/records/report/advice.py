@@ -14,6 +14,7 @@ from rl_training.records.report.verdict import (
     FALLEN,
     GONE,
     HELD_OUT,
+    LARGE_LOSS,
     LOST,
     NOTHING_TO_DO,
     PART,
@@ -25,6 +26,7 @@ from rl_training.records.report.verdict import (
 CAUSES = (
     "decay", "bonus", "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference",
 )  # fmt: skip
+SYMPTOMS = ("equal", "unmixed")  # causes, unless entropy was lost before
 NOTHING = "There is nothing to do"
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
@@ -46,7 +48,8 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
     if "large_step" in by_name and action is None:
         return f"To change: {set_up.bounded_step()}, since steps are too large."
     if action is not None:
-        cause = next((by_name[name] for name in CAUSES if name in by_name), None)
+        causes = (by_name[name] for name in CAUSES if name in by_name)
+        cause = next((line for line in causes if not _is_a_symptom(line, verdict)), None)
         return action(run, verdict, set_up, cause)
     yet = " yet" * (verdict.kind == UNKNOWN)
     if not lines:
@@ -59,18 +62,34 @@ def _because(line: Line) -> str:
     return f"{'To change because of what stands out: ' * is_setting}{_setting(line)}"
 
 
+def _is_a_symptom(line: Line, verdict: Verdict) -> bool:
+    """Return whether a line tells only what lost entropy does: responses that are all alike earn the same."""
+    entropy = verdict.story.entropy
+    if verdict.kind not in (GONE, LOST) or line.name not in SYMPTOMS or entropy is None:
+        return False
+    return entropy.left < LARGE_LOSS and line.since >= entropy.since_below(LARGE_LOSS)
+
+
 def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
     """Advise to return to a checkpoint before the fall; with the setting of what caused it, or with a bounded step."""
     if cause is not None and not cause.setting.startswith(SETTING):
         return f"To do first: {cause.setting}"
     since = min(verdict.since, cause.since if cause else verdict.since)
+    entropy = verdict.story.entropy
+    if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
+        since = min(since, entropy.since_below(LARGE_LOSS))
     what = _setting(cause) if cause else f"{set_up.bounded_step()}."
     return f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on with {what}"
 
 
 def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:
     """Return the last checkpoint before a step, in the words of the user's trainer."""
-    saved = [path for path in checkpoints_of(run.folder) if step_of(path) < step]
+    kept = checkpoints_of(run.folder)
+    saved = [path for path in kept if step_of(path) < step]
+    if step <= run.steps[0]:
+        return "the start"
+    if kept and not saved:
+        return f"the start (no checkpoint before step {step} was kept)"
     if saved and set_up.kind == JOB:
         return f"branch={saved[-1]}"
     if saved:

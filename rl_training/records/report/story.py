@@ -31,6 +31,7 @@ FALL_OF_PART = 0.25  # a fall that matters in one of several reward functions, w
 RISE = 0.05  # standard deviations, over the last quarter: reward rises
 BAND = 0.1  # standard deviations: a smaller rise is none
 MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
+MIN_DEVIATIONS_OF_FIRST = 4.5  # standard deviations by which the first value must lie above all others to be the best
 OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
 AS_DEEP = 2 / 3  # of the present fall: such a dip
 CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
@@ -275,16 +276,29 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
     smooth, levels = line.smooth(), levels_of(values, line)
-    best, highest = max(float(smooth.max()), line.start), float(values.max())
+    untrained = _untrained(values, line)
+    best, highest = max(float(smooth.max()), line.start, untrained), float(values.max())
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-smooth, fall):
         return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
+    if best == untrained:
+        return Reward(name, line, spread, top, fall, int(values.index[1]), best, levels)
     since = line.since(line.fitted < line.now + 0.9 * fall) or 0
     first = (
         float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
     )  # before a fall in the first steps
     return Reward(name, line, spread, top, fall, line.step(since), min(max(best, first), highest), levels)
+
+
+def _untrained(values: pd.Series[float], line: BrokenLine) -> float:
+    """Return the first value if what follows is so much lower that the first step must have broken the policy.
+
+    Otherwise −inf. No piece of the line is that short, so the line does not show it.
+    """
+    first, others = float(values.iloc[0]), values.iloc[1:]
+    noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
+    return first if first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise else -math.inf
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:

@@ -207,6 +207,26 @@ def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_s
     )
 
 
+def test_a_policy_that_its_first_step_broke_has_lost_reward_and_is_advised_to_start_again(tmp_path: Path) -> None:
+    folder = log_run(tmp_path, 60, entropy=noisy(after(2, 0.2, 0.15), 0.01), reward=noisy(after(2, 0.5, 0.08), 0.03, 2))
+    (folder / "training_state" / "checkpoint-20").mkdir(parents=True)
+    first = opening(read_run(folder))
+    assert first.headline == "Reward has fallen"
+    assert "since step 2: from 0.48 at its best" in first.evidence
+    assert "go back to the start (no checkpoint before step 2 was kept)" in first.advice
+
+
+def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left(tmp_path: Path) -> None:
+    """Prompts whose responses earn the same are then its effect, not its cause; before that they are the cause."""
+    entropy = noisy(lambda step: max(1.0 * 0.93**step, 0.02), 0.002)  # half at step 10, a tenth at step 32
+    for since, told in ((40, 'checkpoint-5, and train on with attach(…, target_kl_share="auto")'), (3, "prompts")):
+        folder = log_run(tmp_path / str(since), 60, entropy=entropy, reward=noisy(level, 0.03, 2),
+                         frac_reward_zero_std=after(since, 0.3, 0.99))  # fmt: skip
+        for step in (5, 15, 30):
+            (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
+        assert told in opening(read_run(folder)).advice
+
+
 @pytest.mark.parametrize(
     ("effect", "error", "remark", "kind"),
     [
