@@ -130,7 +130,7 @@ def test_a_probe_state_that_gains_keys_is_refused_since_a_resumed_run_would_lose
             reading = super().measure(ctx, {"steps": 0})
             return dataclasses.replace(reading, state={**state, "more": 1})
 
-    with pytest.raises(UserError, match=r"probe 'growing': measure must return a state with the names .* 'more'"):
+    with pytest.raises(UserError, match=r"probe 'growing': .*state.* 'more'"):
         train(*loop_with(Growing("growing")))
 
 
@@ -173,12 +173,12 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_with_the_name_of_its_pro
         def init(self) -> Any:
             return [0]
 
-    with pytest.raises(UserError, match=r"^probe 'listing': a state consists of tensors, .*, but it is a list$"):
+    with pytest.raises(UserError, match=r"^probe 'listing': .* list$"):
         ProbeStates([Listing("listing")])
 
 
 def test_states_of_a_loop_are_loaded_before_it_begins() -> None:
     *_, measured = loop_with(Counting("counting"))
-    with measured, pytest.raises(UserError, match=r"call load_state_dict.* before `with measured_loop"):
+    with measured, pytest.raises(UserError, match=r"load_state_dict.*`with measured_loop"):
         measured.load_state_dict(measured.state_dict())
     assert [*to_tensors(measured._driver.states()["counting"])] == ["steps"]

@@ -273,9 +273,7 @@ def test_ctrl_c_while_a_process_imports_reaches_the_parent_alone(tmp_path: Path)
 @pytest.mark.parametrize("returned", ["much", None, 0.5])
 def test_a_metric_that_returns_no_named_numbers_is_refused_with_what_is_needed(returned: Any) -> None:
     response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
-    with pytest.raises(
-        ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
-    ):
+    with pytest.raises(ValueError, match=r"metric mine .*row 0 .*\{'mine': 0\.5\}"):
         custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
 
 
@@ -456,13 +454,13 @@ def test_the_printed_table_has_the_number_of_prompts_and_an_interval_where_all_v
 
 def test_a_reward_outside_the_range_of_its_task_is_an_error() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [2.0 for _ in completions])
-    with pytest.raises(ValueError, match=r"reward is 2\.0 .* between 0 and 1, as its Task says"):
+    with pytest.raises(ValueError, match=r"2\.0 .* between 0 and 1"):
         judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
 
 
 def test_too_few_rewards_are_refused_with_their_number() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [1.0])
-    with pytest.raises(UserError, match="reward function returned 1 rewards for 2 responses"):
+    with pytest.raises(UserError, match="1 rewards for 2 responses"):
         judge(task, [task.eval_dataset[0]] * 2, ["6", "7"], [torch.tensor([5])] * 2)
 
 

@@ -104,7 +104,7 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
     assert evaluations(folder).query("metric == 'reward'")["value"].tolist() == [table.loc["reward", "value"]]
     assert page.read_text() != before  # it now has a section on them
 
-    with pytest.raises(ValueError, match=r"made with other settings.*name=NAME, or replace it with overwrite=True"):
+    with pytest.raises(ValueError, match=r"other settings.*name=NAME.*overwrite=True"):
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
     again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()

@@ -28,7 +28,7 @@ def test_pass_at_k_of_many_responses_neither_overflows_nor_underflows() -> None:
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_k_above_the_number_of_responses_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k} needs k between 1 and the number of responses per prompt, 4"):
+    with pytest.raises(ValueError, match=f"^pass@{k} .* 4$"):
         pass_at_k(torch.tensor([1]), 4, k)
 
 

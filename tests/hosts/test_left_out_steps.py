@@ -95,7 +95,7 @@ def test_a_step_skipped_before_its_gradients_are_ready_has_a_line_without_estima
                     metrics["loss"] = math.inf
                     if said:
                         measured.skip_step()
-                        with pytest.raises(ValueError, match=r"before gradients_ready\(\): the loop is past skip_step"):
+                        with pytest.raises(ValueError, match=r"before gradients_ready\(\): .* skip_step"):
                             measured.microbatch(part, *scores_of(model, part))
                     continue
                 one_step(model, measured, number)
@@ -123,7 +123,7 @@ def test_responses_of_a_skipped_step_count_as_fresh() -> None:
                     optimizer.step()
                 optimizer.zero_grad()
             codes.append(measured.latest["delta_h/forward"].code)
-        with pytest.raises(ValueError, match="an earlier step has trained on this rollout"), measured.step(3, 1):
+        with pytest.raises(ValueError, match="has trained on this rollout"), measured.step(3, 1):
             one_step(model, measured, 1)
     assert codes == ["left_out", ""]
 
@@ -148,7 +148,7 @@ def test_an_optimizer_that_steps_after_its_step_has_ended_is_refused() -> None:
         with measured.step(1):
             one_step(model, measured, 1)
             measured.gradients_ready()
-        with pytest.raises(ValueError, match=r"before the step's context ends: the loop is between two steps"):
+        with pytest.raises(ValueError, match="between two steps"):
             optimizer.step()
 
 
@@ -159,7 +159,7 @@ def test_a_grad_scaler_is_an_error_unless_it_is_switched_off(enabled: bool) -> N
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
     with measured, contextlib.ExitStack() as refused:
         if enabled:
-            refused.enter_context(pytest.raises(ValueError, match=r"a GradScaler scales .*: train in bf16 or fp32"))
+            refused.enter_context(pytest.raises(ValueError, match=r"GradScaler.* bf16 or fp32"))
         with measured.step(1):
             for part in microbatches(1):
                 logps, entropies = scores_of(model, part)
@@ -178,5 +178,5 @@ def test_an_accelerate_optimizer_with_a_grad_scaler_is_refused() -> None:
     model, optimizer, _ = new_loop([])
     outer = AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu"))
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
-    with pytest.raises(ValueError, match="a GradScaler scales the loss"):
+    with pytest.raises(ValueError, match="GradScaler"):
         measured_loop(model, outer, [], **shape)

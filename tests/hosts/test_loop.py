@@ -432,9 +432,7 @@ def test_devices_without_float64_are_refused_at_once(device: str, make_trainer, 
     loop = {"responses_per_prompt": 4, "microbatch_size": 4, "microbatches": 1}
     starts = (lambda: measured_loop(model, optimizer, "simple", **loop), lambda: attach(trainer, probes="simple"))
     for start in starts:
-        with pytest.raises(
-            ValueError, match=rf"cannot on {device.upper()}: train on a CUDA GPU or on the CPU"
-        ) as error:
+        with pytest.raises(ValueError, match=f"cannot on {device.upper()}: ") as error:
             start()
         assert "\n" not in str(error.value)
 
@@ -483,10 +481,10 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
-    with pytest.raises(ValueError, match=r"SimpleNamespace is not a torch\.optim\.Optimizer: pass the one inside"):
+    with pytest.raises(ValueError, match=r"SimpleNamespace .*torch\.optim\.Optimizer"):
         measured_loop(model, SimpleNamespace(step=None), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"^ReLU is not a Hugging Face causal language model"):
+    with pytest.raises(ValueError, match=r"^ReLU .* language model"):
         measured_loop(torch.nn.ReLU(), optimizer, [], **shape)
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)

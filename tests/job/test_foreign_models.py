@@ -151,14 +151,14 @@ def test_a_pattern_whose_trial_crashes_is_named_and_not_said_to_be_slow(monkeypa
         "    for expression", "    if pattern == 'b*': sys.exit(1)\n    for expression"
     )
     monkeypatch.setattr(adapter_patterns, "TRIAL", trial)
-    with pytest.raises(UserError, match=r"^adapter: the pattern 'b\*' of module names cannot be matched: give names"):
+    with pytest.raises(UserError, match=r"^adapter: the pattern 'b\*' .*give names"):
         refuse_endless_patterns({"target_modules": ["a*", "b*"]}, "adapter")
 
 
 def test_an_adapter_with_settings_of_any_size_is_refused_before_it_is_read(folder: Path) -> None:
     with open(folder / "adapter_config.json", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(UserError, match=r"adapter_config.json has more than 1 MB, which no such file needs"):
+    with pytest.raises(UserError, match=r"adapter_config.json .* 1 MB"):
         load_causal_lm(folder)
 
 

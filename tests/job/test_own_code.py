@@ -68,7 +68,7 @@ def test_built_in_targets_are_never_looked_up_in_the_working_folder(folder: Path
 
 
 def test_custom_code_cannot_come_from_a_run_folder_or_shadow_a_library(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"peft\.IA3Config: peft is also the name of .*rename yours in"):
+    with pytest.raises(ValueError, match=r"peft\.IA3Config: .*rename yours in"):
         add_custom_code_to_path(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
     (folder / "config.yaml").touch()
     (folder / "logs").mkdir()

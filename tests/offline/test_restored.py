@@ -134,25 +134,25 @@ def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: A
 
 
 def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="holds all weights, and the model has an adapter: use adapter=none"):
+    with pytest.raises(ValueError, match="adapter=none"):
         restored_at(run, 1, "adapter=lora")
 
 
 def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
     policy, parameters, device = restored.policy, restored.parameters, restored.device
-    with torch.no_grad(), pytest.raises(ValueError, match=r"G2: the scores have no gradient .*no_grad"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"G2: .*no_grad"):
         refuse_without_gradients(policy, parameters, device)
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"G2: the scores have no gradient .*inference_mode"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"G2: .*inference_mode"):
         refuse_without_gradients(policy, parameters, device)
-    with pytest.raises(ValueError, match="G3: 'odd' is trainable and gets no gradient"):
+    with pytest.raises(ValueError, match="G3: 'odd' "):
         refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
     frozen = make_trainer()
     frozen.model.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"G1: .* is not trainable: another adapter is active, or it is frozen"):
+    with pytest.raises(ValueError, match=r"^.*G1: .* is not trainable"):
         restore(frozen, checkpoint(run, 1))
     larger = make_trainer()
     larger.model.odd = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"G1: 'odd' is trainable, and .* does not hold it"):
+    with pytest.raises(ValueError, match="G1: 'odd' "):
         restore(larger, checkpoint(run, 1))
 
 
@@ -203,5 +203,5 @@ def test_the_step_of_a_vllm_run_is_analyzed_without_a_sampler_correction(run: Pa
 
 
 def test_a_loss_term_unknown_at_a_checkpoint_is_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match=r"differs in entropy_coef, use_adaptive_entropy: give .*entropy=False"):
+    with pytest.raises(ValueError, match=r"entropy_coef, use_adaptive_entropy: .*entropy=False"):
         restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")

@@ -72,7 +72,7 @@ def test_a_missing_file_of_a_process_is_an_error(tmp_path: Path) -> None:
         write(tmp_path, 2, rank)
     (tmp_path / "probes_1.safetensors").unlink()
     read(tmp_path, 2, 0)
-    with pytest.raises(UserError, match=r"lacks 3 entries of weight.of.a: a process's file is missing"):
+    with pytest.raises(UserError, match=r"3 entries of weight\.of\.a"):
         read(tmp_path, 1, 0)
 
 

@@ -219,7 +219,7 @@ def test_a_layout_without_a_parameter_raises() -> None:
 
 
 def test_a_layout_of_parameters_on_several_devices_raises() -> None:
-    with pytest.raises(ValueError, match=r"on several devices, .*a.*b.*: load the model"):
+    with pytest.raises(ValueError, match=r"several devices, .*a.*b"):
         Layout({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
 
 

@@ -249,14 +249,14 @@ def test_fp16_from_accelerates_configuration_is_refused_too(make_trainer) -> Non
     """The trainer's own fp16 stays False. Gradients would be 1024 times too large, and the trace 1024²."""
     trainer = make_trainer(GRPOTrainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with pytest.raises(ValueError, match=r"fp16 scales the loss.*mixed_precision: fp16"):
+    with pytest.raises(ValueError, match=r"mixed_precision: fp16"):
         attach(trainer, probes=[SimpleEntropyProbe()])
 
 
 def test_a_generation_with_prompts_spread_over_processes_is_refused(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     trainer.args.steps_per_generation = 1  # possible with two processes
-    with pytest.raises(ValueError, match="a generation has 1 x 2 sequences on a process, no multiple of num_gen"):
+    with pytest.raises(ValueError, match=r"1 x 2 sequences .*num_generations"):
         attach(trainer, probes=[Witness()], whole_prompts=True)
 
 
@@ -279,7 +279,7 @@ def test_an_object_that_is_not_a_trainer_is_refused(given: Any) -> None:
 def test_the_asynchronous_trainer_is_refused_by_name_with_the_reason() -> None:
     async_grpo = pytest.importorskip("trl.experimental.async_grpo")
     trainer = object.__new__(async_grpo.AsyncGRPOTrainer)
-    with pytest.raises(ValueError, match=r"AsyncGRPOTrainer, which lacks _generate_and_score_completions, .*measured_"):
+    with pytest.raises(ValueError, match=r"AsyncGRPOTrainer.* _generate_and_score_completions.*measured_loop"):
         attach(trainer, probes=[Witness()])
 
 
@@ -303,7 +303,7 @@ def test_a_copy_of_trls_trainer_is_refused_even_in_its_place(monkeypatch, name: 
     members = {key: value for key, value in vars(GRPOTrainer).items() if key not in ("__dict__", "__weakref__")}
     copy = type(name, GRPOTrainer.__bases__, {**members, "__module__": f"compiled.{name}"})
     monkeypatch.setattr(trl, "GRPOTrainer", copy)
-    with pytest.raises(ValueError, match=rf"this is {name}, a copy of it and no subclass: {said}"):
+    with pytest.raises(ValueError, match=rf"this is {name}, a copy .*: {said}"):
         attach(object.__new__(copy), probes=[Witness()])
 
 
@@ -378,7 +378,7 @@ def test_a_non_finite_reward_stops_training_and_names_the_completion(make_traine
     def broken(completions: list[str], **kwargs: Any) -> list[float]:
         return [0.5] * (len(completions) - 1) + [bad]
 
-    with pytest.raises(ValueError, match=r"step 1: 1 of 32 rewards are not finite.*broken.*for completion '"):
+    with pytest.raises(ValueError, match=r"step 1: 1 of 32 rewards .*broken.*completion '"):
         make_trainer(reward=broken).train()
 
 
@@ -386,7 +386,7 @@ def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_f
     trainer = make_trainer(probes=[Witness()], records=Records(tmp_path / "logs"))
     trainer.train()
     before = read_estimates(tmp_path / "logs")
-    with pytest.raises(ValueError, match=r"has trained before.*train\(resume_from_checkpoint=\.\.\.\), or remove\(\)"):
+    with pytest.raises(ValueError, match=r"trained before.*resume_from_checkpoint=.*remove\(\)"):
         trainer.train()
     assert read_estimates(tmp_path / "logs") == before
     assert [row["step"] for row in before] == [1, 2]
@@ -507,7 +507,7 @@ def test_gradients_consumed_within_the_backward_are_an_error(make_trainer) -> No
     trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(ValueError, match="no trainable parameter has a gradient after the backward pass"):
+    with pytest.raises(ValueError, match="no trainable parameter has a gradient"):
         trainer.train()
 
 

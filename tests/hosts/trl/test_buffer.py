@@ -349,12 +349,12 @@ def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one(make_trainer:
 
 def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: Make, tmp_path: Path) -> None:
     trainer = make_trainer(buffer=FilteredBuffer())
-    with pytest.raises(ValueError, match="not written with buffer=filtered: resume with buffer=plain"):
+    with pytest.raises(ValueError, match=r"buffer=filtered: .*buffer=plain"):
         trainer._load_optimizer_and_scheduler(str(tmp_path))
     other = FilteredBuffer()
     other.start(300)
     save_buffer_state(other, tmp_path)
-    with pytest.raises(ValueError, match="knows 300 prompts and the training set has 256"):
+    with pytest.raises(ValueError, match=r"300 prompts .* 256"):
         trainer._load_optimizer_and_scheduler(str(tmp_path))
 
 
@@ -387,7 +387,7 @@ def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> Non
     rows = arithmetic(num_train=64, num_eval=8).train_dataset
     trainer = make_trainer()
     trainer.train_dataset = rows.add_column(column, ["a picture"] * len(rows))
-    with pytest.raises(ValueError, match="these prompts have images: use buffer=plain"):
+    with pytest.raises(ValueError, match=r"images: .*buffer=plain"):
         start_buffer(trainer, FilteredBuffer())
 
 

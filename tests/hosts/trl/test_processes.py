@@ -176,7 +176,7 @@ def test_a_zero_checkpoint_is_restored_with_the_moments_of_its_next_step(runs: P
 
 
 def test_an_fsdp_checkpoint_is_refused(runs: Path, make_trainer) -> None:
-    with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
+    with pytest.raises(ValueError, match="written under FSDP"):
         restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-1")
 
 
@@ -359,5 +359,5 @@ def test_requested_sharding_that_does_not_take_effect_is_an_error(make_trainer, 
     trainer = make_trainer()
     check_sharding(trainer)
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
+    with pytest.raises(ValueError, match=f"^{name} .* DDP"):
         check_sharding(trainer)

@@ -170,7 +170,7 @@ def test_a_loss_without_a_graph_is_refused_with_a_likely_cause(make_trainer: Any
     trainer = trainer_of(make_trainer, NoGraph)
     with (
         attach(trainer, probes=[SimpleEntropyProbe()]),
-        pytest.raises(ValueError, match=r"have no graph \(is an adapter still merged"),
+        pytest.raises(ValueError, match=r"no graph .*adapter"),
     ):
         trainer.train()
 
@@ -180,7 +180,7 @@ def test_training_a_loss_without_scores_with_an_intervention_is_refused(make_tra
         pass
 
     trainer = make_trainer(Own, interventions=["bonus"], **SETTINGS)
-    with pytest.raises(ValueError, match=r"Own.compute_loss does not use .* build on super\(\).compute_loss"):
+    with pytest.raises(ValueError, match=r"^Own.compute_loss .* super\(\).compute_loss"):
         trainer.train()
 
 
@@ -191,5 +191,5 @@ def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
     trainer = trainer_of(make_trainer, trainer_class)
     with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True):
         monkeypatch.setattr(step_hooks, "has_sharded_weights", lambda trainer: True)
-        with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 allow no further .* build on super\(\).compute_loss"):
+        with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 .* super\(\).compute_loss"):
             trainer.train()

@@ -75,7 +75,7 @@ def test_bf16_doubles_the_rows_of_a_block() -> None:
 
 
 def test_a_budget_below_one_row_is_refused_with_a_sufficient_one() -> None:
-    with pytest.raises(ValueError, match=r"at least kernel.memory_gb=2.4, or a smaller microbatch"):
+    with pytest.raises(ValueError, match=r"kernel\.memory_gb=2\.4"):
         plan_blocks(10, 10**8, memory_bytes=1e9, microbatch=4)
     assert len(plan_blocks(10, 10**8, memory_bytes=2.4e9, microbatch=4)) == 10
 
@@ -162,7 +162,7 @@ def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_differenc
 
 
 def test_invalid_sketch_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"buckets=500 must be a power of two: use 512"):
+    with pytest.raises(ValueError, match=r"buckets=500 .* 512"):
         CountSketches(SIZES, buckets=500)
     with pytest.raises(ValueError, match="no error bar"):
         CountSketches(SIZES, repeats=1)

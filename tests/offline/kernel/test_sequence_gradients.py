@@ -230,7 +230,7 @@ def test_a_fused_head_is_accepted_only_where_the_head_is_frozen(ids: Tensor) -> 
     """It never calls lm_head. For a tied weight only part of the gradient would be seen, without any sign of this."""
     model = qwen(torch.float32)
     add_fused_lm_head(model)
-    with pytest.raises(ValueError, match=r"lm_head was not called .*embed_tokens.weight .* own logits"):
+    with pytest.raises(ValueError, match=r"^lm_head .*embed_tokens\.weight "):
         by_hooks(model, fused_scorer(model, ids), weights_of(ids))
     adapted = lora(model)
     rows = by_hooks(adapted, fused_scorer(adapted, ids), weights_of(ids))
@@ -333,7 +333,7 @@ class Scaled(nn.Module):
 def test_an_unknown_module_with_several_inputs_is_refused_by_name(ids: Tensor) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "scaled": Scaled(), "head": nn.Linear(6, VOCABULARY)})
     model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"scaled.weight belongs to a Scaled \(scaled\), whose gradient is not known"):
+    with pytest.raises(ValueError, match=r"scaled\.weight .*Scaled \(scaled\)"):
         by_hooks(model, lambda: logps(model["head"](model["scaled"](model["embed"](ids), ids[..., None])), ids),
                  weights_of(ids))  # fmt: skip
 
@@ -353,7 +353,7 @@ class Full(Scaled):
 def test_running_out_of_memory_is_not_reported_as_an_unknown_gradient(ids: Tensor) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "full": Full(), "head": nn.Linear(6, VOCABULARY)})
     model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
-    said = pytest.raises(ValueError, match="out of memory in phase 'kernel': lower kernel")
+    said = pytest.raises(ValueError, match=r"phase 'kernel': .*kernel")
     with said, explain_out_of_memory("kernel"):
         by_hooks(model, lambda: logps(model["head"](model["full"](model["embed"](ids))), ids), weights_of(ids))
 

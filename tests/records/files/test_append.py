@@ -60,7 +60,7 @@ def test_nothing_is_appended_to_a_last_line_longer_than_any_record(tmp_path: Pat
     with open(tmp_path / METRICS_FILE, "ab") as file:
         file.write(b"x" * (MAX_LINE_BYTES + (1 << 20)))
     before = (tmp_path / METRICS_FILE).stat().st_size
-    with pytest.raises(UserError, match=r"metrics.jsonl: its last line has over 16 MiB: fix or delete that line$"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: .*16 MiB"):
         write(tmp_path, 2)
     assert (tmp_path / METRICS_FILE).stat().st_size == before
 

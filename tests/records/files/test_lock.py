@@ -20,9 +20,7 @@ from rl_training.records.files.lock import LOCK, locked
 
 def test_an_unwritable_folder_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = pytest.raises(
-        UserError, match=r"file/evaluations/\.lock cannot be written \(Not a directory\): give output=FOLDER"
-    )
+    told = pytest.raises(UserError, match=r"file/evaluations/\.lock .*output=FOLDER")
     with told, locked(tmp_path / "file" / "evaluations", "give output=FOLDER"):
         pass
 

@@ -100,7 +100,7 @@ def test_a_line_of_300_megabytes_is_refused_after_a_few(tmp_path: Path, name: st
         for part in [*lines, *([gzip.compress(ten)] * 30 if packed else [ten] * 30)]:
             file.write(gzip.compress(part) if packed and part in lines else part)
     tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"{name}, line 3 has over 16 MiB: fix or delete that line"):
+    with pytest.raises(ValueError, match=f"{name}, line 3 .*16 MiB"):
         list(iterate_rollouts(tmp_path) if packed else read_metrics(tmp_path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -135,5 +135,5 @@ def test_a_log_larger_than_its_limit_is_refused_with_the_way_to_read_it(
     monkeypatch.setattr("rl_training.records.files.unpack.MAX_BYTES", 1 << 20)
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(gzip.compress(b" " * (1 << 21)))
-    with pytest.raises(ValueError, match="unpacks to over 1 MiB: gunzip it, if you trust it"):
+    with pytest.raises(ValueError, match="1 MiB: gunzip it"):
         read_probe_log(log)
