@@ -39,9 +39,10 @@ LOW, HIGH = 0.9, 1.1  # bounds of a token's ratio for `ratio_outside`
 ROWS = 8  # rows to score again on each rank, one per prompt
 MIN_ESS, CERTAINTY, MIN_GAP = 0.9, 0.9999, 1e-3  # TRUNCATED_SAMPLER needs such an ESS, certainty and gap
 SAMPLED_BY_POLICY = "no error bar: the responses are sampled from this policy, so every ratio is 1"
-TRUNCATED_SAMPLER = (
+TRUNCATED_SAMPLER = Unavailable(
+    "truncated_sampler",
     "below 1: the sampler never draws some tokens that this policy can draw (top-p, top-k, min-p), or it reports other "
-    "log-probabilities than it samples with (temperature)"
+    "log-probabilities than it samples with (temperature)",
 )
 NO_LOGP = "the sampler gave no log-probability of {share:.1%} of the tokens: their ratio counts as 1, as in TRL's loss"
 NO_LOSS = Unavailable("unknown_loss", "how this loss treats the ratios to the sampler is not known")

@@ -170,14 +170,14 @@ def _as_it_is(value: Any) -> Any:
 CHECKS: dict[str, dict[str, Callable[[Any], Any]]] = {
     PROBES_FILE: {
         "step": checked_count, "about_step": checked_count, "name": checked_text, "value": _as_it_is,
-        "stderr": _as_it_is, "num_samples": checked_count, "reason": checked_text,
+        "stderr": _as_it_is, "num_samples": checked_count, "reason": checked_text, "code": checked_text,
     },
     ROLLOUTS_FILE: {
         "step": checked_count, **dict.fromkeys(("prompt_index", "length"), checked_count),
         **dict.fromkeys(("reward", "advantage", "logp"), checked_number),
     },
 }  # fmt: skip
-OPTIONAL = [name for name in CHECKS[ROLLOUTS_FILE] if name != "step"]
+OPTIONAL = ["code", *(name for name in CHECKS[ROLLOUTS_FILE] if name != "step")]
 
 
 def logs_of(run: str | Path) -> Path:

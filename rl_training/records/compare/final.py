@@ -53,13 +53,17 @@ NOT_RECORDED = Estimate.missing("it is not recorded")
 
 @dataclass(frozen=True)
 class Difference:
-    """The second group minus the first, at `step`."""
+    """The second group minus the first, at `step`.
+
+    `window` are the first and the last logged step that means of reward and entropy cover.
+    """
 
     first: Group
     second: Group
     step: int
     figures: dict[str, Estimate]
     single_seed: bool  # one group has a single seed at `step`: the error excludes the spread between seeds
+    window: tuple[int, int]
     other_task: list[str]  # settings that make their rewards different quantities
     equal_reward: EqualReward
 
@@ -130,14 +134,23 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
         common |= since_branching(members_at(first, step), members_at(second, step), step)
         single_seed = any(len(members_at(group, step)) < 2 for group in (first, second))
         task = other_task(first, second)
-        differences.append(Difference(first, second, step, common, single_seed, task, at_equal_reward(first, second)))
+        runs = [member.run for group in (first, second) for member in members_at(group, step)]
+        averaged = [last_steps(run.logged("reward"), step, since).index for run in runs]
+        ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [step]
+        equal = at_equal_reward(first, second)
+        differences.append(Difference(first, second, step, common, single_seed, (min(ends), max(ends)), task, equal))
     return differences
 
 
 def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:
     """Return the mean over the last few logged steps up to `step`. Its error is their scatter, which a trend widens."""
+    return mean_of(last_steps(values, step, since).tolist())
+
+
+def last_steps(values: pd.Series[float], step: int, since: int) -> pd.Series[float]:
+    """Return the values of the last MAX_WINDOW logged steps up to `step`, or of half of them in a shorter run."""
     recent = values[(values.index >= since) & (values.index <= step)]
-    return mean_of(recent.tail(min(MAX_WINDOW, max(len(recent) // 2, 1))).tolist())
+    return recent.tail(min(MAX_WINDOW, max(len(recent) // 2, 1)))
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:

@@ -43,7 +43,9 @@ def _difference(pair: Difference) -> str:
         at_reward = f"at reward {equal.level:#.2g}".rstrip(".") + f", {_entropy(letter, equal)}"
         shown = [label for label in shown if label != TOKEN_ENTROPY]  # at a step it compares different rewards
     changes = "; ".join(f"{letter}'s {label} {change_in_words(pair.figures[label])}" for label in shown)
-    at_step = f" At step {pair.step}, {changes}." if changes else ""
+    start, end = pair.window
+    averaged = f"At step {end}" if start == end else f"In the mean of steps {start}–{end}"
+    at_step = f" {averaged}, {changes}." if changes else ""
     return f"{names}: {at_reward}.{at_step}{ONE_SEED if pair.single_seed else ''}"
 
 

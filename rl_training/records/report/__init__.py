@@ -18,6 +18,7 @@ Records alone are enough, whether the run is finished, killed or still going. A 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     return write_page(
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
-        sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP,
+        sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP, compare=_comparison(run),
         own_metrics=own_metrics, account=account, waterfall=waterfall, ledger=ledger, tokens=tokens,
     )  # fmt: skip
 
@@ -98,6 +99,12 @@ def print_summary(run_dir: str | Path | Run) -> None:
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
+    console.print(Text(printable(f" To compare runs: {_comparison(run)}")), soft_wrap=True)
+
+
+def _comparison(run: Run) -> str:
+    """Return the command that compares this run with others."""
+    return f"rl-training report {shlex.quote(str(run.folder))} OTHER_RUN …"
 
 
 def _print_opening(console: Console, first: Opening) -> None:

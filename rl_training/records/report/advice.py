@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_training.records.folder import checkpoints_of, step_of
+from rl_training.records.report.hindrance import predictions_fail
 from rl_training.records.report.interventions import Effect, effects_of, halving, keeping
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
+from rl_training.records.report.story import reward_functions
 from rl_training.records.report.verdict import (
     ERUPTS,
     FALLEN,
     GONE,
     HELD_OUT,
     LARGE_LOSS,
+    LEARNED,
     LOST,
     NOTHING_TO_DO,
     PART,
     UNKNOWN,
     Verdict,
+    share_left,
 )
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
@@ -28,6 +32,7 @@ CAUSES = (
 )  # fmt: skip
 SYMPTOMS = ("equal", "unmixed")  # causes, unless entropy was lost before
 NOTHING = "There is nothing to do"
+LITTLE = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
@@ -51,10 +56,23 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
         causes = (by_name[name] for name in CAUSES if name in by_name)
         cause = next((line for line in causes if not _is_a_symptom(line, verdict)), None)
         return action(run, verdict, set_up, cause)
-    yet = " yet" * (verdict.kind == UNKNOWN)
+    yet, unseen = " yet" * (verdict.kind == UNKNOWN), _what_one_reward_hides(run, verdict)
     if not lines:
-        return f"{NOTHING}{yet}: {NOTHING_TO_DO[verdict.kind]}."
-    return f"About entropy there is nothing to do{yet}. {_because(lines[0])}"
+        return f"{NOTHING}{yet}: {NOTHING_TO_DO[verdict.kind]}.{unseen}"
+    return f"About entropy there is nothing to do{yet}. {_because(lines[0])}{unseen}"
+
+
+def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
+    """Return what cannot be known of a rewarded run with little entropy left, if it has one reward function."""
+    reward, entropy = verdict.story.reward, verdict.story.entropy
+    if reward is None or entropy is None or entropy.left > LITTLE or len(reward_functions(run)) > 1:
+        return ""
+    if not (verdict.kind == LEARNED or reward.has_risen):
+        return ""
+    return (
+        f" Read a few responses too: {share_left(entropy.left)} of the entropy is left, and a hack of the only reward "
+        "function would look the same."
+    )
 
 
 def _because(line: Line) -> str:
@@ -116,18 +134,26 @@ def _stop_overfitting(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | N
 
 
 def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
-    """Advise on lost entropy: what caused it, or the cheapest intervention that keeps it."""
+    """Advise on lost entropy: what caused it, or a branch with PSR, and then the cheapest intervention.
+
+    docs/explanation/how_often_right.md has the test behind this order.
+    """
     if cause:
         return f"To change first: {_setting(cause)}"
+    saved = checkpoints_of(run.folder)
+    start = f"branch={saved[-1]} " if saved and set_up.kind == JOB else ""
+    first = (
+        f"To change: in a branch, train on positive advantages only (PSR): {start}{set_up.positive_only()}. "
+        "In our one test of this choice it was nearly always best."
+    )
     effects = effects_of(run)
     chosen = halving(effects) or keeping(effects)
     if chosen:
-        try_it = " Try it from a checkpoint first: the section on interventions has the lines." * (set_up.kind == TRL)
         setting = as_setting(chosen[0], set_up)
-        return f"To change: {setting}, the cheapest measured intervention that keeps entropy.{try_it}"
-    if effects:
-        return "No measured intervention keeps entropy significantly: measure more steps, or others."
-    return f"To measure what would keep it: {set_up.probes('interventions')}."
+        return f"{first} Second try: {setting}, the cheapest measured intervention, there hardly better than no change."
+    if not effects and not predictions_fail(run):
+        return f"{first} To measure others: {set_up.probes('interventions')}."
+    return first
 
 
 def _bound(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:

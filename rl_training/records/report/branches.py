@@ -1,4 +1,7 @@
-"""The commands that train one branch per recommended intervention and one without, and compare them."""
+"""The commands that train a branch without an intervention, one with PSR, and one per recommended intervention.
+
+PSR (positive advantages only) comes first: docs/explanation/how_often_right.md has the test of this choice.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from rl_training.records.report.advice import as_setting
 from rl_training.records.report.interventions import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import TRL, SetUp
+from rl_training.records.report.set_up import PSR, PSR_PAGE, TRL, SetUp
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
-CALLBACK_PAGE = "docs/how_to/keep_entropy_up.md"
+CALLBACK_PAGE = PSR_PAGE
 BRANCH_STEPS = 40  # steps of each branch
 
 
 def branch_commands(run: Run) -> list[str]:
-    """Return the commands that train a branch with each recommended intervention and one without, and compare them.
+    """Return the commands that train a branch without an intervention and with each one, and compare them.
 
     There are none if nothing is recommended, or if there is no checkpoint to branch from. For an attached trainer
     they are lines of Python.
@@ -36,6 +39,7 @@ def branch_commands(run: Run) -> list[str]:
         return []
     already = run.settings.get("intervention") or []
     already = [str(name) for name in already] if isinstance(already, list) else [str(already)]
+    names = [name for name in dict.fromkeys([PSR, *names]) if name not in already][:MAX_PROPOSALS]
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
         folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
@@ -49,14 +53,15 @@ def branch_commands(run: Run) -> list[str]:
 
 
 def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
-    """Return the lines that continue an attached trainer from a checkpoint: as it is, and with an intervention."""
+    """Return the lines that continue an attached trainer from a checkpoint: unchanged, with PSR, and with another."""
     preferred = preferred_interventions(run)
     if not preferred:
         return []
     name, effect = preferred[0]
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
-    plain, changed = f"{run.folder}_plain", f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
+    plain, positive = f"{run.folder}_plain", f"{run.folder}_{PSR}"
+    changed = f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
     if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
         factor = name.partition(":")[2]
@@ -66,17 +71,13 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
-    return [
-        f"# Twice, each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}.",
-        "# The first without a change:",
-        f'with attach(trainer, "{plain}"):',
-        f"    {resume}",
-        f"# The second with {change}:",
-        f'with attach(trainer, "{changed}"):',
-        f"    {resume}",
-        "# Then, in a shell:",
-        shlex.join(["rl-training", "report", plain, changed]),
-    ]
+    tries = {plain: "without a change", positive: f"with {set_up.positive_only()}"}
+    if effect.bare_name != PSR:
+        tries[changed] = f"with {change}"
+    lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}."]
+    for folder, how in tries.items():
+        lines += [f"# One {how}:", f'with attach(trainer, "{folder}"):', f"    {resume}"]
+    return [*lines, "# Then, in a shell:", shlex.join(["rl-training", "report", *tries])]
 
 
 def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:

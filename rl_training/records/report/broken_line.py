@@ -5,6 +5,9 @@ piece that is not level (optimal partitioning: Jackson et al. 2005, doi 10.1109/
 such that pure noise is cut, or given a slope, in at most 5 % of series (white noise; up to 10 % with a correlation of
 .3 between neighbours): one decision about the whole curve, instead of one for each stretch of it. Long series are
 averaged in MAX_BINS bins first, so that pieces, and all that is read from them, grow with the run.
+
+A curve that levels off may cost less as one line than as two. If the last piece is such a line, and bends by MIN_BEND
+standard errors against its slope, its last quarter gets a slope of its own: the end of the curve is about now.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ PRIOR_VALUES = 4  # by which the estimated correlation of a short series is draw
 SPIKE = 4.0  # standard deviations from the neighbours' median at which a value is cut off
 RESOLUTION = 0.005  # of the curve's range: least noise, for curves that have none
 END = 0.05  # share of the curve that its first and last level average
+MIN_BEND = 2.0  # standard errors of the quadratic term of a line that levels off
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,13 @@ class BrokenLine:
         """Standard error of `now`, that of the mean of the last piece or of a quarter of the run.
 
         Few values tell the noise badly. Below FEW, Student's quantile widens the error so that twice it is about a 95 %
-        interval; second differences of n values have about (n − 2) / 2 degrees of freedom.
+        interval; second differences of n values have about (n − 2) / 2 degrees of freedom, and the residuals of a
+        single piece, of which the noise is if there are fewer than 2 MIN_PIECE values, have n − 2.
         """
         count = len(self.fitted)
         error = self.noise / math.sqrt(min(count - self.pieces[-2], max(count // 4, MIN_PIECE)))
-        return error * (float(stdtrit((count - 2) / 2, 0.975)) / Z_95 if count < FEW else 1.0)
+        degrees = count - 2 if count < 2 * MIN_PIECE else (count - 2) / 2
+        return error * (float(stdtrit(degrees, 0.975)) / Z_95 if count < FEW else 1.0)
 
     def at(self, share: float) -> float:
         """Return the curve at a share of the run, from 0 to 1."""
@@ -91,6 +97,16 @@ class BrokenLine:
     def step(self, place: int) -> int:
         """Return the first step of a bin."""
         return int(self.steps[place])
+
+    def moves_lately(self, share: float, sign: float) -> bool:
+        """Return whether the last part of the curve by itself rises (sign 1) or falls (−1) by two standard errors.
+
+        Args:
+            share: Of the curve, at which that part begins; it has at least MIN_PIECE bins.
+            sign: 1 or −1.
+        """
+        change, error = self.slope(max(min(int(share * len(self.values)), len(self.values) - MIN_PIECE), 0))
+        return sign * change > 2 * error
 
     def smooth(self) -> np.ndarray:
         """Return the running mean of the fit over half of the shortest piece, so that no single bin is a best level."""
@@ -121,9 +137,14 @@ def broken_line(values: pd.Series[float], logarithmic: bool = False) -> BrokenLi
     if logarithmic:
         levels = np.log(levels)
     edges = np.linspace(0, len(levels), min(len(levels), MAX_BINS) + 1).round().astype(int)
-    binned = np.add.reduceat(_without_spikes(levels), edges[:-1]) / np.diff(edges)
-    noise = max(_noise(binned), RESOLUTION * float(np.ptp(binned)), 1e-9 * max(float(np.abs(binned).max()), 1e-9))
+    is_single = len(levels) < 2 * MIN_PIECE  # too few values to tell which of them are spikes
+    binned = levels if is_single else np.add.reduceat(_without_spikes(levels), edges[:-1]) / np.diff(edges)
+    least = max(RESOLUTION * float(np.ptp(binned)), 1e-9 * max(float(np.abs(binned).max()), 1e-9))
+    noise = max(_noise(binned), least)
     fitted, pieces = _fit(binned, noise)
+    if is_single:  # second differences of so few values may all be small by chance
+        noise = max(float(np.linalg.norm(binned - fitted)) / math.sqrt(len(binned) - 2), least)
+    fitted, pieces = _bent(binned, fitted, pieces, noise)
     back = np.exp if logarithmic else np.asarray
     return BrokenLine(steps[edges[:-1]], int(steps[-1]), binned, back(fitted), pieces, noise)
 
@@ -191,6 +212,33 @@ def _fit(values: np.ndarray, noise: float) -> tuple[np.ndarray, list[int]]:
         is_line = line[start, end] + SLOPE < level[start, end]
         fitted[start:end] = part.mean() + (x * float(x @ part) / float(x @ x) if is_line else 0.0)
     return fitted, pieces
+
+
+def _bent(values: np.ndarray, fitted: np.ndarray, pieces: list[int], noise: float) -> tuple[np.ndarray, list[int]]:
+    """Return the fit with a bend in its last piece if that is a line that levels off, and the ends of the pieces.
+
+    The quadratic term tests it. The line of the last quarter, which starts where that before it ends, is at most level:
+    whether a curve turns back is for the pieces to tell.
+    """
+    count, first = len(values), pieces[-2]
+    lately = max(count // 4, MIN_PIECE)
+    x, part = np.arange(count - first) - (count - first - 1) / 2, values[first:]
+    rise = float(fitted[-1] - fitted[first])
+    if rise == 0 or len(part) < lately + MIN_PIECE:
+        return fitted, pieces
+    curved = x**2 - float(x @ x) / len(x)
+    squares = float(curved @ curved)
+    bend = float(curved @ part) / squares
+    if not (bend * rise < 0 and abs(bend) > MIN_BEND * noise / math.sqrt(squares)):
+        return fitted, pieces
+    until = x - x[-lately] + 0.5  # 0 between the last step before the bend and the first one after it
+    before, after = np.minimum(until, 0.0), np.maximum(until, 0.0)
+    terms = np.stack([np.ones_like(x), before, after], axis=1)
+    factors = np.linalg.lstsq(terms, part, rcond=None)[0]
+    if factors[2] * rise < 0:
+        terms = terms[:, :2]
+        factors = np.linalg.lstsq(terms, part, rcond=None)[0]
+    return np.concatenate([fitted[:first], terms @ factors]), [*pieces[:-1], count - lately, count]
 
 
 def _single(values: np.ndarray, noise: float) -> np.ndarray:

@@ -19,6 +19,7 @@ from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
+SOME_STEPS = "some_steps"  # code of the remark on a sum that lacks steps: probes/running_sum.py
 MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
 MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
 SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
@@ -36,7 +37,7 @@ def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
 
 def of_steps(total: Estimate, of_all: str) -> str:
     """Return what a sum of measured effects is over: by its remark, such as "over 4 of 9 steps", or `of_all`."""
-    return total.reason.partition(":")[0] if total.reason.startswith("over ") else of_all
+    return total.reason.partition(":")[0] if total.code == SOME_STEPS else of_all
 
 
 def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:

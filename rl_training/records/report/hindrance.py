@@ -1,13 +1,15 @@
-"""What prevents predictions in a run."""
+"""What prevents predictions in a run, and whether they agree with what was measured."""
 
 from __future__ import annotations
 
 from rl_training.records.failure import read_failure
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.report.series import Run, finite
+from rl_training.records.report.series import Run, finite, last_of
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"
-NO_BAR = "no error bar: "  # prefix of a reason, which the sentence says itself
+FEW = ("few_folds", "few_prompts")  # codes of reasons that begin with what the sentence says itself: "no error bar: …"
 
 
 def early_end(run: Run) -> str:
@@ -21,6 +23,23 @@ def hindrance(run: Run) -> str:
     rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""
-    reason = str(rows["reason"].iloc[-1]).removeprefix(NO_BAR) or "too few prompts in a step"
+    reason, code = rows[["reason", "code"]].iloc[-1]
+    reason = str(reason) or "too few prompts in a step"
+    if code in FEW:
+        reason = reason.partition(": ")[2] or reason
     what = "No step has a prediction" if finite(rows).empty else "No prediction has an error bar"
     return f"{what}: {reason}."
+
+
+def sums_of_changes(run: Run) -> tuple[Estimate, Estimate] | None:
+    """Return the sums of predicted and of measured changes at the last step that has both; None without such a step."""
+    predicted, measured = (run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("predicted", "measured"))
+    last = measured.index.intersection(predicted.index, sort=False)[-1:]
+    sums = last_of(predicted.loc[last]), last_of(measured.loc[last])
+    return None if sums[0] is None or sums[1] is None or sums[0].stderr == 0 else (sums[0], sums[1])
+
+
+def predictions_fail(run: Run) -> bool:
+    """Return whether these sums are further apart than their errors allow."""
+    sums = sums_of_changes(run)
+    return sums is not None and is_significant(difference(*sums))

@@ -17,7 +17,7 @@ from rl_training.records.report.labels import label_offsets, side
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.trends import times
-from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, judge
+from rl_training.records.report.verdict import NOTHING_TO_DO, RISES, STEADY, UNKNOWN, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -35,6 +35,8 @@ CAVEAT = (
     "compare."
 )
 NO_FALL = "entropy does not fall significantly now"
+NO_EFFECT = "the interval of its effect in one step includes 0"
+STILL_FALLS = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
 PLANE_HEIGHT = 360  # pixels, the same as in charts.yaml
 PRICES = (1.0, 3.0, 10.0)  # of the dotted lines: thousandths of reward per thousandth of a nat
 
@@ -70,9 +72,8 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     if not effects:
         return None
     kind, steps = judge(run).kind, max(effect.steps for effect in effects)
-    yet = " yet" if kind == UNKNOWN else ""
     said = non_empty_lines(
-        f"None is needed{yet}: {NOTHING_TO_DO[kind]}." if kind in NOTHING_TO_DO else "",
+        _whether_needed(run, kind),
         _fall(run, steps),
         _halving(effects),
         _keeping(effects),
@@ -99,6 +100,8 @@ def effects_of(run: Run) -> list[Effect]:
         )
         if math.isfinite(halves_at.value) and not falls:
             halves_at = Estimate.missing(NO_FALL)
+        elif math.isfinite(halves_at.value) and not is_significant(delta_h):
+            halves_at = Estimate.missing(NO_EFFECT)
         steps, strength = run.measured_steps(metrics[0]), run.rows(metrics[0])["strength"].dropna().tolist()[-1:]
         numbers = delta_h, delta_reward, price, at_last_step, kept, halves_at
         effects.append(Effect(name, *numbers, steps, *strength))
@@ -122,6 +125,19 @@ def keeping(effects: Sequence[Effect]) -> list[Effect]:
 
 
 # --- in sentences -----------------------------------------------------------------------------------------------------
+
+
+def still_falls(run: Run, kind: str) -> bool:
+    """Return whether single steps lower an entropy that, by the verdict, does not fall."""
+    return kind in (STEADY, RISES) and is_falling(run)
+
+
+def _whether_needed(run: Run, kind: str) -> str:
+    if kind not in NOTHING_TO_DO:
+        return ""
+    if still_falls(run, kind):
+        return f"Whether one is needed is not certain: {STILL_FALLS}. More steps will tell."
+    return f"None is needed{' yet' if kind == UNKNOWN else ''}: {NOTHING_TO_DO[kind]}."
 
 
 def _fall(run: Run, steps: int) -> str:

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from rl_training.records.report.advice import NOTHING, advice, as_a_change
-from rl_training.records.report.hindrance import early_end, hindrance
-from rl_training.records.report.series import Run, last_of
+from rl_training.records.report.hindrance import early_end, hindrance, predictions_fail, sums_of_changes
+from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
 from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
-from rl_training.statistics.welch import difference, is_significant
+from rl_training.statistics.welch import difference
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def opening(run: Run) -> Opening:
     else:
         change = advice(run, verdict, lines)
         if hindrance(run) and change.startswith(NOTHING):
-            change += " To get predictions, do what the next sentence says."
+            change = change.replace(NOTHING, "About entropy there is nothing to do", 1)
         first = Opening(verdict.kind, verdict.since, verdict.headline, verdict.evidence, change, further, lines)
     ended = on_one_line(early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
@@ -59,19 +59,18 @@ def opening(run: Run) -> Opening:
 
 def _whether_predictions_hold(run: Run) -> str:
     """Compare the sums of predicted and measured changes at the last step that has both."""
-    sums = [run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
-    last = sums[0].index.intersection(sums[1].index, sort=False)[-1:]
-    measured, predicted = (last_of(rows.loc[last]) for rows in sums)
-    if measured is None or predicted is None or predicted.stderr == 0:
+    sums = sums_of_changes(run)
+    if sums is None:
         return ""
+    predicted, measured = sums
     error = difference(predicted, measured)
     figures = (
         f"they add up to {format_estimate(predicted, True)} nats, and {format_estimate(measured, True)} was measured"
     )
     if math.isnan(error.stderr):
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    if is_significant(error):
-        return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
+    if predictions_fail(run):
+        return f"The predictions do not hold here: {figures}, which is further apart than their errors allow."
     if 2.0 * error.bounds()[1] - 2.0 * error.value > abs(measured.value):  # twice the half-width
         return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
     return f"The predictions hold so far: {figures}."

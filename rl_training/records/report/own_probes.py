@@ -10,9 +10,11 @@ from rl_training.records.jsonl import PROBES_FILE
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 
+BUILT_IN = (
+    "simple", "interventions", "measured", "token_classes", "ground_truth", "gns", "sampler", "ess", "covariance",
+)  # fmt: skip
 # Names of probes whose metrics the page shows elsewhere, and of the parts of the engine that measure.
-SHOWN = {"simple", "interventions", "measured", "token_classes", "ground_truth", "gns", "sampler", "ess", "covariance",
-         "engine", "bound"}  # fmt: skip
+SHOWN = {*BUILT_IN, "engine", "bound", "kl_bound"}
 
 
 def is_own(table: pd.DataFrame) -> pd.Series[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import format_estimate, non_empty_lines, size_and_side, two_digits
 
+TRUNCATED = "truncated_sampler"  # code of a remark of probes/sampler.py
 HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
 
 
@@ -20,14 +21,16 @@ def sampler_and_trainer(run: Run) -> list[str]:
         run.last(f"sampler/{name}") for name in ("numerics_kl", "ratio_outside", "reward_gap", "corrected_share")
     )
     is_off = ratio is not None and (ratio.bounds()[0] > 1 or ratio.bounds()[1] < 1)
-    why = ratio.reason.removeprefix("below 1: ") if ratio and ratio.reason else ""
+    why = "and not 1"
+    if ratio and ratio.reason:  # the reason for a truncated sampler begins with "below 1: …"
+        why = ratio.reason if ratio.code == TRUNCATED else f"{why}: {ratio.reason}"
     return non_empty_lines(
         f"Sampler and trainer are {format_estimate(kl)} nats per token apart (KL) at the last measured step.",
         f"At this KL, importance weights hold for responses up to {longest} tokens.",
         f"The trainer's own numerics account for {format_estimate(numerics)} of it." if numerics else "",
         f"With importance weights, the effective sample is {100 * ess.value:.0f}% of the sequences." if ess else "",
         f"{100 * outside.value:.1f}% of the tokens have a ratio outside of 0.9 … 1.1." if outside else "",
-        f"The mean ratio is {format_estimate(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
+        f"The mean ratio is {format_estimate(ratio)}, {why}." if is_off else "",
         f"The trained policy's own reward is {size_and_side(gap, 'higher', 'lower')} than the logged one."
         if gap
         else "",

@@ -25,14 +25,15 @@ from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.unavailable import Unavailable
 
 NO_REASON = "no reason was recorded"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
 # recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
-# strength: of an intervention whose name does not say it.
+# strength: of an intervention whose name does not say it. code: of a reason; "" if it has none.
 NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps", "strength"]
-COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "probe"]
+COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "code", "probe"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def read_run(folder: Path) -> Run:
     table = table.drop_duplicates(["source", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
-    table["reason"] = table["reason"].fillna("")
+    table["reason"], table["code"] = table["reason"].fillna(""), table["code"].fillna("")
     table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = NO_REASON
     half = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
     table["is_interval"] = table["low"].notna() & table["high"].notna()
@@ -224,24 +225,29 @@ def finite(rows: pd.DataFrame) -> pd.DataFrame:
 
 def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
     """Return the estimates of these rows by step."""
-    columns = ["value", "stderr", "num_samples", "reason", "is_interval", "low", "high"]
+    columns = ["value", "stderr", "num_samples", "reason", "code", "is_interval", "low", "high"]
     return {
-        int(step): Estimate(value, stderr, int(num), reason, interval=(low, high) if is_interval else None)
-        for step, value, stderr, num, reason, is_interval, low, high in zip(
+        int(step): Estimate(
+            value, stderr, int(num), Unavailable(code, reason) if code else reason,
+            interval=(low, high) if is_interval else None,
+        )
+        for step, value, stderr, num, reason, code, is_interval, low, high in zip(
             rows.index, *(rows[column].tolist() for column in columns), strict=True
         )
-    }
+    }  # fmt: skip
 
 
 def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
     """Return a row for each estimate, in the format of `Run.rows`."""
     rows = [
-        (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason) for e in estimates.values()
+        (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason, e.code)
+        for e in estimates.values()
     ]
     kinds = {
         **dict.fromkeys(["value", "stderr", "num_samples", "low", "high"], float),
         "is_interval": bool,
         "reason": str,
+        "code": str,
     }
     return pd.DataFrame(rows, pd.Index(estimates, name="step"), list(kinds)).astype(kinds)
 

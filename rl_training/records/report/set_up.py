@@ -18,6 +18,8 @@ VERL_NAMES = {  # by field of GRPOConfig
     "max_completion_length": "data.max_response_length", "num_generations": f"{ROLLOUT}.n",
     "temperature": f"{ROLLOUT}.temperature", "top_p": f"{ROLLOUT}.top_p", "top_k": f"{ROLLOUT}.top_k",
 }  # fmt: skip
+PSR = "psr"  # the intervention that trains on positive advantages only
+PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
 KEPT_STEP = "target_kl_share"
 SHARE = "auto"  # recommended in docs/how_to/bound_the_step.md
 AUTO_SHARE, MAX_SHARE = 0.01, 0.1  # what it is, and the largest share that is accepted: engine/kl_bound.py
@@ -144,6 +146,14 @@ class SetUp:
     def reward_weights(self) -> str:
         """Return the text of the setting that weighs several reward functions."""
         return self.line(reward_weights="[…]") if self.kind in (JOB, TRL) else "the weights of your rewards"
+
+    def positive_only(self) -> str:
+        """Return the text of the setting that trains on positive advantages only."""
+        if self.kind == JOB:
+            return f"intervention={PSR}"
+        if self.kind == TRL and "DrGRPO" in str(self.trainer("class", "")):
+            return f'DrGRPOTrainer(…, interventions=["{PSR}"])'
+        return f"PositiveOnly(GRPOTrainer) of {PSR_PAGE}" if self.kind == TRL else "clamp advantages to at least 0"
 
     def probes(self, *names: str) -> str:
         """Return the text of a setting that adds probes."""

@@ -10,13 +10,23 @@ import pandas as pd
 
 from rl_training.records.report import findings, tokens
 from rl_training.records.report.broken_line import broken_line
-from rl_training.records.report.interventions import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
+from rl_training.records.report.interventions import (
+    NO_FALL,
+    STILL_FALLS,
+    Effect,
+    earned_per_nat,
+    effects_of,
+    halving,
+    keeping,
+    still_falls,
+)
+from rl_training.records.report.own_probes import BUILT_IN
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.story import REWARD_SUM, Levels, Story, levels_of, reward_functions, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, RECENT
-from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, Verdict, judge
+from rl_training.records.report.verdict import NOTABLE, NOTHING_TO_DO, UNKNOWN, Verdict, is_cheap, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, on_one_line, percent, steps_of
 from rl_training.statistics.estimate import Estimate
 from rl_training.version import REPOSITORY
@@ -67,7 +77,7 @@ def step_numbers(run: Run) -> list[list[str]]:
     Both columns are means over the same steps, the last ten that have both numbers; or over each one's own last ten.
     Where too many steps could not be measured, there is no mean: those that could are the ones that moved least.
     """
-    rows, windows = list[list[str]](), list[str]()
+    rows, windows, explained = list[list[str]](), list[str](), set[str]()
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
         columns = [by_step(findings.measured_by_one_step(run, measured)), by_step(run.finite_rows(predicted))]
@@ -81,8 +91,10 @@ def step_numbers(run: Run) -> list[list[str]]:
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
             means = [format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns]
             if not is_known:
-                why = asked.loc[asked["value"].isna(), "reason"].iloc[-1].partition(":")[0]
-                why = "" if any(why in cell for _, cell, _ in rows) else f": {why}"  # once in the table
+                last = list(to_estimates(asked[asked["value"].isna()]).values())[-1]
+                is_new = (last.code or last.reason) not in explained  # each reason once in the table
+                explained.add(last.code or last.reason)
+                why = f": {last.reason.partition(':')[0]}" * is_new
                 means[0], columns[0] = f"{MISSING} (known of {told} of {of_asked} steps{why})", columns[0].iloc[:0]
             rows.append([label + share, *means])
             window = " and ".join(dict.fromkeys(steps_of(rows.index) for rows in columns if len(rows)))
@@ -120,8 +132,8 @@ def summarize(run: Run) -> list[Row]:
     """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     verdict = judge(run)
     lines = [
-        *_levels(run, verdict.story), *_tokens(run), *_interventions(run, verdict), *_noise_scale(run),
-        *_effective_sample(run), *_changes(run), _cost(run), *_further_probes(run),
+        *_levels(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
+        *_noise_scale(run), *_effective_sample(run), *_changes(run), _cost(run),
     ]  # fmt: skip
     return [Row(on_one_line(label), on_one_line(value), on_one_line(note), see) for label, value, note, see in lines]
 
@@ -180,7 +192,8 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
     """Yield the line on whether a reward is earned at the cost of another, or what this run lacks to tell."""
     label, see = "is it hacked?", how_to("is_it_hacked")
-    fallen = [part.name for part in story.parts if part.fall]
+    fallen = [part.name for part in story.parts if part.fall and not is_cheap(part, story.reward)]
+    cheap = [part.name for part in story.parts if part.fall and part.name not in fallen]
     risen = [part.name for part in story.parts if part.has_risen and not part.fall]
     number = len(reward_functions(run))
     if "reward" not in story.levels:
@@ -195,7 +208,10 @@ def _hacked(run: Run, story: Story) -> Iterator[Row]:
         yield Row(label, "perhaps", f"{' and '.join(fallen)} fell{while_others}: read responses", see)
     else:
         aside = ", penalties aside," if len(story.parts) < len(story.functions) else ""
-        note = f"none of the {number} reward functions{aside} has fallen; what all of them pay for is not seen"
+        note = f"none of the {number} reward functions{aside} has fallen"
+        if cheap:
+            note = f"{' and '.join(cheap)} fell, at less than {percent(NOTABLE)} of what the others gained"
+        note += "; what all of them pay for is not seen"
         yield Row(label, "no sign of it", note, see)
 
 
@@ -215,7 +231,7 @@ def _changes(run: Run) -> Iterator[Row]:
         absent = Estimate.missing(NO_PROBE)
         changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_sums(run))]
     truth, predicted, naive = changes
-    if all(math.isnan(estimate.value) for estimate in changes) and len({estimate.reason for estimate in changes}) == 1:
+    if all(math.isnan(estimate.value) for estimate in changes) and len({e.code or e.reason for e in changes}) == 1:
         yield Row("change of entropy", MISSING, truth.reason)
         return
     span = "nats per token" + (f", batch of step {last} minus that of step {first}" if first is not None else "")
@@ -322,7 +338,9 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
     halve, keep = halving(effects), keeping(effects)
     if not effects:
         return
-    if verdict.kind in NOTHING_TO_DO:
+    if still_falls(run, verdict.kind):
+        yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
+    elif verdict.kind in NOTHING_TO_DO:
         listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
         value = "none needed yet" if verdict.kind == UNKNOWN else "none needed"
         yield Row("interventions", value, NOTHING_TO_DO[verdict.kind] + listed)
@@ -331,7 +349,7 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
         how = "would halve the fall, extrapolated from one step"
         yield Row("interventions", strengths, f"{how}; {_prices(run, halve)}")
     elif not is_falling(run):
-        yield Row("interventions", "none needed", NO_FALL)
+        yield Row("interventions", "nothing to halve", NO_FALL)
     elif keep:
         names = ", ".join(effect.name for effect in keep)
         yield Row("interventions", names, f"would keep entropy, at one step; {_prices(run, keep)}")
@@ -356,7 +374,7 @@ def _further_probes(run: Run) -> Iterator[Row]:
     absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
     if recorded and absent:
         told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
-        on = [probe for probe in QUESTIONS if probe not in absent]
+        on = [probe for probe in BUILT_IN if (run.table["probe"] == probe).any()]  # also those without a question
         how = f"to turn them on, {SetUp.of(run).probes(*on, *absent)}"
         yield Row("probes that were off", str(len(absent)), f"{told}; {how}")
 

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rl_training.records.report.broken_line import BrokenLine
 from rl_training.records.report.series import Run
-from rl_training.records.report.story import BAND, Entropy, Reward, Story
+from rl_training.records.report.story import BAND, NOW, Entropy, Reward, Story
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.writing import level, percent, plus_minus
 
@@ -31,7 +32,7 @@ NOTHING_TO_DO = {
     LEARNED: "reward is near its highest possible value",
     SPENT: "entropy that falls while reward rises is no fault",
     RISES: "entropy does not fall",
-    STEADY: "entropy does not fall",
+    STEADY: "entropy has not moved in the last quarter of the run",
     UNKNOWN: "more steps are needed to tell",
 }
 
@@ -117,11 +118,11 @@ def _fallen_part(story: Story) -> Reward | None:
 
     While the paid sum rises, a paid function that has cost next to nothing of it is no news; one that is watched is.
     """
-    fallen = [part for part in story.parts if part.fall and not _is_cheap(part, story.reward)]
+    fallen = [part for part in story.parts if part.fall and not is_cheap(part, story.reward)]
     return max(fallen, key=_relative_fall, default=None)
 
 
-def _is_cheap(part: Reward, paid: Reward | None) -> bool:
+def is_cheap(part: Reward, paid: Reward | None) -> bool:
     """Return whether a paid reward function's fall is next to nothing beside what the others have gained."""
     if paid is None or not paid.has_risen or not part.weight > 0:
         return False
@@ -135,6 +136,10 @@ def _reward_rises(story: Story) -> bool:
 
 def _is_spent(story: Story) -> bool:
     return _reward_rises(story) and _falls(story)
+
+
+def _rises_alone(story: Story) -> bool:
+    return _reward_rises(story) and story.entropy is not None
 
 
 def _both_rise(story: Story) -> bool:
@@ -209,7 +214,12 @@ def _so_far(story: Story) -> str:
 
 
 def _why_unknown(story: Story) -> str:
-    what = "Entropy falls; whether reward rises is not certain yet" if _falls(story) else "the noise is too large yet"
+    if story.entropy is None:
+        what = "too few steps have logged an entropy"
+    elif _falls(story):
+        what = "entropy falls; whether reward rises is not certain yet"
+    else:
+        what = "noise hides whether entropy falls now"
     return f": {what}. {_both(story)}"
 
 
@@ -240,7 +250,7 @@ def _part_fall(story: Story) -> str:
 def _what_is_left(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
-    said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {_share(entropy.left)} of the first "
+    said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
     said += f"{level(entropy.start)} nats is left"
     if reward is None:
         return f"{said}."
@@ -255,7 +265,7 @@ def _loss(story: Story) -> str:
     since = reward.line.step(reward.stands_from)
     lost = entropy.lost_since(since)
     return (
-        f" since step {since}: {_share(lost)} of what there was then, while reward is flat at {_now(reward)}. "
+        f" since step {since}: {share_left(lost)} of what there was then, while reward is flat at {_now(reward)}. "
         f"{_of_entropy(entropy)}"
     )
 
@@ -265,12 +275,37 @@ def _both(story: Story, name: str = "Reward") -> str:
     reward = story.reward
     if reward is None:
         return _of_entropy(story.entropy)
-    verb = "has fallen" if reward.fall else "rises" if reward.rises else "is flat"
-    return f"{name} {reward.levels.text}, now it {verb}. {_of_entropy(story.entropy)}".strip()
+    entropy = _of_entropy(story.entropy)
+    return f"{name} {reward.levels.text}, {_of_reward_now(reward)}. {entropy}".strip()
+
+
+def _of_reward_now(reward: Reward) -> str:
+    if reward.fall:
+        return "now it has fallen"
+    return _now_or_as_a_whole(reward.line, 1, "rises") if reward.rises else "now it is flat"
+
+
+def _now_or_as_a_whole(line: BrokenLine, sign: float, verb: str) -> str:
+    """Say that a curve rises or falls: now, or over the steps of its last piece if the last quarter does not show it.
+
+    Example: "now it rises", "it rises over steps 1–40 as a whole".
+    """
+    first = line.pieces[-2]
+    if line.moves_lately(NOW, sign) or first >= NOW * len(line.fitted):
+        return f"now it {verb}"
+    return f"it {verb} over steps {line.step(first)}–{line.last} as a whole"
 
 
 def _after_colon(story: Story) -> str:
     return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
+
+
+def _at_its_level(story: Story) -> str:
+    """Say of a steady entropy how much of it is left, before anything else."""
+    reward, entropy = story.reward, story.entropy
+    assert entropy is not None
+    of_reward = f"reward {reward.levels.text}, {_of_reward_now(reward)}. " if reward else ""
+    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats."
 
 
 def _of_entropy(entropy: Entropy | None) -> str:
@@ -279,9 +314,12 @@ def _of_entropy(entropy: Entropy | None) -> str:
     levels = f"Entropy {entropy.levels.text} nats"
     if entropy.left < ALMOST_NOTHING:
         return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
-    verb = "falls" if entropy.change < 0 else "rises" if entropy.change > 0 else "is flat"
-    left = f", {_share(entropy.left)} is left" if entropy.left < 1 else ""
-    return f"{levels}{left}, now it {verb}."
+    left = f", {share_left(entropy.left)} is left" if entropy.left < 1 else ""
+    now = "now it is flat"
+    if entropy.change:
+        falls = entropy.change < 0
+        now = _now_or_as_a_whole(entropy.line, -1 if falls else 1, "falls" if falls else "rises")
+    return f"{levels}{left}, {now}."
 
 
 def _now(reward: Reward) -> str:
@@ -289,7 +327,8 @@ def _now(reward: Reward) -> str:
     return plus_minus(reward.levels.now, 2 * reward.levels.error)
 
 
-def _share(share: float) -> str:
+def share_left(share: float) -> str:
+    """Return a share in percent, with one digit if it is below one."""
     return percent(share) if share > 0.01 else f"{100 * share:.1g}%"
 
 
@@ -301,11 +340,11 @@ STATES = (
     State(LEARNED, _has_learned, "Learned", _after_colon),
     State(SPENT, _is_spent, "Entropy is being spent on reward", _after_colon),
     State(RISES, _both_rise, "Entropy rises, and so does reward", _after_colon),
-    State(STEADY, _reward_rises, "Entropy is steady, and reward rises", _after_colon),
+    State(STEADY, _rises_alone, "Reward rises, and entropy is steady now", _at_its_level),
     State(GONE, _is_wasted, "Entropy is gone", _what_is_left),
     State(LOST, _is_lost, "Entropy has been lost", _loss),
     State(ERUPTS, _has_erupted, "Entropy has risen, and reward has not", _after_colon),
     State(RISES, _rises, "Entropy rises", _after_colon),
-    State(STEADY, _is_steady, "Entropy is steady", _after_colon),
+    State(STEADY, _is_steady, "Entropy is steady now", _at_its_level),
     State(UNKNOWN, _is_any, "Whether entropy is being spent on reward or lost cannot be told yet", _why_unknown),
 )

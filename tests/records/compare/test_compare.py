@@ -413,7 +413,13 @@ def test_finished_running_and_killed_runs_are_compared_at_their_last_common_step
     assert (pair.step, pair.single_seed) == (7, True)
     assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both are taken at step 7
     text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
-    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "At step 7", "This is a single seed"):
+    for claim in (
+        "left out of the final figures",
+        "4 of 12",
+        "7 of 12",
+        "In the mean of steps 5–7",
+        "This is a single seed",
+    ):
         assert claim in text
 
 

@@ -70,6 +70,32 @@ def test_the_last_level_of_few_values_is_within_twice_its_error_in_nine_of_ten_s
     assert sum(abs(line.now) <= 2 * line.now_error for line in lines) >= 450
 
 
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_the_error_of_five_to_seven_values_is_that_of_their_own_scatter(count: int) -> None:
+    """Four of these six rewards happen to be near .48, and two at .59: their mean is not known to ± .004."""
+    few = fitted(np.array([0.47422, 0.58031, 0.49125, 0.49078, 0.59594, 0.47484]))
+    assert few.now_error > 0.02
+    lines = [fitted(correlated(0.0, count, seed)) for seed in range(500)]
+    assert sum(abs(line.now) <= 2 * line.now_error for line in lines) >= 450
+
+
+def lately(values: np.ndarray) -> float:
+    """Return the change over the last quarter."""
+    line = fitted(values)
+    return line.now - line.at(0.75)
+
+
+def test_a_curve_that_has_levelled_off_is_seldom_drawn_as_one_line_up_to_its_end() -> None:
+    """Of 8 (1 − exp(−4u)) plus noise of 1, the last quarter has .3; that of a straight line, 2, is kept."""
+    u = np.arange(1, 25) / 24
+    bent, straight = (
+        sum(lately(curve + correlated(0.0, 24, seed)) > 1.0 for seed in range(100))
+        for curve in (8 * (1 - np.exp(-4 * u)), 8 * u)
+    )
+    assert bent <= 27
+    assert straight >= 88
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
 def test_the_noise_of_correlated_values_is_enlarged_whatever_the_trend(rho: float) -> None:
     """The variance of the mean of n values with the correlation ρ is σ²/n · (1 + ρ)/(1 − ρ)."""

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from rl_training import Estimate
+from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
 from rl_training.records.report import findings, write_report
@@ -29,6 +30,11 @@ def run_of(folder: Path, steps: int = 3) -> Path:
         }
         records.write_estimates(step, 1, "mine", own)
     return folder
+
+
+def test_what_a_bounded_step_records_is_no_probe_of_ones_own(tmp_path: Path) -> None:
+    Records(run_of(tmp_path) / "logs").write_estimates(3, 1, KLBound.name, {"bound/kl": Estimate(0.01)})
+    assert not any(row[0] == "bound/kl" for row in own_metrics(read_run(tmp_path)))
 
 
 def test_an_own_metric_is_shown_with_its_value_with_or_without_an_error_bar(tmp_path: Path) -> None:

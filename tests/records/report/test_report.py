@@ -21,6 +21,8 @@ from logged_runs import log_run, noisy
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
+from rl_training.probes.running_sum import SOME_STEPS
+from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
@@ -32,10 +34,12 @@ from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.preview import preview
+from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.statistics.estimate import Estimate, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.version import REPOSITORY
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -155,6 +159,10 @@ def test_the_row_on_hacking_says_what_was_not_checked_or_what_fell(tmp_path: Pat
     assert summary(log_run(tmp_path / "honest", **two))["is it hacked?"][0] == "no sign of it"
     value, note = summary(log_run(tmp_path / "hacked", **hacked))["is it hacked?"]
     assert (value, note) == ("perhaps", "right fell while form rose: read responses")
+    cheap = log_run(tmp_path / "cheap", settings={"reward_weights": [0.02, 1.0]}, reward=rising, **hacked)
+    value, note = summary(cheap)["is it hacked?"]
+    assert value == "no sign of it"
+    assert note.startswith("right fell, at less than 5% of what the others gained; ")
 
 
 def test_rows_link_to_pages_of_the_documentation_that_exist_and_the_terminal_names_them(tmp_path: Path, capsys) -> None:
@@ -173,11 +181,20 @@ def test_rows_link_to_pages_of_the_documentation_that_exist_and_the_terminal_nam
 
 def test_probes_that_were_off_are_named_with_what_they_tell_and_the_setting(tmp_path: Path) -> None:
     """The setting keeps the probes that were on."""
-    told = {name: lambda step: Estimate(-1e-3, 1e-4, 8) for name in ("delta_h/forward", "gns/trace")}
-    value, note = summary(log_run(tmp_path, 3, told))["probes that were off"]
+    folder = log_run(tmp_path, 3)
+    for probe, name in (
+        ("simple", "delta_h/forward"),
+        ("ess", "ess/advantage"),
+        ("gns", "gns/trace"),
+        ("engine", "step/formula_error"),
+    ):  # which is no probe
+        Records(folder / "logs").write_estimates(1, 1, probe, {name: Estimate(-1e-3, 1e-4, 8)})
+    rows = summary(folder)
+    value, note = rows["probes that were off"]
     assert value == "3"
     assert "token_classes: which tokens take entropy; " in note
-    assert note.endswith('to turn them on, probes=["simple", "gns", "measured", "token_classes", "interventions"]')
+    assert note.endswith('probes=["simple", "gns", "ess", "measured", "token_classes", "interventions"]')
+    assert [*rows].index("probes that were off") < 5  # where it is seen
 
 
 def test_the_effective_sample_and_the_share_without_advantage_are_of_the_last_ten_steps(tmp_path: Path) -> None:
@@ -324,6 +341,8 @@ def test_the_report_has_a_page_pictures_and_the_printed_numbers(page, capsys, mo
         assert value in html
     assert "learning_rate: 0.0003" in html
     assert str(page) in printed
+    for said in (printed, html):
+        assert f"To compare runs: {'<code>' * (said is html)}rl-training report {folder} OTHER_RUN …" in said
 
 
 class Page(HTMLParser):
@@ -675,7 +694,7 @@ def test_the_report_warns_where_prediction_and_measurement_disagree(tmp_path: Pa
     records.write_metrics(2, {"reward": 0.5})
     sums = {"measured": -1.0, "predicted": -2.0}
     records.write_estimates(2, 1, "simple", {f"delta_h/cumulative_{k}": Estimate(v, 0.1, 8) for k, v in sums.items()})
-    assert opening(read_run(tmp_path)).further[-1].startswith("Do not trust the predictions here")
+    assert opening(read_run(tmp_path)).further[-1].startswith("The predictions do not hold here")
 
 
 def test_the_report_has_the_calibration_and_the_origin_of_the_run(
@@ -778,7 +797,8 @@ def test_effects_of_steps_of_which_many_are_not_known_have_no_mean_and_sums_say_
 ) -> None:
     """The steps that moved too far to be measured are the last ones, here without prediction of length."""
     records = Records(tmp_path / "logs")
-    far, remark = Estimate.missing("the sample is too small: take smaller steps"), f"over {known} of 10 steps: far"
+    far = Estimate.missing("the sample is too small: take smaller steps")
+    remark = Unavailable(SOME_STEPS.code, f"over {known} of 10 steps", "far")
     for step in range(1, 11):
         records.write_metrics(step, {"reward": 0.5, "rewards/a/mean": 0.5, "rewards/b/mean": 0.5})
         told = {f"measured/{name}": Estimate(0.01, 0.001, 8) if step <= known else far
@@ -805,11 +825,31 @@ def test_effects_of_steps_of_which_many_are_not_known_have_no_mean_and_sums_say_
 def test_the_sampler_kl_gives_the_longest_usable_response(tmp_path: Path, kl: float, words: str) -> None:
     """ESS/N ≈ exp(−2 KL T) reaches one half at KL·T = .35."""
     records = Records(record_run(tmp_path, [1]) / "logs")
-    told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, "below 1: top-p")}
+    below = Unavailable(TRUNCATED_SAMPLER.code, "below 1", "top-p")
+    told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, below)}
     records.write_estimates(1, 1, "sampler", told)
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert words in text.split("Sampler and trainer")[-1]
-    assert ("The mean ratio is 0.9000 ± 0.0071, and not 1: top-p." in text) is (kl > 0)
+    assert ("The mean ratio is 0.9000 ± 0.0071, below 1: top-p." in text) is (kl > 0)
+
+
+def test_reasons_are_compared_by_their_codes_whatever_their_words(tmp_path: Path) -> None:
+    """A sum over some steps, a missing error bar and a sampler that leaves tokens out, each in other words."""
+    records, told = Records(tmp_path / "logs"), "as before, in other words"
+    for step in (1, 2):
+        records.write_metrics(step, {"reward": 0.5, "rewards/a/mean": 0.5, "rewards/b/mean": 0.5})
+        records.write_estimates(step, 1, "simple", {
+            "delta_h/forward": Estimate(-1e-3, num_samples=2, reason=Unavailable("few_folds", "no bar", told)),
+            "measured/cumulative_reward/a": Estimate(0.1, 0.01, 8, Unavailable(SOME_STEPS.code, "over one", told)),
+            "sampler/kl": Estimate(0.1, 0.01, 8),
+            "sampler/mean_ratio": Estimate(0.5, 0.01, 8, Unavailable(TRUNCATED_SAMPLER.code, told)),
+        })  # fmt: skip
+    run = read_run(tmp_path)
+    assert run.last("delta_h/forward").code == "few_folds"
+    assert hindrance(run) == f"No prediction has an error bar: {told}."
+    notes = {row.label: row.note for row in summarize(run)}
+    assert "the measured effects over one add up to" in notes["reward a"]
+    assert f"The mean ratio is 0.500 ± 0.024, {told}." in sampler_and_trainer(run)
 
 
 def test_values_at_rounding_level_are_shown_as_zero() -> None:

@@ -120,7 +120,14 @@ def settings_of(line: str) -> dict[str, object]:
     return {word.key_or_group: word.value() for word in words}
 
 
-def test_the_commands_branch_with_the_cheapest_interventions_and_once_without(tmp_path: Path) -> None:
+def test_the_commands_branch_without_a_change_then_with_psr_and_then_with_the_cheapest_interventions(
+    tmp_path: Path,
+) -> None:
+    """PSR only once: not in a run that trains with it already."""
+    lines = told(record(tmp_path / "plain")).commands
+    assert [settings_of(line).get("intervention") for line in lines[:-1]] == [
+        None, ["psr"], ["my.py:softer:0.5"], ["lr:0.5"], ["bonus:0.031"],
+    ]  # fmt: skip
     run = record(tmp_path / "my runs" / "run", intervention="psr")  # this run already trains with an intervention
     *trainings, compare = told(run).commands
     shared = {"branch": str(run / "training_state" / "checkpoint-100"), "additional_steps": 40}
@@ -166,7 +173,31 @@ def test_equal_strengths_of_one_intervention_give_one_command(tmp_path: Path) ->
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     section = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
     assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in section.sentences[2]
-    assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["bonus:0.11"]]
+    assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["psr"], ["bonus:0.11"]]
+
+
+def test_no_strength_is_given_to_an_intervention_without_a_significant_effect(tmp_path: Path) -> None:
+    """Its kept effect may have been recorded as significant, with another mean over steps."""
+    unsure = MEASURED["bonus:0.02"] | {"mean_delta_h": Estimate(2e-4, 1e-4, 8, detail={"measured_steps": 3})}
+    section = told(record(tmp_path / "run", which={"lr": MEASURED["lr"], "bonus:0.02": unsure}))
+    assert "price: lr 0.5 (price 4.0 (3.0 … 5.0))." in section.sentences[2]
+    assert any(sentence.startswith("No significant effect on entropy: bonus:0.02 ") for sentence in section.sentences)
+    row = {row[0]: row for row in section.table}["bonus:0.02"]
+    assert (row[1], row[7]) == ("–", "the interval of its effect in one step includes 0")
+    assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["psr"], ["lr:0.5"]]
+
+
+def test_a_flat_curve_and_single_steps_that_lower_entropy_are_both_said(tmp_path: Path) -> None:
+    """Entropy scatters by .02 around .5 and each step is predicted to lower it by .5 ± .1 thousandths."""
+    forward = {"delta_h/forward": lambda step: Estimate(-5e-4, 2e-4, 20)}
+    level = {"entropy": noisy(lambda step: 0.5, 0.02, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
+    folder = log_run(tmp_path / "run", estimates=forward, **level)
+    Records(folder / "logs").write_estimates(40, 1, "interventions", measured_effects(-2e-3, MEASURED))
+    assert opening(read_run(folder)).kind == "steady"
+    said = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
+    assert told(folder).sentences[0] == f"Whether one is needed is not certain: {said}. More steps will tell."
+    rows = {row.label: row for row in summarize(read_run(folder))}
+    assert (rows["interventions"].value, rows["interventions"].note) == ("not certain", f"{said}: more steps will tell")
 
 
 def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(tmp_path: Path) -> None:
@@ -223,12 +254,14 @@ def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_f
     only_lr = {"lr": MEASURED["lr"]}
     lines = told(record(tmp_path / "run", which=only_lr, trainer=trainer)).commands
     compile("\n".join(lines[:-1]), "lines", "exec")
-    assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 2
-    assert "ScaleLearningRate(0.5)" in lines[4]  # GRPOConfig's rate would not act on a resumed trainer
+    assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 3
+    assert "PositiveOnly(GRPOTrainer)" in lines[4]
+    assert "ScaleLearningRate(0.5)" in lines[7]  # GRPOConfig's rate would not act on a resumed trainer
     assert "class ScaleLearningRate(TrainerCallback)" in (ROOT / CALLBACK_PAGE).read_text(encoding="utf-8")
     unsaved = told(record(tmp_path / "unsaved", which=only_lr, trainer=trainer | {"save_strategy": "no"})).commands
     assert "this run has saved none" in unsaved[0]
-    assert shlex.split(lines[-1]) == ["rl-training", "report", f"{tmp_path}/run_plain", f"{tmp_path}/run_lr_0.5"]
+    folders = [f"{tmp_path}/run_{name}" for name in ("plain", "psr", "lr_0.5")]
+    assert shlex.split(lines[-1]) == ["rl-training", "report", *folders]
 
 
 def test_an_unbounded_interval_does_not_widen_the_plane() -> None:
@@ -253,7 +286,8 @@ def test_a_run_without_the_probe_has_no_section_on_interventions(tmp_path: Path)
 
 def test_a_name_with_a_comma_is_quoted_in_the_printed_command(tmp_path: Path) -> None:
     section = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]}))
-    assert [settings_of(line).get("intervention") for line in section.commands[1:-1]] == [["mis:0.5,2"], ["lr:0.5"]]
+    names = [["psr"], ["mis:0.5,2"], ["lr:0.5"]]
+    assert [settings_of(line).get("intervention") for line in section.commands[1:-1]] == names
 
 
 def test_the_page_has_the_picture_the_sentences_and_the_commands(tmp_path: Path) -> None:

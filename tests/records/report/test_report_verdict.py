@@ -186,6 +186,54 @@ def test_a_paid_function_whose_fall_costs_next_to_nothing_of_a_rising_sum_is_no_
     assert judge(read_run(folder)).kind == kind
 
 
+def test_a_steady_entropy_says_first_how_much_of_it_is_left(tmp_path: Path) -> None:
+    """Of .5 nats a third, since a tenth of the run; never "steady" beside "is left"."""
+    fallen = lambda step: 0.5 if step < 5 else 0.165  # noqa: E731
+    judged = verdict(tmp_path / "rises", fallen, rising)
+    assert judged.headline == "Reward rises, and entropy is steady now"
+    assert re.match(r", at 3[234]% of its start: reward 0\.", judged.evidence)
+    assert "is left" not in judged.evidence
+    assert judged.evidence.endswith(" nats.")
+    whole = verdict(tmp_path / "whole", lambda step: 0.5 if step < 5 else 0.7, level)
+    assert whole.headline == "Entropy is steady now"
+    assert re.match(r", at 1[34]\d% of its start: reward 0\.", whole.evidence)
+
+
+# A run of 16 steps whose reward levels off: it lies between .81 and .93 from step 11 on.
+LEVELLED = (
+    0.25, 0.33, 0.39, 0.57, 0.56, 0.54, 0.65, 0.66, 0.75, 0.69, 0.82, 0.90, 0.84, 0.81, 0.93, 0.82,
+)  # fmt: skip
+
+
+def test_what_reward_does_now_is_said_of_the_last_quarter_or_the_steps_of_the_line_are_named(tmp_path: Path) -> None:
+    """A line through all steps says nothing about now: in noise of .1, a quarter of 40 steps does not show the rise."""
+    run = log_run(tmp_path / "levelled", 16, entropy=noisy(level, 0.01, 1), reward=lambda step: LEVELLED[step - 1])
+    assert "now it rises" not in judge(read_run(run)).evidence
+    steep = verdict(tmp_path / "steep", falling, lambda step: 0.2 + 0.015 * step)
+    assert "now it rises" in steep.evidence
+    wide = {"entropy": noisy(falling, 0.002, 1), "reward": noisy(lambda step: 0.3 + 0.008 * step, 0.1, 2)}
+    assert "it rises over steps 1–40 as a whole" in judge(read_run(log_run(tmp_path / "wide", **wide))).evidence
+
+
+def test_little_entropy_is_left_and_one_reward_cannot_show_a_hack_of_itself(tmp_path: Path) -> None:
+    """Said of a run that has learned and of one that learns; not with a second function, and not with a third left."""
+    solved = lambda step: 0.98 - 0.5 * 0.85**step  # noqa: E731
+    gone, third = (lambda left: lambda step: 0.4 * (left + (1 - left) * 0.8**step))(0.08), lambda step: 0.4 * 0.97**step
+    two = {f"rewards__{name}__mean": noisy(solved, 0.002, seed) for seed, name in enumerate(("right", "form"), 3)}
+    said = "a hack of the only reward function would look the same"
+    for name, entropy, others, expected in (
+        ("one", gone, {}, True), ("two", gone, two, False), ("third", third, {}, False),
+    ):  # fmt: skip
+        run = log_run(tmp_path / name, entropy=noisy(entropy, 0.0005, 1), reward=noisy(solved, 0.002, 2), **others)
+        first = opening(read_run(run))
+        assert first.kind in (LEARNED, STEADY)
+        assert first.advice.startswith("There is nothing to do: ")
+        assert (said in first.advice) is expected, name
+    learning = log_run(tmp_path / "learning", entropy=noisy(gone, 0.0005, 1), reward=noisy(rising, 0.002, 2))
+    assert opening(read_run(learning)).kind == STEADY
+    assert said in opening(read_run(learning)).advice
+
+
 def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_has_an_action(tmp_path: Path) -> None:
     assert (
         {state.kind for state in STATES} - set(ACTIONS) == {LEARNED, SPENT, RISES, STEADY, UNKNOWN} == {*NOTHING_TO_DO}
@@ -350,9 +398,19 @@ def test_the_interval_of_a_line_covers_under_autocorrelated_noise() -> None:
 LOSING = {"entropy": noisy(falling, 0.01, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
 
 
-def test_the_advice_for_lost_entropy_is_the_cheapest_measured_intervention(tmp_path: Path) -> None:
+PSR_FIRST = (
+    "To change: in a branch, train on positive advantages only (PSR): {how}. In our one test of this choice it was "
+    "nearly always best."
+)
+
+
+def test_the_advice_for_lost_entropy_is_psr_in_a_branch_and_then_the_cheapest_intervention(tmp_path: Path) -> None:
+    """As the documentation's one test of this choice has it; the class is one that its page has."""
     folder = log_run(tmp_path, **LOSING)
-    assert opening(read_run(folder)).advice == 'To measure what would keep it: probes=["simple", "interventions"].'
+    first = PSR_FIRST.format(how="PositiveOnly(GRPOTrainer) of docs/how_to/keep_entropy_up.md")
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "keep_entropy_up.md").read_text(encoding="utf-8")
+    assert "class PositiveOnly(GRPOTrainer):" in page
+    assert opening(read_run(folder)).advice == f'{first} To measure others: probes=["simple", "interventions"].'
     effect, plain = Estimate(1e-3, 1e-4, 8, detail={"measured_steps": 3}), Estimate(-9e-3, 1e-4, 8)
     priced = {
         name: {"mean_delta_h": effect, "mean_delta_h_kept": effect, "mean_price": Estimate(price, 0.1, 8),
@@ -362,9 +420,20 @@ def test_the_advice_for_lost_entropy_is_the_cheapest_measured_intervention(tmp_p
     told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
     assert opening(read_run(folder)).advice == (
-        "To change: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention that keeps entropy. Try it "
-        "from a checkpoint first: the section on interventions has the lines."
+        f"{first} Second try: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention, there hardly better "
+        "than no change."
     )
+
+
+def test_lost_entropy_whose_predictions_do_not_hold_is_advised_a_setting_and_no_further_predictions(
+    tmp_path: Path,
+) -> None:
+    sums = {"predicted": 0.3, "measured": -0.1}
+    told = {f"delta_h/cumulative_{kind}": lambda step, size=size: Estimate(size * step / 40, 0.02, 20)
+            for kind, size in sums.items()}  # fmt: skip
+    first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
+    assert first.advice == PSR_FIRST.format(how="PositiveOnly(GRPOTrainer) of docs/how_to/keep_entropy_up.md")
+    assert [sentence.partition(":")[0] for sentence in first.further] == ["The predictions do not hold here"]
 
 
 def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) -> None:
@@ -396,4 +465,5 @@ def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
 def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
     log_run(tmp_path, **LOSING)
     (tmp_path / "config.yaml").write_text("trainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n")
-    assert opening(read_run(tmp_path)).advice == "To measure what would keep it: probe=[simple,interventions]."
+    first = PSR_FIRST.format(how="intervention=psr")
+    assert opening(read_run(tmp_path)).advice == f"{first} To measure others: probe=[simple,interventions]."

@@ -328,4 +328,4 @@ def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path
     logged = {"reward": 0.0, "reward_std": lambda step: 1.0 - later(step), "frac_reward_zero_std": later}
     first = opening(read_run(log_run(tmp_path, **logged)))
     assert first.lines[0].name == "equal"
-    assert first.headline == "Entropy is steady"
+    assert first.headline == "Entropy is steady now"
