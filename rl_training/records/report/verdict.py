@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl_training.records.report.broken_line import BrokenLine
 from rl_training.records.report.series import Run
-from rl_training.records.report.story import BAND, NOW, Entropy, Reward, Story
+from rl_training.records.report.story import BAND, NOW, RISE, Entropy, Reward, Story
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.writing import level, percent, plus_minus
 
@@ -131,7 +131,11 @@ def is_cheap(part: Reward, paid: Reward | None) -> bool:
 
 
 def _reward_rises(story: Story) -> bool:
-    return story.reward is not None and story.reward.rises
+    """Return whether reward rises beyond its start; next to nothing for all of the entropy does not count."""
+    reward = story.reward
+    if reward is None or not reward.rises or reward.now - reward.line.start <= RISE * reward.spread:
+        return False
+    return not (_is_gone(story) and _gained_little(story))
 
 
 def _is_spent(story: Story) -> bool:
@@ -255,7 +259,7 @@ def _what_is_left(story: Story) -> str:
     if reward is None:
         return f"{said}."
     little = "and it bought next to nothing: " if _gained_little(story) else ""
-    return f"{said}, {little}reward {reward.levels.text}, and it is flat."
+    return f"{said}, {little}reward {reward.levels.text}, {_of_reward_now(reward)}."
 
 
 def _loss(story: Story) -> str:

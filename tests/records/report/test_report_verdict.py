@@ -20,7 +20,7 @@ from rl_training.records.report.advice import ACTIONS
 from rl_training.records.report.opening import opening
 from rl_training.records.report.rates import entropy_now, forward_and_backward
 from rl_training.records.report.series import read_run
-from rl_training.records.report.story import Story
+from rl_training.records.report.story import Reward, Story
 from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     ERUPTS,
@@ -108,6 +108,26 @@ def test_the_verdict_follows_the_entropy_and_reward_curves(tmp_path: Path, case:
     scaled = steps // 40
     judged = verdict(tmp_path, lambda step: entropy(step // scaled), lambda step: reward(step // scaled), steps)
     assert judged.kind == kind, judged.headline + judged.evidence
+
+
+def test_a_rise_that_bought_nothing_does_not_excuse_an_entropy_that_is_gone_or_falls(tmp_path: Path) -> None:
+    """Reward comes back to where it was, or gains a tenth of its standard deviation while 3 % of entropy are left."""
+    dip = lambda step: 0.5 - 0.005 * min(step, 20) + 0.005 * max(step - 20, 0)  # noqa: E731
+    quiet = {"reward": noisy(dip, 0.005, 2), "entropy": noisy(falling, 0.002, 1)}
+    back = judge(read_run(log_run(tmp_path / "back", reward_std=0.5, **quiet)))
+    assert story_of(back).rises
+    assert back.kind not in (SPENT, STEADY), back.headline
+    slight = {"reward": noisy(lambda step: 0.45 + 0.0045 * max(step - 28, 0), 0.002, 2), "entropy": after(6, 1.0, 0.03)}
+    gone = judge(read_run(log_run(tmp_path / "gone", reward_std=0.5, **slight)))
+    assert story_of(gone).rises
+    assert gone.kind == GONE, gone.headline
+    assert "it bought next to nothing: reward 0.45 → 0.50" in gone.evidence
+    assert gone.evidence.endswith("now it rises.")
+
+
+def story_of(judged: Verdict) -> Reward:
+    assert judged.story.reward is not None
+    return judged.story.reward
 
 
 def test_the_step_since_which_a_verdict_holds_is_that_of_the_change(tmp_path: Path) -> None:
