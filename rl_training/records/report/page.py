@@ -28,12 +28,13 @@ from rl_training.records.files.printable import all_printable, printable
 from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
 from rl_training.records.report.preview import preview
-from rl_training.version import VERSION
+from rl_training.version import REPOSITORY, VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
 # A call with arguments, such as GRPOConfig(beta=0.01), or an assignment, such as trainer.beta=0.01.
 SETTING = re.compile(r"(\b\w+\([^()]*\)|\b[\w.]+=(?:\[[^\]]*\]|[^\s,;]*\w))")
+DOCS_PAGE = re.compile(r"\b(docs/[\w/]+\.md)\b")
 VEGA_LITE = "6.1"  # one that vl-convert bundles; 6.4 breaks tooltips of points
 KINDS = ("png", "svg")  # formats of pictures
 PICTURES = """
@@ -94,9 +95,20 @@ def settings_in(text: str) -> list[str]:
 
 
 def _with_settings(text: str) -> Markup:
-    """Return a sentence in which every setting to paste is marked as code; one click selects it."""
+    """Return a sentence in which every setting to paste is marked as code, and every page of the docs is a link.
+
+    One click selects a setting.
+    """
     parts = SETTING.split(text)  # every other part is a setting
-    return Markup("").join(Markup("<code>{}</code>").format(part) if n % 2 else part for n, part in enumerate(parts))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if n % 2 else _with_links(part) for n, part in enumerate(parts)
+    )
+
+
+def _with_links(text: str) -> Markup:
+    parts = DOCS_PAGE.split(text)  # every other part is a page
+    link = Markup('<a class="see" href="{}/blob/main/{}">{}</a>')
+    return Markup("").join(link.format(REPOSITORY, part, part) if n % 2 else part for n, part in enumerate(parts))
 
 
 PAGES.filters["with_settings"], PAGES.filters["preview"] = _with_settings, preview

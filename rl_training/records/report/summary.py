@@ -63,6 +63,7 @@ class Row(NamedTuple):
     value: str
     note: str = ""
     see: Link | None = None
+    quotes: bool = False  # whether the note quotes a response, in which nothing is a setting
 
 
 def how_to(name: str) -> Link:
@@ -135,7 +136,10 @@ def summarize(run: Run) -> list[Row]:
         *_levels(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
         *_noise_scale(run), *_effective_sample(run), *_changes(run), _cost(run),
     ]  # fmt: skip
-    return [Row(on_one_line(label), on_one_line(value), on_one_line(note), see) for label, value, note, see in lines]
+    return [
+        Row(on_one_line(label), on_one_line(value), on_one_line(note), see, quotes)
+        for label, value, note, see, quotes in lines
+    ]
 
 
 def _levels(run: Run, story: Story) -> Iterator[Row]:
@@ -330,7 +334,7 @@ def _tokens(run: Run) -> Iterator[Row]:
     """Yield the line on the token that takes most entropy."""
     told = tokens.heaviest(run)
     if told:
-        yield Row("token that takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"))
+        yield Row("token that takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
 
 
 def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:

@@ -133,7 +133,9 @@ def is_cheap(part: Reward, paid: Reward | None) -> bool:
 def _reward_rises(story: Story) -> bool:
     """Return whether reward rises beyond its start; next to nothing for all of the entropy does not count."""
     reward = story.reward
-    if reward is None or not reward.rises or reward.now - reward.line.start <= RISE * reward.spread:
+    if reward is None or not reward.rises:
+        return False
+    if reward.now - max(reward.start, reward.line.start) <= RISE * reward.spread:
         return False
     return not (_is_gone(story) and _gained_little(story))
 
@@ -267,11 +269,8 @@ def _loss(story: Story) -> str:
     assert reward is not None
     assert entropy is not None
     since = reward.line.step(reward.stands_from)
-    lost = entropy.lost_since(since)
-    return (
-        f" since step {since}: {share_left(lost)} of what there was then, while reward is flat at {_now(reward)}. "
-        f"{_of_entropy(entropy)}"
-    )
+    lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
+    return f" since step {since}{lost}, while reward is flat at {_now(reward)}. {_of_entropy(entropy)}"
 
 
 def _both(story: Story, name: str = "Reward") -> str:

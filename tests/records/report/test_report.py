@@ -663,6 +663,23 @@ def test_the_first_screen_has_the_setting_to_paste_both_charts_and_at_most_ten_r
     assert rest.partition("</table>")[0].count("<tr>") <= 10
 
 
+def test_the_first_screen_links_the_page_that_it_names_and_marks_no_text_of_a_response_as_a_setting(
+    tmp_path: Path,
+) -> None:
+    losing = {"entropy": noisy(lambda step: 0.5 * 0.97**step, 0.01, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
+    detail = {"text": "x", "example": "a=5[x]b", "share_of_tokens": 0.1, "whole": -8e-3, "whole_stderr": 1e-3,
+              "measured_steps": 3}  # fmt: skip
+    top = Estimate(-2e-3, 1e-4, 8, detail=detail)
+    page = write_report(log_run(tmp_path, estimates={"top_token/1/mean_delta_h": lambda step: top}, **losing))
+    text = page.read_text(encoding="utf-8")
+    name = "docs/how_to/keep_entropy_up.md"
+    assert (
+        f'<code>PositiveOnly(GRPOTrainer)</code> of <a class="see" href="{REPOSITORY}/blob/main/{name}">{name}</a>.'
+        in text
+    )
+    assert "as in a=5[x]b" in text
+
+
 def test_a_preview_has_a_curve_where_the_chart_will_draw_it(tmp_path: Path) -> None:
     """Of 640 × 220 pixels: entropy .5 lies at 1/1.05 of its axis from 0, from the left end to the right."""
     (chart,) = (chart for chart in draw_figures(read_run(log_run(tmp_path, 3))) if chart.name == "token_entropy")

@@ -456,6 +456,15 @@ def test_lost_entropy_whose_predictions_do_not_hold_is_advised_a_setting_and_no_
     assert [sentence.partition(":")[0] for sentence in first.further] == ["The predictions do not hold here"]
 
 
+def test_entropy_that_is_lost_from_the_start_on_has_one_share(tmp_path: Path) -> None:
+    """What is left of the start; what there was at a later step is said of that one."""
+    judged = judge(read_run(log_run(tmp_path / "start", **LOSING)))
+    assert judged.evidence.startswith(" since step 1, while reward is flat at 0.5")
+    assert judged.evidence.count("%") == 1
+    late = verdict(tmp_path / "late", falling, lambda step: 0.3 + 0.02 * min(step, 10))
+    assert re.match(r" since step \d+: \d+% of what there was then, while reward is flat", late.evidence)
+
+
 def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) -> None:
     scale = {"gns/batch_ratio": 0.05, "gns/batch_ratio_low": 0.02, "gns/batch_ratio_high": 0.1}
     told = {name: lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
