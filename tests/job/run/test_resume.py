@@ -18,7 +18,7 @@ from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
-from trainers import logged_numbers
+from trainers import FEW, logged_numbers
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.errors import UserError
@@ -51,11 +51,11 @@ def test_a_run_killed_at_random_moments_ends_bitwise_equal_to_the_uninterrupted_
 # --- where checkpoints are written --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reuse", [{"steps_per_generation": 8}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
+@pytest.mark.parametrize("reuse", [{"steps_per_generation": 4}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
 def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
     make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture, reuse: dict[str, int]
 ) -> None:
-    settings = {**reuse, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    settings = {**FEW, **reuse, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = make_trainer(probes=[SimpleEntropyProbe()], **settings)
     whole.train()
     folder = tmp_path / "state"
@@ -71,7 +71,7 @@ def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
 def test_a_last_step_within_a_rollout_is_saved_with_a_warning_of_inexact_resuming(
     make_trainer, tmp_path, caplog
 ) -> None:
-    settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
+    settings = {**FEW, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 2}
     make_trainer(**settings, max_steps=1).train()
     assert "the last checkpoint, of step 1, is inside one" in caplog.text
     make_trainer(**settings, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
