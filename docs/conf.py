@@ -35,7 +35,7 @@ html_css_files = ["wide_tables.css"]
 
 myst_enable_extensions = ["colon_fence", "linkify"]
 myst_linkify_fuzzy_links = False
-# [text](repo:benchmarks/README.md) links to a file of the repository that is not a page of the site.
+# Pages link to other files of the repository by relative paths, which `link_files` turns into repo:benchmarks/README.md.
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}"}
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
@@ -139,7 +139,19 @@ def write_index_for_programs(app: Any, exception: Exception | None) -> None:
         Path(app.outdir, "llms.txt").write_text(llms_txt(), encoding="utf-8")
 
 
+def link_files(app: object, page: str, source: list[str]) -> None:
+    """Turn a page's relative links to files that are not pages of the site into links to the repository."""
+    folder = (DOCS / page).parent
+
+    def absolute(match: re.Match[str]) -> str:
+        path = Path(os.path.normpath(folder / match[1]))
+        return match[0] if path.is_relative_to(DOCS) else f"](repo:{path.relative_to(DOCS.parent)}"
+
+    source[0] = re.sub(r"\]\(((?:\.\./)+[^)#\s]*)", absolute, source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", link_files)
     app.connect("doctree-resolved", link_terms)
     app.connect("doctree-read", without_bars)
     app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
