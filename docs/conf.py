@@ -35,7 +35,7 @@ html_css_files = ["wide_tables.css"]
 
 myst_enable_extensions = ["colon_fence", "linkify"]
 myst_linkify_fuzzy_links = False
-# Pages link to other files of the repository by relative paths, which `link_files` turns into repo:benchmarks/README.md.
+# Pages link to other files of the repository by relative paths. `link_files` turns them into repo:benchmarks/README.md.
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}"}
 myst_heading_anchors = 3
 nb_execution_mode = "cache"

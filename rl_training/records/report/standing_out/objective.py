@@ -66,7 +66,7 @@ def bonus_wins(records: RunRecords) -> Line | None:
     start = max(float(levels.mean()) - 0.5 * steps * rise.value, float(levels.head(3).mean()))
     if not rise.bounds()[0] * steps > MIN_ENTROPY_RISE * start:
         return None
-    # No smaller weight is suggested: how small it must be is not known. docs/how_to/entropy_rises.md has one that failed.
+    # How small a bonus must be is not known; docs/how_to/entropy_rises.md has a small one that failed.
     said = (
         f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "
         f"a nat, and reward by {milli(rate)} thousandths, {steps_of(levels)}."
