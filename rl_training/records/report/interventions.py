@@ -15,7 +15,7 @@ import numpy as np
 from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.labels import label_offsets, side
 from rl_training.records.report.rates import entropy_now, is_falling
-from rl_training.records.report.series import Run, last_of, to_rows
+from rl_training.records.report.series import Run, last_of, once_per_run, to_rows
 from rl_training.records.report.trends import times
 from rl_training.records.report.verdict import NOTHING_TO_DO, RISES, STEADY, UNKNOWN, judge
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
@@ -86,6 +86,7 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     return Section("interventions", said, [HEADINGS, *map(_cells, effects)], [drawn], commands)
 
 
+@once_per_run
 def effects_of(run: Run) -> list[Effect]:
     """Return the effect of each intervention at the last step that measured it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rl_training.records.report import findings
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.trends import MIN_STEPS, line_through
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -14,6 +14,7 @@ MIN_RECENT_STEPS = 10  # least number of logged steps that count as now; otherwi
 MAX_HALF_DIFFERENCE = 0.3  # of forward: if half of forward − backward is larger, forward is not used
 
 
+@once_per_run
 def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     """Return entropy's present change per step, the first step that it covers, and its source.
 

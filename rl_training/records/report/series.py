@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,7 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 
+Result = TypeVar("Result")
 NO_REASON = "no reason was recorded"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
@@ -86,6 +88,11 @@ class Run:
     def _is_finite(self) -> np.ndarray:
         """Which rows of the table have a finite value."""
         return np.isfinite(self.table["value"].to_numpy())
+
+    @cached_property
+    def known(self) -> dict[Callable[[Run], Any], Any]:
+        """What `once_per_run` has calculated, by function."""
+        return {}
 
     @cached_property
     def _tables(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
@@ -152,6 +159,18 @@ class Run:
         """Return the run with its records up to this step."""
         steps = [logged for logged in self.steps if logged <= step]
         return replace(self, steps=steps, table=self.table[self.table["step"] <= step])
+
+
+def once_per_run(function: Callable[[Run], Result]) -> Callable[[Run], Result]:
+    """Return the function, which then calculates its result once for each run. Do not change the result."""
+
+    @functools.wraps(function)
+    def remembering(run: Run) -> Result:
+        if function not in run.known:
+            run.known[function] = function(run)
+        return cast("Result", run.known[function])
+
+    return remembering
 
 
 def read_run(folder: Path) -> Run:
