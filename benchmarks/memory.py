@@ -86,7 +86,7 @@ def rollout(number: int, sequences: int) -> Rollout:
     return Rollout(
         prompt_ids=prompts, prompt_mask=torch.ones_like(prompts), completion_ids=completions,
         completion_mask=torch.ones_like(completions), advantages=(rewards - rewards.mean(1, keepdim=True)).flatten(),
-        rewards=rewards.flatten(), prompt_index=torch.arange(sequences) // G,
+        rewards=rewards.flatten(), prompt_index=torch.arange(sequences) // G, untested=True,  # no policy drew these
     )  # fmt: skip
 
 

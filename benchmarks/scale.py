@@ -36,13 +36,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine import gradient_check
+from rl_training.engine import build_step, gradient_check
 from rl_training.entropy import length_and_reward
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.optim.formula import OptimizerState
 from rl_training.policy import linear_head
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
+from rl_training.step.batch import Batch
 
 # hidden size, intermediate size, layers, attention heads, key-value heads, tied embeddings, rank of a LoRA
 MODELS = {
@@ -130,7 +131,10 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
-    simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)
+    build_step.Batch = as_on_all_processes  # type: ignore[misc, assignment]
+    simple = SimpleEntropyProbe(
+        num_folds=settings.folds, rows_dtype=settings.rows, keep_gathered=settings.keep_gathered
+    )
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
     probes, kind = [simple, *further], ""
     for probe in probes:
@@ -147,13 +151,18 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
             max_grad_norm=MAX_GRAD_NORM, dr_grpo=True,
         )  # fmt: skip
         with loop:
-            # The first measured step, number 2, allocates what is kept for later ones, so it is not yielded.
-            for number, kind in enumerate(("", "simple", *settings.probes), start=1):
+            # The first step has checks of its own, and the first measured one allocates what is kept for later ones.
+            for number, kind in enumerate(("", "", "simple", *settings.probes), start=1):
                 counts = one_step(gpu, bodies, loop, optimizer, number)
                 limited = kind and loop.latest["delta_h/forward"].code
                 assert not limited, f"the step was not predicted, so it costs less than a real one: {limited}"
-                if number != 2:
+                if number not in (1, 3):
                     yield kind, counts
+
+
+def as_on_all_processes(fold_sizes: Tensor, **fields: Any) -> Batch:
+    """Return a batch whose folds on other processes, whose sizes no one sends, are as large as this one's."""
+    return Batch(fold_sizes=fold_sizes.where(fold_sizes > 0, fold_sizes.max()), **fields)
 
 
 def shard(model: Any, bf16: bool) -> None:
@@ -243,6 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--rows", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help="rows_dtype of simple"
     )
+    parser.add_argument("--keep-gathered", action="store_true", help="keep_gathered of simple")
     parser.add_argument("--bf16", action="store_true", help="FSDP2 gathers weights in bf16; it reduces in fp32")
     settings = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.processes)
