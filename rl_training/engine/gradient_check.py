@@ -91,9 +91,9 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Unavailable | None:
 class TermsCheck:
     """Compares one fold's gradient with the one its loss weights give, at measured steps 1, 2, 4, 8 and every EVERY-th.
 
-    The folds take turns. Each comparison costs a forward pass and a backward over the fold, and nothing if its weights
-    are all 0. With dropout it costs twice as much: two recomputed gradients show how far dropout alone moves one, and
-    another term is found only beyond that.
+    The folds take turns, those of one pass together. Each comparison costs a forward pass and a backward over them, and
+    nothing if their weights are all 0. With dropout it costs twice as much: two recomputed gradients show how far
+    dropout alone moves one, and another term is found only beyond that.
 
     Args:
         count: The number of measured steps so far.

@@ -28,6 +28,7 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_reason
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
@@ -84,26 +85,38 @@ class Requirements:
         sizes: Sequence[int],
         responses_per_prompt: int,
         num_ranks: int,
+        by_rank: bool = False,
     ) -> list[FoldGroup]:
-        """Return the folds of a full step, whose microbatches have these sizes on every rank.
+        """Return the folds of a full step, whose microbatches have these sizes on every rank. See `plan_folds`.
 
         Raises:
             UserError: It cannot have the requested number of folds; the message names a number that works.
         """
-        return plan_folds(sizes, responses_per_prompt, num_ranks, self.num_folds, auto_slice=self.allows_extra_passes)
+        slices = self.allows_extra_passes
+        return plan_folds(sizes, responses_per_prompt, num_ranks, self.num_folds, auto_slice=slices, by_rank=by_rank)
 
     def folds_and_extra_passes(self, loop: Loop) -> tuple[int, float]:
         """Return the number of folds of a full step, and the share of its own passes that they cost in addition."""
-        groups = self.folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
+        groups = self._folds_of_full_step(loop)
         num_folds, num_prompts = groups[-1].folds.stop, sum(loop.sizes) // loop.responses_per_prompt
         has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
         can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
-        if can_recompute and (loop.reasons.no_whole_folds or has_few_folds):
+        if can_recompute and (self.no_whole_folds(loop) or has_few_folds):
             num_prompt_folds = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
             if num_prompt_folds >= MIN_FOLDS_STEP:
                 return num_prompt_folds, 1.0
         num_slices = max(1, len(groups) // loop.microbatches)
         return num_folds, (num_slices - 1) / num_slices
+
+    def no_whole_folds(self, loop: Loop) -> Unavailable | None:
+        """Return why planned folds of a full step cannot hold whole prompts, or None."""
+        groups = self._folds_of_full_step(loop)
+        has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
+        return None if has_folds_of_ranks else loop.reasons.no_whole_folds
+
+    def _folds_of_full_step(self, loop: Loop) -> list[FoldGroup]:
+        by_rank = loop.shard.prefers_rank_folds
+        return self.folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count, by_rank)
 
     @property
     def allows_extra_passes(self) -> bool:
@@ -133,7 +146,7 @@ class Requirements:
         def plan(num_folds: int | None) -> list[FoldGroup]:
             slices = auto_slice and self.allows_extra_passes
             cut = sizes or loop.sizes, responses_per_prompt, loop.ranks.count
-            return plan_folds(*cut, num_folds, sizes_of_ranks, slices)
+            return plan_folds(*cut, num_folds, sizes_of_ranks, slices, loop.shard.prefers_rank_folds)
 
         try:
             return plan(self.num_folds)
@@ -221,7 +234,7 @@ def _fold_warnings(loop: Loop, requirements: Requirements, num_folds: int, *, is
         is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
-    no_folds = loop.reasons.split_prompts or (None if is_recomputed else loop.reasons.no_whole_folds)
+    no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs

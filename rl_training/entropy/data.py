@@ -33,6 +33,7 @@ class EntropySettings:
         per_sequence: Compute X per sequence as well, for a second backward.
         unclipped: Compute what the step would do without clipping as well, which takes the optimizer's step twice more
             for each fold of a step that clips.
+        keep_gathered: Under FSDP2, keep all weights gathered while X is computed.
         error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
             to the next one, whether or not they are measured.
     """
@@ -41,11 +42,13 @@ class EntropySettings:
     per_sequence: bool = False
     error_decay: float = 0.5
     unclipped: bool = False
+    keep_gathered: bool = False
 
     def __post_init__(self) -> None:
         check_whole("responses_per_prompt", self.responses_per_prompt, 1)
         check_flag("per_sequence", self.per_sequence)
         check_flag("unclipped", self.unclipped)
+        check_flag("keep_gathered", self.keep_gathered)
         check_share("error_decay", self.error_decay, "[0, 1)", "; 0.5 averages over three steps")
 
 

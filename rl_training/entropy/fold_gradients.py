@@ -8,6 +8,7 @@ sequences (entropy/weights.py). On-policy, ρ = 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -95,4 +96,6 @@ def hand_on_fold_gradients(
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
     is_tested = passes.residual_test is not None
-    passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=is_tested)
+    gathering = passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext()
+    with gathering:
+        passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=is_tested)

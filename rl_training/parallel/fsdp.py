@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,10 +75,29 @@ class FullyShard(Shard):
         for name, param in self.trained.items():
             self.local(name, param).copy_(entries[name])
 
+    @contextlib.contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        groups = self._groups()
+        settings = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
+        try:
+            for group in groups:
+                group.post_forward_mesh_info, group.reshard_after_backward = None, False
+            yield
+        finally:
+            for group, (mesh_info, reshards) in zip(groups, settings, strict=True):
+                group.post_forward_mesh_info, group.reshard_after_backward = mesh_info, reshards
+            reshard(self.model)
+
+    def _states(self) -> list[Any]:
+        return [module._get_fsdp_state() for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _groups(self) -> list[Any]:
+        """Return the groups of parameters that are gathered together. Older torch names them otherwise: none."""
+        return [group for state in self._states() for group in getattr(state, "_fsdp_param_groups", ())]
+
     @property
     def reduces_each_backward(self) -> bool:
-        states: list[Any] = [m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule)]
-        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # in newer torch
+        states, groups = self._states(), self._groups()
         # Unreduced gradients of earlier microbatches would be reduced together with the next microbatch's.
         unreduced = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
         unreduced += [leaf.grad for leaf in self.leaves.values()]

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_training.parallel.vectors import Layout
+from rl_training.parallel.vectors import LARGE, Layout
 
 
 def chunk_of(length: int, num_chunks: int, index: int) -> tuple[int, int]:
@@ -162,6 +163,21 @@ class Shard:
                 sizes = [stop - start for start, stop in self.entry_ranges[name]]
                 dist.all_to_all_single(whole, local.repeat(self.num_ranks), sizes, [len(local)] * self.num_ranks)
             param.data.copy_(whole.view_as(param))
+
+    # --- passes of probes ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def prefers_rank_folds(self) -> bool:
+        """Whether a fold should be what some ranks have in a whole step, not some microbatches of all ranks.
+
+        That takes fewer passes, but a pass has vectors of all folds at once, so they must not be large. Where weights
+        are gathered, the loop's own backward reduces folds of all ranks, and nothing else is sent. Equal on all ranks.
+        """
+        return not self.gathers_weights and sum(map(self.max_entries, self.trained)) < LARGE
+
+    def gathered_once(self) -> AbstractContextManager[None]:
+        """Return a context in which weights that a pass gathers are kept for the passes that follow."""
+        return nullcontext()
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,8 @@ class SimpleEntropyProbe(Probe):
             measured change over the steps in between, and say so.
         unclipped: Also predict what the step would do without gradient clipping (`delta_h/forward_unclipped`), which
             takes the optimizer's step twice more for each fold of a step that clips.
+        keep_gathered: Under FSDP2, keep all weights gathered while the entropy gradients are computed: they are sent
+            once, not twice per fold, for the memory of a whole model on each process. No effect elsewhere.
     """
 
     name = "simple"
@@ -81,6 +83,7 @@ class SimpleEntropyProbe(Probe):
         every: int = 1,
         steps: int = 1,
         unclipped: bool = False,
+        keep_gathered: bool = False,
     ) -> None:
         super().__init__(every)
         check_whole("simple: steps", steps, 1, " (measure so many neighbouring steps of each `every`)")
@@ -89,7 +92,7 @@ class SimpleEntropyProbe(Probe):
         self.steps, self._within_interval = steps, range(steps)  # what is measured of each `every` steps
         error_decay = half_by_measured_step(every / steps) if error_decay is None else error_decay
         try:
-            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped)
+            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped, keep_gathered)
         except ValueError as error:
             raise UserError(f"simple: {error}") from error
         check_num_folds("simple", num_folds)

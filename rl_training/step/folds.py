@@ -52,12 +52,16 @@ def plan_folds(
     num_folds: int | None = None,
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
     auto_slice: bool = False,
+    by_rank: bool = False,
 ) -> list[FoldGroup]:
     """Plan the folds of a step: sets of whole prompts over all ranks.
 
     A unit is the smallest number of consecutive microbatches that end with a whole prompt on every rank. A fold is one
     or several units of all ranks. If there are too few units, each group of ranks gets a separate fold. If `num_folds`
     or `auto_slice` asks for more, microbatches are cut into slices of whole prompts, each of which takes another pass.
+
+    With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a group of ranks instead. A further pass
+    then serves all folds at once, and it does not matter how a rank's prompts are spread over its microbatches.
 
     Args:
         sizes: Sequences of each microbatch on this rank. A prompt's responses are consecutive.
@@ -67,6 +71,7 @@ def plan_folds(
             loop's own.
         sizes_of_ranks: `sizes` of every rank. None if they are all alike.
         auto_slice: With num_folds=None: cut microbatches into slices if whole ones are too few for an error bar.
+        by_rank: Prefer folds of ranks, if ranks can be divided into `num_folds` groups, or at least DEFAULT_NUM_FOLDS.
 
     Returns:
         Groups of folds. All ranks have equally many groups and passes.
@@ -82,6 +87,9 @@ def plan_folds(
     ends_unit = [all(end % responses_per_prompt == 0 for end in ends_of_ranks) for ends_of_ranks in ends]
     ends_unit[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
     rows = ranges_of(sizes)
+    num_rank_folds = _num_rank_folds(num_ranks, num_folds) if by_rank else 0
+    if num_rank_folds:
+        return [FoldGroup(range(num_rank_folds), _groups_of_ranks(num_ranks, num_rank_folds), rows)]
     units = []
     first = 0
     for index, is_last in enumerate(ends_unit):
@@ -97,7 +105,7 @@ def plan_folds(
         fold_of_rank = tuple(range(num_ranks))
         return [FoldGroup(_folds_of(index, num_ranks), fold_of_rank, (part,)) for index, part in enumerate(slices)]
     if num_rank_groups > 1:
-        fold_of_rank = tuple(rank * num_rank_groups // num_ranks for rank in range(num_ranks))
+        fold_of_rank = _groups_of_ranks(num_ranks, num_rank_groups)
         return [FoldGroup(_folds_of(index, num_rank_groups), fold_of_rank, unit) for index, unit in enumerate(units)]
     num_groups = len(units) // max(1, len(units) // DEFAULT_NUM_FOLDS) if num_folds is None else num_folds
     bounds = [index * len(units) // num_groups for index in range(num_groups + 1)]
@@ -105,6 +113,21 @@ def plan_folds(
         FoldGroup(_folds_of(index, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[start:stop])))
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
+
+
+def _groups_of_ranks(num_ranks: int, num_groups: int) -> tuple[int, ...]:
+    """Return each rank's group. Groups are neighbouring ranks, equally many in each."""
+    return tuple(rank * num_groups // num_ranks for rank in range(num_ranks))
+
+
+def _num_rank_folds(num_ranks: int, num_folds: int | None) -> int:
+    """Return the number of folds if each is a rank or a group of ranks; 0 if ranks cannot be divided like that.
+
+    >>> [_num_rank_folds(num_ranks, None) for num_ranks in (4, 8, 12, 17, 64)]
+    [0, 8, 12, 0, 8]
+    """
+    wanted = range(DEFAULT_NUM_FOLDS, 2 * DEFAULT_NUM_FOLDS) if num_folds is None else [num_folds]
+    return next((number for number in wanted if number > 1 and num_ranks % number == 0), 0)
 
 
 def _folds_of(group: int, folds_per_group: int) -> range:

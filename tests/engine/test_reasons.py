@@ -40,7 +40,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.step.needs import Need
-from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
+from rl_training.step.reasons import MIXED_PROMPTS, ONE_FOLD, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
 
 
@@ -204,6 +204,21 @@ def test_training_begins_with_what_the_batch_will_measure_and_how_to_change_it(
         (line,) = caplog.messages  # at the default log level
     assert re.search(f"robes measure {plan}", line)
     assert re.match(missing or "probes measure", line)
+
+
+def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches() -> None:
+    model = load_tiny()[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with measured_loop(
+        model, optimizer, [SimpleEntropyProbe()], responses_per_prompt=8, microbatch_size=8, microbatches=4
+    ) as measured:
+        loop, requirements = measured._driver._loop, measured._driver._requirements
+    shuffled = dataclasses.replace(loop, reasons=Reasons(no_whole_folds=MIXED_PROMPTS))
+    planned = {
+        count: requirements.folds_and_extra_passes(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
+        for count in (4, 8)
+    }
+    assert planned == {4: (8, 1.0), 8: (8, 0.0)}
 
 
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)

@@ -24,7 +24,7 @@ TWO: dict[str, dict[str, Any]] = {
     "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a fold is one microbatch of one process
     "ddp_shuffled": {"kind": "ddp", "shuffled": True, "few": True},  # a fold is one prompt of one process
     "ddp_last_sampler": {"kind": "ddp", "sampler": True} | LAST,
-    "fsdp2_sampler": {"kind": "fsdp2", "sampler": True} | HALF,
+    "fsdp2_sampler": {"kind": "fsdp2", "sampler": True, "keep_gathered": True} | HALF,
     "fsdp2_groups_lora": {
         "kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last", "few": True,
     },
@@ -32,9 +32,10 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2_row": {"kind": "fsdp2", "row": True, "few": True},  # the second process holds nothing
 }  # fmt: skip
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}
-FOUR = {  # a fold is one microbatch of two of the four processes
-    "fsdp2_four": {"kind": "fsdp2", "few": True} | LAST,
-    "ddp_four": {"kind": "ddp", "few": True} | LAST,
+FOUR: dict[str, dict[str, Any]] = {
+    "fsdp2_four": {"kind": "fsdp2", "few": True} | LAST,  # a fold is one microbatch of two of the four processes
+    # A fold is both microbatches of a process, over which its prompts are spread.
+    "ddp_four": {"kind": "ddp", "shuffled": True, "few": True} | LAST,
 }
 CASES = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
 every_case = pytest.mark.parametrize("name", CASES)
@@ -102,6 +103,17 @@ def test_process_groups_are_released_after_training_and_made_only_where_needed(t
 
 def by_step_and_name(trace: Found) -> dict[tuple[int, str], tuple[float, float]]:
     return {(step, name): row[:2] for step, rows in enumerate(trace["estimates"]) for name, row in rows.items()}
+
+
+def test_a_pass_over_folds_of_processes_serves_all_folds_at_once(trained) -> None:
+    """Two steps send two microbatches' gradients, the same recomputed by a check, and two entropy gradients."""
+    num_bytes = sum(param.nbytes for param in layouts.model_of(layouts.OPTIONS).parameters())
+    assert trained("ddp_four", 4)[0]["sent"] == 2 * (2 + 2 + 2) * num_bytes
+
+
+def test_kept_gathered_weights_are_gathered_once_for_all_folds(trained) -> None:
+    """Once for each of the three modules that FSDP2 shards, for four folds."""
+    assert set(trained("fsdp2_sampler", 2)[0]["gathers"]) == {3}
 
 
 def test_with_fsdp2_probes_send_only_gradients_of_a_subset_of_processes(trained) -> None:

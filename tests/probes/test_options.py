@@ -68,6 +68,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "numerics": NO_FLAGS,
     "top_tokens": NO_FLAGS,
     "unclipped": NO_FLAGS,
+    "keep_gathered": NO_FLAGS,
     "rows_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
 }

@@ -75,6 +75,20 @@ def test_processes_are_grouped_into_the_fewest_folds_that_make_eight() -> None:
     assert [group.fold_of_rank for group in of_eight] == [(0,) * 8] * 8
 
 
+def test_with_enough_processes_a_fold_is_what_some_of_them_have_in_the_whole_step() -> None:
+    """Whatever their number, if 8 to 15 groups of them are possible, or as many groups as folds are requested."""
+    sizes = [4, 12, 8]  # no microbatch but the last ends with a prompt
+    for num_ranks, num_folds, expected in ((8, None, 8), (12, None, 12), (64, None, 8), (8, 4, 4), (2, 2, 2)):
+        (group,) = plan_folds(sizes, G, num_ranks, num_folds, by_rank=True)
+        assert group.folds == range(expected)
+        assert group.fold_of_rank == tuple(rank * expected // num_ranks for rank in range(num_ranks))
+        assert group.rows_per_pass == ranges_of(sizes)
+    for num_ranks, num_folds in ((4, None), (17, None), (8, 3), (8, 1)):
+        sizes = [G] * 8
+        plans = [plan_folds(sizes, G, num_ranks, num_folds, by_rank=by_rank) for by_rank in (False, True)]
+        assert plans[0] == plans[1]
+
+
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "num_folds"),
     [

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from plain_loop import CLIP, loss_of, rollout_of, scores_of
 from shared_rollouts import G
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -52,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     "sampler": False,  # another policy sampled the responses
     "shuffled": False,  # each prompt of a process is spread over its microbatches
     "num_folds": None,
+    "keep_gathered": False,
     "few": False,  # only probes that use the step's own folds, and one intervention
     "numerics": False,  # only probes that score single rows again
 }
@@ -74,7 +77,7 @@ def probes(case: dict[str, Any]) -> list[Any]:
     if case["numerics"]:
         return [SamplerProbe(numerics=True), ScoringProbe()]
     few: list[Any] = [
-        SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
+        SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"], keep_gathered=case["keep_gathered"]),
         GradientNoiseScaleProbe(split_prompts=0 if case["few"] else PROMPTS),
         EffectiveSampleSizeProbe(),
         InterventionsProbe(["lr:0.5"] if case["few"] else ["bonus:0.5", "nsr", "lr:0.5"], every=1),
@@ -116,7 +119,9 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
     count = PROMPTS * G // world // size
     rows = []
     for m in range(count):
-        if count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # each process has whole folds
+        if case["kind"] == "ddp" and case["num_folds"] == world:  # a fold is what a process has
+            first = (rank * count + m) * size
+        elif count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # each process has whole folds
             first = (m * world + rank) * size
         else:  # the rows of a fold are contiguous across all processes
             first = m * world * size + rank * size
@@ -150,7 +155,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     with measured_loop(
         model, optimizer, probes(case), responses_per_prompt=G, microbatch_size=case["microbatch"],
         microbatches=count, max_grad_norm=CLIP, dr_grpo=True,
-    ) as measured:  # fmt: skip
+    ) as measured, num_gathers(measured) as gathers:  # fmt: skip
         for number in range(1, STEPS + 1):
             rollout = rollouts[number]
             with measured.step(number) as metrics:
@@ -174,7 +179,28 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         "digest": digest(trained, optimizer),
         "sent": sent,
         "groups": (during, num_groups()),
+        "gathers": gathers,
     }
+
+
+@contextlib.contextmanager
+def num_gathers(measured: Any) -> Iterator[list[int]]:
+    """Yield a list that gets, for each context in which FSDP2 keeps weights gathered, how often a module's were."""
+    shard, counts = measured._driver._passes.reduction.shard, []
+    gather, gathered_once = _fsdp_param_group.foreach_all_gather, shard.gathered_once
+
+    def counted(*args: Any) -> Any:
+        counts[-1:] = [count + 1 for count in counts[-1:]]
+        return gather(*args)
+
+    @contextlib.contextmanager
+    def keeping() -> Iterator[None]:
+        with gathered_once(), mock.patch.object(_fsdp_param_group, "foreach_all_gather", counted):
+            counts.append(0)
+            yield
+
+    with mock.patch.object(shard, "gathered_once", keeping):
+        yield counts
 
 
 def num_groups() -> int:
