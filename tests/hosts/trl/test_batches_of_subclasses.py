@@ -152,7 +152,7 @@ def test_resampled_prompts_keep_their_rewards_and_are_measured(make_trainer: Any
     estimates, steps = measured(trainer, few_probes)
     assert all(step.batch.rollout.on_policy for step in steps)
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "gns/trace_between"):
-        assert math.isfinite(estimates[name].value) or not estimates[name].reason.startswith("the ")
+        assert math.isfinite(estimates[name].value)
 
 
 def test_a_selection_of_a_prompts_responses_is_not_a_sample_of_the_policy(make_trainer: Any) -> None:
