@@ -201,7 +201,7 @@ def print_tables(lines: Lines, groups: Mapping[str, Sequence[str]]) -> None:
 def draw(lines: Lines, titles: Mapping[str, str], path: Path) -> None:
     """Plot the final reward against the start rate, fixed and bounded, one panel per setting, with its title.
 
-    A line joins the means over seeds; bars reach from the lowest seed to the highest.
+    A line joins the means over whole seeds; bars reach from the lowest seed to the highest.
     """
     rules = {line["rule"] for line in lines}
     names = {"fixed": "fixed rate"}
@@ -214,6 +214,7 @@ def draw(lines: Lines, titles: Mapping[str, str], path: Path) -> None:
         points = []
         for rule, name in names.items():
             runs = select(lines, setting=setting, rule=rule)
+            runs = select(runs, seed=complete_seeds(runs))
             for rate in sorted({run["rate"] for run in runs}):
                 ends = [run["reward"] for run in select(runs, rate=rate)]
                 points.append({"rule": name, "rate": rate, "reward": statistics.fmean(ends),
