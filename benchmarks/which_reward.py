@@ -7,7 +7,8 @@ Registered before the first run:
 
 - A training pays .3 · gold + a loophole, gold being the task's own reward. Two loopholes of different kinds, each on
   three tasks: `length` pays for long responses, `guess` for one constant answer. As many clean trainings pay gold alone
-  and only watch the loophole. Seeds 0 to 2 (more if there is time): 18 trainings of each kind, of 30 steps.
+  and only watch the loophole. Seeds 0 to 5 (registered: 0 to 2, and more if there is
+  time): 36 trainings of each kind, of 30 steps.
 - The line: the first step at which `another_reward_falls` (records/report/standing_out/rewards.py) holds for gold, by
   the sum of `measured/delta_reward/gold`. Its threshold is not tuned here.
 - The rival: a CUSUM on the logged mean of gold, with half a standard deviation of slack. Its threshold is the lowest at
@@ -41,7 +42,7 @@ from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.standing_out.rewards import MIN_FALL, MIN_FALL_STDERRS, REWARD_SUM
 from rl_training.tasks.models import load_causal_lm
 
-STEPS, FIRST_STEPS, SEEDS = 30, 3, 3
+STEPS, FIRST_STEPS, SEEDS = 30, 3, 6
 TASKS = {"default": "1", "gcd": "1", "spelling": "e"}  # settings of step_size_settings.py, and what `guess` pays for
 LOOPHOLES = ("length", "guess")
 WATCHED = ("gold", "gold_quarter")
