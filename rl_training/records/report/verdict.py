@@ -223,7 +223,7 @@ def _why_unknown(story: Story) -> str:
     if story.entropy is None:
         what = "too few steps have logged an entropy"
     elif _falls(story):
-        what = "entropy falls; whether reward rises is not certain yet"
+        what = "entropy falls; whether that buys reward is not certain yet"
     else:
         what = "noise hides whether entropy falls now"
     return f": {what}. {_both(story)}"

@@ -117,6 +117,8 @@ def test_a_rise_that_bought_nothing_does_not_excuse_an_entropy_that_is_gone_or_f
     back = judge(read_run(log_run(tmp_path / "back", reward_std=0.5, **quiet)))
     assert story_of(back).rises
     assert back.kind not in (SPENT, STEADY), back.headline
+    if back.kind == UNKNOWN:  # beside "now it rises"
+        assert "whether that buys reward is not certain yet" in back.evidence
     slight = {"reward": noisy(lambda step: 0.45 + 0.0045 * max(step - 28, 0), 0.002, 2), "entropy": after(6, 1.0, 0.03)}
     gone = judge(read_run(log_run(tmp_path / "gone", reward_std=0.5, **slight)))
     assert story_of(gone).rises
