@@ -34,7 +34,7 @@ from rl_training.records.report import write_report
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RUNS = {  # by name of the picture: folder of the run, width and height of the first screen in pixels
     "report_too_large_a_step": ("rate_3e_3", 900, 700),
-    "report_lost": ("rate_1e_3_long_chains", 900, 205),
+    "report_lost": ("rate_1e_3_long_chains", 900, 220),
     "report_hacked": ("loophole", 900, 620),
     "report_bonus": ("entropy_bonus_3", 900, 720),
     "report_sampler": ("fault_top_p_.8_of_an_engine/seed_0", 900, 430),
