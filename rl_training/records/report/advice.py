@@ -89,15 +89,24 @@ def _is_a_symptom(line: Line, verdict: Verdict) -> bool:
 
 
 def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
-    """Advise to return to a checkpoint before the fall; with the setting of what caused it, or with a bounded step."""
+    """Advise to return to a checkpoint before the fall, with the setting of what caused it.
+
+    Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of the latter, and of how
+    far to go back, is in docs/explanation/how_often_right.md.
+    """
     if cause is not None and not cause.setting.startswith(SETTING):
         return f"To do first: {cause.setting}"
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
     if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
         since = min(since, entropy.since_below(LARGE_LOSS))
-    what = _setting(cause) if cause else f"{set_up.bounded_step()}."
-    return f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on with {what}"
+    start = f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on"
+    if cause is None and verdict.kind == GONE:
+        return (
+            f"{start} positive advantages only (PSR): {set_up.positive_only()}. "
+            f"In our one test of this it kept pass@8; {set_up.bounded_step()} kept less of it."
+        )
+    return f"{start} with {_setting(cause) if cause else f'{set_up.bounded_step()}.'}"
 
 
 def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:

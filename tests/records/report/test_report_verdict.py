@@ -286,10 +286,10 @@ def test_a_policy_that_its_first_step_broke_has_lost_reward_and_is_advised_to_st
     assert "go back to the start (no checkpoint before step 2 was kept)" in first.advice
 
 
-def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left(tmp_path: Path) -> None:
+def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_train_on_with_psr(tmp_path: Path) -> None:
     """Prompts whose responses earn the same are then its effect, not its cause; before that they are the cause."""
     entropy = noisy(lambda step: max(1.0 * 0.93**step, 0.02), 0.002)  # half at step 10, a tenth at step 32
-    for since, told in ((40, 'checkpoint-5, and train on with attach(…, target_kl_share="auto")'), (3, "prompts")):
+    for since, told in ((40, "checkpoint-5, and train on positive advantages only (PSR)"), (3, "prompts")):
         folder = log_run(tmp_path / str(since), 60, entropy=entropy, reward=noisy(level, 0.03, 2),
                          frac_reward_zero_std=after(since, 0.3, 0.99))  # fmt: skip
         for step in (5, 15, 30):
