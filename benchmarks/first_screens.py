@@ -40,6 +40,7 @@ RUNS = {  # by name of the picture: folder of the run, width and height of the f
     "report_sampler": ("fault_top_p_.8_of_an_engine/seed_0", 900, 430),
     "report_batch": ("fault_two_prompts_a_step/seed_0", 900, 450),
     "report_compared": ("lr", 900, 775),
+    "report_healthy": ("my_run", 900, 540),
     "report_dashboard": ("my_run", 1060, 500),
 }
 TAGS = "entropy/token%7Ccumulative_predicted"  # a regular expression
