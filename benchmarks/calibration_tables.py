@@ -170,7 +170,7 @@ def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
             Series(label, ink, x, cumulative(condition_runs, name, steps).tolist(), dash=dash)
             for name, (label, ink, dash) in styles.items()
         ]
-        charts.append(replace(chart("overlay_change", sums), title=condition))
+        charts.append(replace(chart("overlay_change", sums, branched=False), title=condition))
         for run in condition_runs:
             changes = [1e3 * abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
             along.append(Series(condition, color, [2.0**e for e in EXPONENTS], changes, mark="circle"))

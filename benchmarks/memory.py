@@ -1,10 +1,11 @@
 """What probes add to training on 4 processes: peak memory per process, and bytes passed to collectives.
 
-    OMP_NUM_THREADS=1 python benchmarks/memory.py [--layouts ddp fsdp2 fsdp2_last] [--folds 8]
+    OMP_NUM_THREADS=1 python benchmarks/memory.py [--layouts ddp fsdp2 fsdp2_last] [--folds 8] [--large]
 
 Trains a Qwen2 with 92 MB of random weights on given rollouts over gloo, without probes and with `simple`, each time in
 new processes. The peak is the largest resident memory of any process during the last step. `fsdp2_last` reduces
-gradients only at the last microbatch. Linux only.
+gradients only at the last microbatch. `--large` treats vectors as large: gradients of folds are in 8 bits, and fewer
+vectors are kept. Linux only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_training import Rollout, measured_loop
+from rl_training.parallel import vectors
 from rl_training.policy.rollout import take_rows
 from rl_training.probes import SimpleEntropyProbe
 
@@ -162,13 +164,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp2", "fsdp2_last"])
     parser.add_argument("--folds", type=int, default=8)
+    parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
+    num_vectors, formula = options.folds + 3, "K + 3"
+    if options.large:
+        vectors.LARGE, num_vectors, formula = 0, options.folds / 4 + 2, "K/4 + 2"
     for layout in options.layouts:
         bare, measured = (trained(layout, options.folds, probes) for probes in (False, True))
         bytes_of_weights = 4 * bare[0]["parameters"]
-        expected = (options.folds + 3) * bytes_of_weights / PROCESSES
+        bytes_of_vector = bytes_of_weights / PROCESSES
+        samples = options.folds * min(4 * vectors.MAX_SAMPLED, bytes_of_vector)  # by which gradients are checked
+        expected = num_vectors * bytes_of_vector + samples
         extra_peak = max(b["peaks"][-1] for b in measured) - max(b["peaks"][-1] for b in bare)
-        print(f"{layout}: weights {bytes_of_weights / 1e6:.0f} MB, 4 (K + 3) P/N = {expected / 1e6:.0f} MB")
+        print(f"{layout}: weights {bytes_of_weights / 1e6:.0f} MB")
+        print(f"  4 ({formula}) P/N and samples: {expected / 1e6:.0f} MB")
         print(f"  the probe adds {extra_peak / 1e6:.0f} MB to the peak, {extra_peak / expected:.2f} of that; forward "
               f"{measured[0]['forward']:.3e}")  # fmt: skip
         for name in sorted({*bare[0]["bytes"], *measured[0]["bytes"]}):

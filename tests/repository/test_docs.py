@@ -319,8 +319,8 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
     said = {
         "../README.md": [(r"should add\s+([\d.]+)\s+GB\s+to\s+LoRA", adapter)],
         "reference/costs.md": [
-            (r"that is ([\d.]+) GB on one process", adapter),
-            (r"([\d.]+) GB on each of 8 at 7B", whole),
+            (r"\| LoRA of rank 16 on 1.5B, one GPU \|.*\| ([\d.]+) GB \|", adapter),
+            (r"\| all weights of 7B, 8 GPUs \|.*\| ([\d.]+) GB \|", whole),
         ],
         "explanation/at_size.md": [
             (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole),
