@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rl_training.records.report.advice import NOTHING, advice, as_a_change
+from rl_training.records.report.advice import NOTHING, advice, as_a_change, is_a_symptom
 from rl_training.records.report.hindrance import early_end, hindrance, predictions_fail, sums_of_changes
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
@@ -13,6 +13,8 @@ from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
 from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
 from rl_training.statistics.welch import difference
+
+SYMPTOM = "This follows from what the first line says."
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Opening:
 
 def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
-    verdict, lines = judge(run), standing_out(run)
+    verdict = judge(run)
+    lines = [replace(line, setting=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
     further = non_empty_lines(hindrance(run) or _whether_predictions_hold(run), _bound(run))
     whole = next((line for line in lines if line.headline and line.since <= run.steps[0]), None)
     if whole is not None:  # since the first step: nothing else is to be said of this run

@@ -191,6 +191,11 @@ class Entropy:
         change, error = self.line.slope(len(self.line.values) // 2)
         return math.expm1(min(abs(change) + 2 * error, 50.0))
 
+    @property
+    def highest_at(self) -> int:
+        """The step at which it was highest, and from which on it was lost."""
+        return self.line.step(int(self.line.fitted.argmax()))
+
     def since_below(self, share: float) -> int:
         """Return the step since which less than a share of the first entropy is left."""
         place = self.line.since(self.line.fitted < share * self.start)

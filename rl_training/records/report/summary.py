@@ -334,7 +334,7 @@ def _tokens(run: Run) -> Iterator[Row]:
     """Yield the line on the token that takes most entropy."""
     told = tokens.heaviest(run)
     if told:
-        yield Row("token that takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
+        yield Row("token that surely takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
 
 
 def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:

@@ -29,7 +29,7 @@ ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
 # The kinds in which there is nothing to do, and why.
 NOTHING_TO_DO = {
-    LEARNED: "reward is near its highest possible value",
+    LEARNED: "reward is at 80% or more of its highest possible value",
     SPENT: "entropy that falls while reward rises is no fault",
     RISES: "entropy does not fall",
     STEADY: "entropy has not moved in the last quarter of the run",
@@ -83,7 +83,9 @@ def _since(kind: str, story: Story) -> int:
         return max(fallen, key=_relative_fall).since
     if kind == GONE and entropy:
         return entropy.since_below(ALMOST_NOTHING)
-    return reward.line.step(reward.stands_from) if kind == LOST and reward else story.first
+    if kind == LOST and reward and entropy:
+        return max(reward.line.step(reward.stands_from), entropy.highest_at)
+    return story.first
 
 
 # --- when a state holds -----------------------------------------------------------------------------------------------

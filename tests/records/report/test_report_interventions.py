@@ -340,7 +340,7 @@ def test_the_token_tables_are_sorted_and_mark_intervals_that_contain_0(tmp_path:
     assert "running means over the measured steps (2)" in words
     assert "the steps between (measured steps: 3)" in words
     assert "with momentum" not in page.lower()
-    (row,) = (row for row in summarize(read_run(tmp_path)) if row.label == "token that takes most")
+    (row,) = (row for row in summarize(read_run(tmp_path)) if row.label == "token that surely takes most")
     assert row.value == "“<i>⏎”"
     assert row.note == f"-2.00 ± {bar} thousandths of a nat per step, 25% of what all tokens take, as in a[<i>]b"
     assert row.see == ("Which tokens change entropy", "#tokens")
@@ -353,5 +353,5 @@ def test_where_every_tokens_interval_contains_0_none_is_named(tmp_path: Path) ->
               "measured_steps": 3}  # fmt: skip
     top = Estimate(-1e-4, 1e-4, 8, detail=detail)
     folder = log_run(tmp_path, 3, {"top_token/1/mean_delta_h": lambda step: top})
-    (row,) = (row for row in summarize(read_run(folder)) if row.label == "token that takes most")
+    (row,) = (row for row in summarize(read_run(folder)) if row.label == "token that surely takes most")
     assert (row.value, row.note) == ("none stands out", "the interval of every token contains 0 (measured steps: 3)")

@@ -139,6 +139,8 @@ def test_the_step_since_which_a_verdict_holds_is_that_of_the_change(tmp_path: Pa
     assert abs(fallen.since - 25) <= 1
     assert abs(gone.since - 10) <= 1
     assert 25 <= lost.since <= 33
+    rose_first = verdict(tmp_path / "rose_first", lambda step: 0.2 + 0.02 * min(step, 12) if step < 14 else 0.08, level)
+    assert (rose_first.kind, abs(rose_first.since - 12) <= 2) == (LOST, True)
     assert f"Entropy has been lost since step {lost.since}" in lost.headline + lost.evidence
 
 
@@ -294,7 +296,10 @@ def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_tra
                          frac_reward_zero_std=after(since, 0.3, 0.99))  # fmt: skip
         for step in (5, 15, 30):
             (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
-        assert told in opening(read_run(folder)).advice
+        first = opening(read_run(folder))
+        assert told in first.advice
+        is_effect = [line.setting == "This follows from what the first line says." for line in first.lines]
+        assert is_effect == [since == 40]
 
 
 @pytest.mark.parametrize(
@@ -421,8 +426,8 @@ LOSING = {"entropy": noisy(falling, 0.01, 1), "reward": noisy(lambda step: 0.5, 
 
 
 PSR_FIRST = (
-    "To change: in a branch, train on positive advantages only (PSR): {how}. In our one test of this choice it was "
-    "nearly always best."
+    "To change: in a branch, train on positive advantages only (PSR): {how}. In our tests it kept pass@8 up, not the "
+    "mean reward."
 )
 
 

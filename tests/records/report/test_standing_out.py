@@ -237,6 +237,19 @@ def test_a_length_that_moves_with_the_reward_is_reported(tmp_path: Path) -> None
     assert "correlation 1.0" in by_rule["length"].evidence
 
 
+def test_of_two_far_steps_the_one_that_moved_the_policy_far_more_is_named(tmp_path: Path) -> None:
+    """Reward falls after the other one, step 19: by chance, or by what came before."""
+    moved = {20: 0.08, 10: 2.0}
+    estimates = {
+        "measured/kl": lambda step: Estimate(moved.get(step, 1e-4), 1e-5, 8, about_step=step - 1),
+        "measured/ess": constant(0.6, about=1),
+    }
+    told = lines(tmp_path / "two", **{**BROKEN, "entropy": 0.5, "estimates": estimates})
+    assert told["large_step"].since == 9
+    del moved[10]
+    assert lines(tmp_path / "one", **{**BROKEN, "entropy": 0.5, "estimates": estimates})["large_step"].since == 19
+
+
 def test_a_lost_reward_with_changed_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
     gone = {"reward": noisy(lambda step: 0.5 if step < 5 else 0.05, 0.01)}
     by_rule = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)

@@ -22,6 +22,7 @@ LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
 NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
 MIN_FAR_SHARE = 0.2  # share of steps
 MIN_BREAK = 0.2  # standard deviations of the rewards that one step must have cost
+MIN_OF_LARGEST = 0.2  # of the largest KL: where other steps moved far more, no single one is to blame
 AROUND = 4  # steps averaged before and after a step
 BEST = 3  # steps that the best reward averages
 MIN_FALL_STDERRS = 4.0  # standard errors that reward has fallen below its best
@@ -131,6 +132,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
     ess = records.run.values("measured/ess").reindex(records.run.finite_rows("measured/kl").index)
     of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
     far = (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (ess.to_numpy() < LEFT)
+    far &= (rows["value"] >= MIN_OF_LARGEST * rows["value"].max()) | (rows["value"] > entropy)
     for step in rows.index[far.to_numpy()]:
         before = records.reward[records.reward.index <= step].tail(AROUND)
         after = records.reward[records.reward.index > step].head(AROUND)
@@ -236,9 +238,10 @@ def follows_noise(records: RunRecords) -> Line | None:
     ):
         return None
     low, high = ratio.bounds()
+    reward = "reward falls" if rate.bounds()[1] < 0 else "reward has not detectably risen"
     said = (
         f"A step follows noise: the batch is {max(low, 0.0):.2g} to {high:.2g} of the gradient's noise scale, and "
-        f"reward has not detectably risen ({milli(rate)} thousandths a step)."
+        f"{reward} ({milli(rate)} thousandths a step)."
     )
     times = max(2, math.ceil(0.5 / high)) if high > 0 else 8
     larger = f"{records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate."
