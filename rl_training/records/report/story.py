@@ -31,6 +31,7 @@ FALL_OF_PART = 0.25  # a fall that matters in one of several reward functions, w
 RISE = 0.05  # standard deviations, over the last quarter: reward rises
 BAND = 0.1  # standard deviations: a smaller rise is none
 MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
+LEFT_OF_FIRST = 0.5  # share of the first value; with less left, the first step may have broken the policy
 MIN_DEVIATIONS_OF_FIRST = 4.5  # standard deviations by which the first value must lie above all others to be the best
 OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
 AS_DEEP = 2 / 3  # of the present fall: such a dip
@@ -299,11 +300,13 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
 def _untrained(values: pd.Series[float], line: BrokenLine) -> float:
     """Return the first value if what follows is so much lower that the first step must have broken the policy.
 
-    Otherwise −inf. No piece of the line is that short, so the line does not show it.
+    Otherwise −inf. No piece of the line is that short, so the line does not show it. More than half must be gone, since
+    one value may be an outlier.
     """
     first, others = float(values.iloc[0]), values.iloc[1:]
     noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
-    return first if first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise else -math.inf
+    is_above = first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise
+    return first if is_above and line.now < LEFT_OF_FIRST * first else -math.inf
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
