@@ -8,7 +8,7 @@ from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.report.hindrance import predictions_fail
 from rl_training.records.report.interventions import Effect, effects_of, halving, keeping
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import JOB, TRL, SetUp
+from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.story import reward_functions
 from rl_training.records.report.trends import MIN_STEPS
@@ -32,6 +32,7 @@ CAUSES = (
     "decay", "bonus", "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference",
 )  # fmt: skip
 SYMPTOMS = ("equal", "unmixed")  # causes, unless reward or entropy was lost before
+PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
 NOTHING = "There is nothing to do"
 LITTLE = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 SETTING = "Setting: "  # prefix of a line's advice that is a setting
@@ -109,11 +110,8 @@ def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> s
     if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
         since = min(since, entropy.since_below(LARGE_LOSS))
     start = f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on"
-    if cause is None and verdict.kind == GONE:
-        return (
-            f"{start} positive advantages only (PSR): {set_up.positive_only()}. "
-            f"In our tests it kept pass@8 up, not the mean reward; {set_up.bounded_step()} kept less."
-        )
+    if cause is None and verdict.kind == GONE and PSR not in set_up.interventions:
+        return f"{start} positive advantages only (PSR): {set_up.positive_only()}. {PSR_KEPT}"
     return f"{start} with {_setting(cause) if cause else f'{set_up.bounded_step()}.'}"
 
 
@@ -129,7 +127,7 @@ def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:
         return f"{saved[-1].name} (branch={saved[-1]})"
     if saved:
         return f"{saved[-1].name}"
-    return f"a checkpoint before step {step}" if step > run.steps[0] else "the start"
+    return f"a checkpoint before step {step}"
 
 
 def _stop_the_hack(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
@@ -160,11 +158,12 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
     saved = checkpoints_of(run.folder)
     start = f"branch={saved[-1]} " if saved and set_up.kind == JOB else ""
     first = (
-        f"To change: in a branch, train on positive advantages only (PSR): {start}{set_up.positive_only()}. "
-        "In our tests it kept pass@8 up, not the mean reward."
+        f"To change: in a branch, train on positive advantages only (PSR): {start}{set_up.positive_only()}. {PSR_KEPT}"
     )
     effects = effects_of(run)
     chosen = halving(effects) or keeping(effects)
+    if PSR in set_up.interventions:
+        return f"To change: {as_setting(chosen[0], set_up) if chosen else set_up.bounded_step()}, beside PSR."
     if chosen:
         setting = as_setting(chosen[0], set_up)
         return f"{first} Second try: {setting}, the cheapest measured intervention, there hardly better than no change."

@@ -21,7 +21,7 @@ from rl_training.records.report.set_up import PSR, PSR_PAGE, TRL, SetUp
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
-CALLBACK_PAGE = PSR_PAGE
+SIGNS = {PSR, "nsr", "w_reinforce"}  # each weighs advantages by their sign: a run has at most one
 BRANCH_STEPS = 40  # steps of each branch
 
 
@@ -37,9 +37,11 @@ def branch_commands(run: Run) -> list[str]:
     checkpoints, names = checkpoints_of(run.folder), [name for name, _ in preferred_interventions(run)]
     if not checkpoints or not names:
         return []
-    already = run.settings.get("intervention") or []
-    already = [str(name) for name in already] if isinstance(already, list) else [str(already)]
-    names = [name for name in dict.fromkeys([PSR, *names]) if name not in already][:MAX_PROPOSALS]
+    already = set_up.interventions
+    first = [] if SIGNS & set(already) else [PSR]
+    names = [name for name in dict.fromkeys([*first, *names]) if name not in already][:MAX_PROPOSALS]
+    if not names:
+        return []
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
         folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
@@ -65,13 +67,15 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
     if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
         factor = name.partition(":")[2]
-        change = f"ScaleLearningRate({factor}) of {CALLBACK_PAGE} among its callbacks, because resuming keeps the rate"
+        change = f"ScaleLearningRate({factor}) of {PSR_PAGE} among its callbacks, because resuming keeps the rate"
     else:
         change = as_setting(effect, set_up)
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
-    tries = {plain: "without a change", positive: f"with {set_up.positive_only()}"}
+    tries = {plain: "without a change"}
+    if not SIGNS & set(set_up.interventions):
+        tries[positive] = f"with {set_up.positive_only()}"
     if effect.bare_name != PSR:
         tries[changed] = f"with {change}"
     lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}."]

@@ -147,6 +147,14 @@ class SetUp:
         """Return the text of the setting that weighs several reward functions."""
         return self.line(reward_weights="[…]") if self.kind in (JOB, TRL) else "the weights of your rewards"
 
+    @property
+    def interventions(self) -> list[str]:
+        """The interventions that the run trains with, by name."""
+        named = self.settings.get("intervention") or self.trainer("interventions") or self.settings.get("interventions")
+        names = named if isinstance(named, list) else [named]
+        written = ["psr"] if "PositiveOnly" in str(self.trainer("class", "")) else []
+        return written + [str(name) for name in names if name]
+
     def positive_only(self) -> str:
         """Return the text of the setting that trains on positive advantages only."""
         if self.kind == JOB:

@@ -32,6 +32,7 @@ RISE = 0.05  # standard deviations, over the last quarter: reward rises
 BAND = 0.1  # standard deviations: a smaller rise is none
 MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
 LEFT_OF_FIRST = 0.5  # share of the first value; with less left, the first step may have broken the policy
+LOST_FROM_FIRST = 0.15  # of the highest possible reward, or standard deviations if that is unknown; likewise
 MIN_DEVIATIONS_OF_FIRST = 4.5  # standard deviations by which the first value must lie above all others to be the best
 OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
 AS_DEEP = 2 / 3  # of the present fall: such a dip
@@ -235,6 +236,11 @@ class Story:
         """The reward functions that are not meant to fall."""
         return [function for function in self.functions if not function.is_penalty]
 
+    @property
+    def starts_without_entropy(self) -> bool:
+        """Whether the first steps' mean entropy is not above 0."""
+        return "token entropy" in self.levels and not self.levels["token entropy"].start > 0
+
     def effect_since(self, step: int) -> Estimate:
         """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
         before, now = self.effects.get(step), next(reversed(self.effects.values()), None)
@@ -282,7 +288,7 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
     smooth, levels = line.smooth(), levels_of(values, line)
-    untrained = _untrained(values, line)
+    untrained = _untrained(values, line, top if math.isfinite(top) else spread)
     best, highest = max(float(smooth.max()), line.start, untrained), float(values.max())
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
@@ -297,16 +303,17 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
     return Reward(name, line, spread, top, fall, line.step(since), min(max(best, first), highest), levels)
 
 
-def _untrained(values: pd.Series[float], line: BrokenLine) -> float:
+def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float:
     """Return the first value if what follows is so much lower that the first step must have broken the policy.
 
-    Otherwise −inf. No piece of the line is that short, so the line does not show it. More than half must be gone, since
-    one value may be an outlier.
+    Otherwise −inf. No piece of the line is that short, so the line does not show it. Much must be gone, since one value
+    may be an outlier, or a lucky response where hardly any earns a reward.
     """
     first, others = float(values.iloc[0]), values.iloc[1:]
     noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
     is_above = first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise
-    return first if is_above and line.now < LEFT_OF_FIRST * first else -math.inf
+    is_lost = line.now < LEFT_OF_FIRST * first and first - line.now > LOST_FROM_FIRST * most
+    return first if is_above and is_lost else -math.inf
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:

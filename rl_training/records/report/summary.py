@@ -92,7 +92,7 @@ def step_numbers(run: Run) -> list[list[str]]:
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
             means = [format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns]
             if not is_known:
-                last = list(to_estimates(asked[asked["value"].isna()]).values())[-1]
+                last = list(to_estimates(asked[~asked.index.isin(finite(asked).index)]).values())[-1]
                 is_new = (last.code or last.reason) not in explained  # each reason once in the table
                 explained.add(last.code or last.reason)
                 why = f": {last.reason.partition(':')[0]}" * is_new

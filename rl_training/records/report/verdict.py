@@ -32,7 +32,7 @@ NOTHING_TO_DO = {
     LEARNED: "reward is at 80% or more of its highest possible value",
     SPENT: "entropy that falls while reward rises is no fault",
     RISES: "entropy does not fall",
-    STEADY: "entropy has not moved in the last quarter of the run",
+    STEADY: "entropy has no trend in the last quarter of the run",
     UNKNOWN: "more steps are needed to tell",
 }
 
@@ -222,7 +222,9 @@ def _so_far(story: Story) -> str:
 
 
 def _why_unknown(story: Story) -> str:
-    if story.entropy is None:
+    if story.entropy is None and story.starts_without_entropy:
+        what = "entropy was 0 from the first step: every response to a prompt is the same"
+    elif story.entropy is None:
         what = "too few steps have logged an entropy"
     elif _falls(story):
         what = "entropy falls; whether that buys reward is not certain yet"

@@ -14,11 +14,12 @@ from logged_runs import Curve, log_run, noisy
 
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
-from rl_training.records.report.branches import CALLBACK_PAGE, branch_commands
+from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.charts import Section
 from rl_training.records.report.interventions import Effect, interventions_of_run, plane
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
+from rl_training.records.report.set_up import PSR_PAGE
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import NOTHING_TO_DO
 from rl_training.statistics.estimate import Estimate
@@ -257,7 +258,7 @@ def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_f
     assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 3
     assert "PositiveOnly(GRPOTrainer)" in lines[4]
     assert "ScaleLearningRate(0.5)" in lines[7]  # GRPOConfig's rate would not act on a resumed trainer
-    assert "class ScaleLearningRate(TrainerCallback)" in (ROOT / CALLBACK_PAGE).read_text(encoding="utf-8")
+    assert "class ScaleLearningRate(TrainerCallback)" in (ROOT / PSR_PAGE).read_text(encoding="utf-8")
     unsaved = told(record(tmp_path / "unsaved", which=only_lr, trainer=trainer | {"save_strategy": "no"})).commands
     assert "this run has saved none" in unsaved[0]
     folders = [f"{tmp_path}/run_{name}" for name in ("plain", "psr", "lr_0.5")]

@@ -452,6 +452,30 @@ def test_the_advice_for_lost_entropy_is_psr_in_a_branch_and_then_the_cheapest_in
     )
 
 
+def test_a_run_that_trains_with_psr_is_not_advised_psr(tmp_path: Path) -> None:
+    """Neither in a run of the job, nor with the class that the advice names, nor if its entropy is gone."""
+    gone = {"entropy": noisy(after(10, 1.0, 0.02), 0.001), "reward": noisy(level, 0.03, 2)}
+    for name, curves in {"lost": LOSING, "gone": gone}.items():
+        for kind, recorded in {
+            "job": {"others": {"intervention": ["psr"]}},
+            "class": {"settings": {"class": "PositiveOnly"}},
+        }.items():
+            told = opening(read_run(log_run(tmp_path / name / kind, **curves, **recorded))).advice
+            assert told.startswith("To change: ")
+            assert "(PSR)" not in told
+
+
+def test_entropy_that_was_0_from_the_first_step_is_said_to_be_0(tmp_path: Path) -> None:
+    folder = log_run(tmp_path, entropy=0.0, reward=noisy(level, 0.03, 2))
+    assert "entropy was 0 from the first step" in opening(read_run(folder)).evidence
+
+
+def test_one_lucky_response_at_the_first_step_is_no_fallen_reward(tmp_path: Path) -> None:
+    """Of 16 in a run where none earns a reward afterwards."""
+    folder = log_run(tmp_path, reward=after(2, 1 / 16, 0.0), reward_std=after(2, 0.25, 0.0), entropy=noisy(level, 0.01))
+    assert opening(read_run(folder)).kind != FALLEN
+
+
 def test_lost_entropy_whose_predictions_do_not_hold_is_advised_a_setting_and_no_further_predictions(
     tmp_path: Path,
 ) -> None:
