@@ -78,6 +78,8 @@ class FullyShard(Shard):
     @contextlib.contextmanager
     def gathered_once(self) -> Iterator[None]:
         groups = self._groups()
+        if not groups:
+            raise UserError("keep_gathered does not know how FSDP2 of this torch groups parameters: leave it out")
         settings = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
         try:
             for group in groups:
