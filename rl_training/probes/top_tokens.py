@@ -117,7 +117,7 @@ def estimates(ctx: StepContext, state: Mapping[str, TokenSums]) -> dict[str, Est
     choosing, measuring = (state[key(half)] for half in (0, 1))
     if not measuring.num_steps:
         return {}
-    num_folds, found = ctx.step.batch.num_folds, dict[str, Estimate]()
+    num_folds, by_name = ctx.step.batch.num_folds, dict[str, Estimate]()
     whole, num_tokens = measuring.mean(-1, num_folds)
     for name, token in zip(NAMES, choosing.lowest(COUNT), strict=False):
         mean, occurrences = measuring.mean(token, num_folds)
@@ -125,8 +125,8 @@ def estimates(ctx: StepContext, state: Mapping[str, TokenSums]) -> dict[str, Est
             "text": _text(ctx, token), "example": _example(ctx, token), "measured_steps": measuring.num_steps,
             "share_of_tokens": occurrences / num_tokens, "whole": whole.value, "whole_stderr": whole.stderr,
         }  # fmt: skip
-        found[name] = Estimate(mean.value, mean.stderr, mean.num_samples, detail=detail)
-    return found
+        by_name[name] = Estimate(mean.value, mean.stderr, mean.num_samples, detail=detail)
+    return by_name
 
 
 def _text(ctx: StepContext, token: int) -> str:

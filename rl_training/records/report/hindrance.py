@@ -25,9 +25,8 @@ def hindrance(run: Run) -> str:
         return ""
     reason, code = rows[["reason", "code"]].iloc[-1]
     reason = str(reason) or "too few prompts in a step"
-    reason = reason.removeprefix("no error bar: ")
-    if code in FEW:
-        reason = reason.partition(": ")[2] or reason
+    # What the sentence says itself, which other reasons have as a prefix.
+    reason = (reason.partition(": ")[2] or reason) if code in FEW else reason.removeprefix("no error bar: ")
     what = "No step has a prediction" if finite(rows).empty else "No prediction has an error bar"
     return f"{what}: {reason}."
 

@@ -152,7 +152,7 @@ class SetUp:
         """The interventions that the run trains with, by name."""
         named = self.settings.get("intervention") or self.trainer("interventions") or self.settings.get("interventions")
         names = named if isinstance(named, list) else [named]
-        written = ["psr"] if "PositiveOnly" in str(self.trainer("class", "")) else []
+        written = [PSR] if "PositiveOnly" in str(self.trainer("class", "")) else []
         return written + [str(name) for name in names if name]
 
     def positive_only(self) -> str:
