@@ -38,8 +38,9 @@ import pandas as pd
 from rl_training.records.compare.equal_reward import EqualReward, at_equal_reward
 from rl_training.records.compare.groups import Group, Member, common_steps, other_task
 from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.report.estimates import finite, last_of
 from rl_training.records.report.findings import MAX_WINDOW, sum_starts
-from rl_training.records.report.series import Run, finite, last_of
+from rl_training.records.report.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of

@@ -20,7 +20,8 @@ from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
-from rl_training.records.report.series import Run, read_run, settings_in
+from rl_training.records.report.config_file import settings_in
+from rl_training.records.report.series import Run, read_run
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")

@@ -17,12 +17,14 @@ from rl_training.records.compare.path_chart import draw_paths
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.report.charts import GREY, TEXT, Chart, Series, axis_limits, draw
+from rl_training.records.report.charts import GREY, TEXT, Chart, Series
+from rl_training.records.report.drawing import axis_limits, draw
+from rl_training.records.report.estimates import finite, to_estimates, to_rows
 from rl_training.records.report.figures import running_window
 from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.records.report.series import Run, finite, to_estimates, to_rows
+from rl_training.records.report.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

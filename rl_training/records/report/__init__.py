@@ -1,17 +1,20 @@
 """The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
-    series.py         the records of a run as one table
-    story.py          what entropy and reward do, by broken_line.py without their noise; trends.py, rates.py
-    verdict.py        what that means; advice.py and set_up.py: the one thing to change
-    opening.py        the first lines, from these; as_json.py: for programs; hindrance.py: why there are no predictions
-    standing_out/     rules that each detect one fault
-    ledger.py         where the entropy went: a sum that closes
-    tokens.py         which tokens change entropy
-    findings.py, own_probes.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
-    charts.py, figures.py, labels.py, writing.py                                     drawing and wording
-    preview.py        a chart at once, before the page's scripts draw it
-    calibration.py    how well predictions match the truth
-    page.py (with environment.py's templates), summary.py                            the page, and the terminal
+    series.py           the records of a run as one table: estimates.py, its rows; missing.py, why some are missing
+    config_file.py      the run's settings; set_up.py: in the words of whichever trainer made it
+    findings.py         sums and means of the table; trends.py, rates.py: a line through it, and entropy's rate now
+    story/              what reward and entropy do, without their noise
+    verdict/            what that means, in one sentence
+    standing_out/       rules that each detect one fault
+    advice.py           the one thing to change, from these
+    opening.py          the first lines; hindrance.py: why there are no predictions; as_json.py: for programs
+    summary/            the table below them
+    effects.py          what interventions do: interventions.py in words, plane.py as a chart, branches.py to try them
+    ledger.py           where the entropy went: a sum that closes
+    tokens.py, own_probes.py, sampler.py, checkpoint_analyses.py    further sections
+    figures.py          the charts of a run: charts.py, drawing.py, labels.py; calibration.py: predictions against truth
+    writing.py          how numbers are written
+    page.py             the page, by environment.py's templates; preview.py: a chart at once
 
 Records alone are enough, whether the run is finished, killed or still going. A missing value is "–" with its reason.
 """
@@ -41,7 +44,8 @@ from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import Run, read_run
-from rl_training.records.report.summary import step_numbers, summarize
+from rl_training.records.report.summary import summarize
+from rl_training.records.report.summary.step_numbers import step_numbers
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:

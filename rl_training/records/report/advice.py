@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_training.records.folder import checkpoints_of, step_of
+from rl_training.records.report.effects import Effect, effects_of, halving, keeping
 from rl_training.records.report.hindrance import predictions_fail
-from rl_training.records.report.interventions import Effect, effects_of, halving, keeping
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
-from rl_training.records.report.story import reward_functions
+from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict import (
     ERUPTS,
     FALLEN,
     GONE,
     HELD_OUT,
-    LARGE_LOSS,
     LEARNED,
     LOST,
     NOTHING_TO_DO,
     PART,
     UNKNOWN,
     Verdict,
-    share_left,
 )
+from rl_training.records.report.verdict.holds import LARGE_LOSS
+from rl_training.records.report.verdict.sentences import share_left
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
 CAUSES = (

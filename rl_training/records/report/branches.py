@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.advice import as_setting
-from rl_training.records.report.interventions import Effect, effects_of
+from rl_training.records.report.effects import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import PSR, PSR_PAGE, TRL, SetUp

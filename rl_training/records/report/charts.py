@@ -1,13 +1,13 @@
-"""Charts as Vega-Lite, made of series of points, templates/vega.yaml (layers) and templates/charts.yaml (texts).
+"""A chart and its curves as data, and the section of a page that holds them.
 
-A page draws them in the browser; vl-convert draws them as PNG or SVG.
+A page draws them in the browser; vl-convert draws them as PNG or SVG. Both draw templates/vega.yaml (layers);
+templates/charts.yaml has the texts. drawing.py makes charts.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -22,18 +22,12 @@ from rl_training.records.report.environment import ENVIRONMENT
 # Okabe and Ito's colours, safe for colour-blind readers. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
 NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # names in charts.yaml
-# Without the expression Vega labels halves.
-WHOLE_NUMBERS = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}
-STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE_NUMBERS}
 WIDTH, HEIGHT = 640, 280
-TITLE_LENGTH = 44  # characters per line of an axis title
 MAX_MARKS = 20  # a line with more points has no marks
 MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right", "base")
 STYLES = ("line", "mark", "band", "opacity", "text", "text_offset", "text_side")
-MARGIN = 0.02  # room on an axis beyond 0 and 1, for the width of the line
-MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
 
@@ -173,7 +167,7 @@ class Chart:
     @property
     def legend(self) -> dict[str, Series]:
         """The first series of each name, to be shown or hidden; {} if the axis names them. Texts need no entry."""
-        return {} if self.facts["is_named"] else _first_by_label([curve for curve in self.series if not curve.text])
+        return {} if self.facts["is_named"] else first_by_label([curve for curve in self.series if not curve.text])
 
     def standalone(self) -> dict[str, Any]:
         """Return Vega-Lite with data and legend, for PNG, SVG and other programs."""
@@ -197,117 +191,7 @@ class Section:
     commands: Sequence[str] = ()  # that train with the recommendations
 
 
-def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:
+def first_by_label(series: Sequence[Series]) -> dict[str, Series]:
     """Return the first series with each label."""
     labels = [curve.label for curve in series]
     return {label: series[labels.index(label)] for label in labels}
-
-
-def draw(
-    key: str,
-    series: Sequence[Series],
-    missing: Sequence[str] = (),
-    ends: tuple[float, float] | None = None,
-    names: Sequence[str] = (),
-    rules: Mapping[str, Sequence[float]] | None = None,
-    cells: Mapping[str, Any] | None = None,
-    start: float | None = None,
-    height: int = HEIGHT,
-    **words: Any,
-) -> Chart:
-    """Return the chart that charts.yaml calls `key`. If no series has a point, it only says what is missing.
-
-    Args:
-        missing: What the chart lacks, and why.
-        ends: Ends of the y-axis.
-        names: Labels along the y-axis, instead of numbers.
-        rules: Straight lines across the chart, in addition to those in charts.yaml: positions by axis, "x" or "y".
-        cells: For a matrix of cells: half of a cell's width, the largest value, and the ends of the x-axis.
-        start: Offset of a second y-axis, which is labelled y + start.
-        words: Values for the templates of its texts.
-    """
-    chart, series = load_chart(key, words), [curve for curve in series if len(curve.x)]
-    name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
-    if not series:
-        return Chart(name, title, "", list(missing))
-    labels, over_steps = _first_by_label(series), "x" not in chart and not cells
-    heights = [y for curve in series for y in (*curve.y, *curve.low, *curve.high)]
-    y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
-    if cells:
-        y["axis"] |= dict.fromkeys(("labels", "ticks"), len(names) <= MAX_LABELS)
-    facts = {
-        "x": {"field": "x", **axis(chart.get("x", STEPS), cells["ends"] if cells else None)},
-        "y": y,
-        "labels": [*labels],
-        "colors": [curve.color for curve in labels.values()],
-        "dashes": [[*curve.dash] or [1, 0] for curve in labels.values()],
-        "rules": {**chart.get("rules", {}), **(rules or {})},
-        "zoomed": ["x"] if over_steps or names else ["x", "y"],
-        "height": chart.get("height", height),
-        "unit": chart.get("unit"),
-        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for y in heights),
-        "cells": cells,
-        "start": start,
-        "over_steps": over_steps,
-        "is_named": set(names) == {*labels},  # the labels of the y-axis are the series' names
-    }
-    return Chart(name, title, caption, list(missing), series, facts)
-
-
-def axis(
-    chosen: Mapping[str, Any], ends: tuple[float, float] | None = None, names: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return the Vega-Lite channel of an axis with numbers, or with these names."""
-    title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
-    shown = {"titleLimit": 0, "labelLimit": 260 if names else 0, **chosen.get("axis", {})}
-    facts: dict[str, Any] = {"title": title, "axis": shown}
-    if names:
-        return {**facts, "type": "nominal", "sort": None, "scale": {"domain": list(names)}}
-    scale = {"nice": ends is None, **chosen.get("scale", {}), **({"domain": list(ends)} if ends else {})}
-    if "type" not in scale:
-        scale |= {"zero": False} | ({} if ends else {"padding": 8})
-    return {**facts, "type": "quantitative", "scale": scale}
-
-
-def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str] = (), **words: Any) -> Chart:
-    """Return a chart of cells: one row per row of the table, its columns along x. Colours saturate at ±`largest`."""
-    labels = [str(label) for label in table.index]
-    rows = [
-        Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
-        for label, row in zip(labels, table.to_numpy().tolist(), strict=True)
-    ]
-    places = table.columns.to_numpy(dtype=float)
-    half = 0.5 * float(np.diff(places).min()) if len(places) > 1 else 0.5
-    ends = (float(places.min(initial=np.inf)) - half, float(places.max(initial=-np.inf)) + half)
-    cells = {"half": half, "largest": largest, "ends": ends}
-    return draw(key, rows, missing, names=labels, cells=cells, **words)
-
-
-def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:
-    """Return the line y = x across the range of these clouds."""
-    values = [value for cloud in clouds for value in (*cloud.x, *cloud.y)]
-    ends = [min(values), max(values)]
-    return Series(label, GREY, ends, ends, dash=(5, 3))
-
-
-def axis_limits(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
-    """Return the ends of an axis for these rows of metrics: all values, and intervals of typical width.
-
-    A few wide intervals would flatten all curves. Changes that are small compared with their errors keep looking small.
-
-    Args:
-        is_share: The axis stays within 0 and 1, unless a value lies outside.
-        floor: Least margin as a share of the values' median size, so that small changes look small.
-    """
-    values = rows["value"]
-    span, errors = float(np.ptp(values)), rows["stderr"]
-    most = max(span, 2 * errors.median()) if errors.notna().any() else span
-    rooms = []
-    for reach in (values - rows["low"], rows["high"] - values):
-        typical = reach[np.isfinite(reach)].median() if np.isfinite(reach).any() else 0.0
-        room = max(min(typical, most or typical), 0.1 * span, floor * values.abs().median())
-        rooms.append(room or abs(values.iloc[0]) or 1.0)
-    low, high = values.min() - rooms[0], values.max() + rooms[1]
-    if is_share:
-        return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)
-    return low, high

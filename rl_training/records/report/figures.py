@@ -14,21 +14,13 @@ from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
 from rl_training.records.report.calibration import calibration
-from rl_training.records.report.charts import (
-    BLUE,
-    GREEN,
-    NAMED,
-    ORANGE,
-    TEXT,
-    Chart,
-    Series,
-    axis_limits,
-    diagonal,
-    draw,
-)
+from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
+from rl_training.records.report.drawing import axis_limits, diagonal, draw, heatmap
+from rl_training.records.report.estimates import finite, to_estimates
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, missing_notes, to_estimates
-from rl_training.records.report.story import reward_functions
+from rl_training.records.report.missing import missing_notes
+from rl_training.records.report.series import Run
+from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.writing import MILLI, format_estimate
 
 MAX_BARS = 80  # with more points, error bars would hide them
@@ -202,7 +194,7 @@ def _layers(run: Run) -> Chart:
     sizes = table.abs().to_numpy(dtype=float).ravel()
     sizes = sizes[~np.isnan(sizes)]
     largest = (float(np.quantile(sizes, 0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
-    return charts.heatmap("layers", table, largest, missing)
+    return heatmap("layers", table, largest, missing)
 
 
 def _noise_scale(run: Run) -> Chart:

@@ -13,8 +13,9 @@ import pandas as pd
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
+from rl_training.records.report.estimates import finite, to_rows
 from rl_training.records.report.own_probes import is_own
-from rl_training.records.report.series import Run, finite, to_rows
+from rl_training.records.report.series import Run
 from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"

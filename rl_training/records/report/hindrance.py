@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rl_training.records.failure import read_failure
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.report.series import Run, finite, last_of
+from rl_training.records.report.estimates import finite, last_of
+from rl_training.records.report.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

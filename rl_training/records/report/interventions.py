@@ -1,30 +1,19 @@
-"""The report's section on interventions: their effects and prices, as the probe measured them.
-
-Values are the probe's running means (`intervention/NAME/mean_…`) at the last measured step, and that step's own effect.
-"""
+"""The report's section on interventions: sentences, a table and the commands that try them."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
-from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Section, Series, draw
-from rl_training.records.report.labels import label_offsets, side
+from rl_training.records.report.charts import Section
+from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
+from rl_training.records.report.plane import plane
 from rl_training.records.report.rates import entropy_now, is_falling
-from rl_training.records.report.series import Run, last_of, once_per_run, to_rows
-from rl_training.records.report.trends import times
+from rl_training.records.report.series import Run
 from rl_training.records.report.verdict import NOTHING_TO_DO, RISES, STEADY, UNKNOWN, judge
-from rl_training.records.report.writing import MILLI, MISSING, format_estimate, milli, non_empty_lines, on_one_line
-from rl_training.statistics.estimate import Estimate
+from rl_training.records.report.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.welch import is_significant
 
-NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
-# Metrics of an intervention, in the order of the fields of Effect.
-QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
 HEADINGS = [
     "intervention", "halves the fall", "price", "entropy, one step", "when kept", "last step alone", "reward, one step",
     "note",
@@ -34,36 +23,7 @@ CAVEAT = (
     "the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. Try them, and "
     "compare."
 )
-NO_FALL = "entropy does not fall significantly now"
-NO_EFFECT = "the interval of its effect in one step includes 0"
 STILL_FALLS = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
-PLANE_HEIGHT = 360  # pixels, the same as in charts.yaml
-PRICES = (1.0, 3.0, 10.0)  # of the dotted lines: thousandths of reward per thousandth of a nat
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What an intervention changes relative to the plain step: the probe's running means at its last step."""
-
-    name: str
-    delta_h: Estimate  # nats per token
-    delta_reward: Estimate
-    price: Estimate
-    at_last_step: Estimate  # change of entropy at the last measured step alone
-    kept: Estimate  # change of entropy if the intervention is kept
-    halves_at: Estimate  # strength that halves the fall if the intervention is kept
-    steps: int  # number of measured steps
-    strength: float = math.nan  # if the name does not say it; nan: it does, or there is none
-
-    @property
-    def label(self) -> str:
-        """The name with the strength, as in the setting."""
-        return self.name if math.isnan(self.strength) else f"{self.name}:{self.strength:g}"
-
-    @property
-    def bare_name(self) -> str:
-        """The name without a strength."""
-        return self.name.partition(":")[0]
 
 
 def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | None:
@@ -84,48 +44,6 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     )
     drawn = plane(effects, earned_per_nat(run))
     return Section("interventions", said, [HEADINGS, *map(_cells, effects)], [drawn], commands)
-
-
-@once_per_run
-def effects_of(run: Run) -> list[Effect]:
-    """Return the effect of each intervention at the last step that measured it.
-
-    Interventions that keep entropy significantly come first, those that spend significantly more come last; each group
-    is sorted by price.
-    """
-    effects, falls = [], is_falling(run)
-    for name in (match[1] for match in map(NAMES.match, run.names()) if match):
-        metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
-        delta_h, delta_reward, price, at_last_step, kept, halves_at = (
-            last_of(run.rows(metric)) or Estimate.missing("it was not recorded") for metric in metrics
-        )
-        if math.isfinite(halves_at.value) and not falls:
-            halves_at = Estimate.missing(NO_FALL)
-        elif math.isfinite(halves_at.value) and not is_significant(delta_h):
-            halves_at = Estimate.missing(NO_EFFECT)
-        steps, strength = run.measured_steps(metrics[0]), run.rows(metrics[0])["strength"].dropna().tolist()[-1:]
-        numbers = delta_h, delta_reward, price, at_last_step, kept, halves_at
-        effects.append(Effect(name, *numbers, steps, *strength))
-    return sorted(effects, key=_place)
-
-
-def _place(effect: Effect) -> tuple[int, bool, float]:
-    low, high = effect.delta_h.bounds()
-    return 0 if low > 0 else 2 if high < 0 else 1, math.isnan(effect.price.value), effect.price.value
-
-
-def halving(effects: Sequence[Effect]) -> list[Effect]:
-    """Return the effects with a strength that halves the fall, the first of each intervention."""
-    by_name = {effect.bare_name: effect for effect in reversed(effects) if not math.isnan(effect.halves_at.value)}
-    return [effect for effect in effects if by_name.get(effect.bare_name) is effect]
-
-
-def keeping(effects: Sequence[Effect]) -> list[Effect]:
-    """Return the effects that significantly keep entropy at their own strength."""
-    return [effect for effect in effects if effect.delta_h.bounds()[0] > 0]
-
-
-# --- in sentences -----------------------------------------------------------------------------------------------------
 
 
 def still_falls(run: Run, kind: str) -> bool:
@@ -170,17 +88,6 @@ def _keeping(effects: Sequence[Effect]) -> str:
     how = "as set, per step, in order of price, in thousandths of a nat"
     order = certain_order(chosen, "name")
     return f"Keeps entropy significantly (95 %) {how}: {_with_prices(chosen)}. {order}" if chosen else ""
-
-
-def earned_per_nat(run: Run) -> float:
-    """Return the reward that plain steps earn per nat of entropy that they spend, the yardstick of prices.
-
-    nan unless both are significant: their ratio could be anything.
-    """
-    fall, gain = (run.last(f"intervention/plain_{quantity}") for quantity in ("mean_delta_h", "mean_delta_reward"))
-    if fall is None or gain is None or not (fall.bounds()[1] < 0 and gain.bounds()[0] > 0):
-        return math.nan
-    return -gain.value / fall.value
 
 
 def _yardstick(run: Run) -> str:
@@ -247,9 +154,6 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
     return (None if needed > most else max(1, math.ceil(needed - effect.steps))), most
 
 
-# --- as a table and a chart -------------------------------------------------------------------------------------------
-
-
 def _cells(effect: Effect) -> list[str]:
     """Return an intervention's table row, under HEADINGS."""
     unknown = math.isnan(effect.halves_at.value)
@@ -262,60 +166,3 @@ def _cells(effect: Effect) -> list[str]:
         "; ".join(filter(None, reasons)),
     ]
     return list(map(on_one_line, cells))
-
-
-def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
-    """Return the chart of effects as they act when kept: each intervention is a labelled cross of error bars.
-
-    The plain step lies at (0, 0). Unknown changes and changes of exactly zero are not drawn.
-
-    Args:
-        effects: The interventions.
-        earned: Reward that plain steps earn per nat, drawn as a line; nan if unknown.
-    """
-    ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
-    rewards, entropies = (
-        to_rows({effect.label: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
-    )
-    changes = rewards["value"].abs() + entropies["value"].abs()
-    rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
-    if rewards.empty:
-        return draw("interventions", [], ["no intervention has a known effect"], has_yardstick=False)
-    reach, heights = (
-        MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
-    )
-    low, high = min(float(np.nanmin(heights)), 0.0), max(float(np.nanmax(heights)), 0.0)
-    far = float(np.nanmax(np.abs(reach)))
-    room = 0.03 * (high - low) or 0.5
-    ends = low - room, high + room
-    places = {
-        str(name): (0.5 + 0.5 * MILLI * rewards["value"][name] / far if far > 0 else 0.5,
-                    (ends[1] - MILLI * entropies["value"][name]) / (ends[1] - ends[0]))
-        for name in rewards.index
-    }  # fmt: skip
-    offsets = label_offsets(places, PLANE_HEIGHT)
-    prices: dict[str, tuple[float, str, tuple[int, ...]]] = {f"price {at:g}": (at, GREY, (2, 3)) for at in PRICES}
-    if earned > 0:
-        prices[f"plain steps earn {earned:.2g} per nat"] = (earned, ORANGE, ())
-    series = [
-        *(Series(name, color, [-far, far], [far / at, -far / at], dash=dash)
-          for name, (at, color, dash) in prices.items()),
-        *(
-            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
-                         text_offset=offsets[name], text_side=side(places[name][0]))
-            for name in rewards.index
-        ),
-        Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
-    ]  # fmt: skip
-    return draw("interventions", series, ends=ends, has_yardstick=earned > 0)
-
-
-def _kept_entropy(effect: Effect) -> Estimate:
-    """Return the change of entropy when kept; that of one step where the factor between the two is unknown."""
-    return effect.delta_h if math.isnan(effect.kept.value) else effect.kept
-
-
-def _kept_reward(effect: Effect) -> Estimate:
-    """Return the change of reward when kept: reward is linear in the step, as entropy is, and has the same factor."""
-    factor = effect.kept.value / effect.delta_h.value if effect.delta_h.value else math.nan
-    return effect.delta_reward if math.isnan(factor) else times(effect.delta_reward, factor)

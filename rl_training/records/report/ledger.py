@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series, draw
-from rl_training.records.report.series import Run, finite, to_estimates
+from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
+from rl_training.records.report.drawing import draw
+from rl_training.records.report.estimates import finite, to_estimates
+from rl_training.records.report.series import Run
 from rl_training.records.report.writing import milli
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant

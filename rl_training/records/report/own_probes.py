@@ -7,7 +7,8 @@ import math
 import pandas as pd
 
 from rl_training.records.jsonl import PROBES_FILE
-from rl_training.records.report.series import Run, last_of
+from rl_training.records.report.estimates import last_of
+from rl_training.records.report.series import Run
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 
 BUILT_IN = (

@@ -12,25 +12,20 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
-import yaml
 from scipy.special import stdtrit
 
-from rl_training.errors import UserError
-from rl_training.limited_files import read_text
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.files.stored_yaml import plain_yaml
-from rl_training.records.folder import CONFIG_FILE, checkpoints_of
+from rl_training.records.folder import checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
+from rl_training.records.report.config_file import read_config, settings_in
+from rl_training.records.report.estimates import last_of, to_estimates
+from rl_training.records.report.missing import NO_REASON
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.unavailable import Unavailable
 
 Result = TypeVar("Result")
-NO_REASON = "no reason was recorded"
-NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
 # recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
 # strength: of an intervention whose name does not say it. code: of a reason; "" if it has none.
@@ -161,6 +156,10 @@ class Run:
         return replace(self, steps=steps, table=self.table[self.table["step"] <= step])
 
 
+def _mapping(node: Any) -> dict[str, Any]:
+    return node if isinstance(node, dict) else {}
+
+
 def once_per_run(function: Callable[[Run], Result]) -> Callable[[Run], Result]:
     """Return the function, which then calculates its result once for each run. Do not change the result."""
 
@@ -198,117 +197,3 @@ def read_run(folder: Path) -> Run:
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
     of_tokens = measured[measured["name"].str.startswith("top_token/")] if len(measured) else measured
     return Run(folder, logged.index.tolist(), table, read_config(folder), of_tokens)
-
-
-def read_config(folder: Path) -> str | None:
-    """Return the text of a run's config.yaml for people, with secrets masked; None if there is none."""
-    config = folder / CONFIG_FILE
-    if not config.is_file():
-        return None
-    settings = _settings_with_secrets(folder)
-    masked = without_secrets(settings)
-    as_it_stands = read_text(config)
-    return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's config.yaml with secrets masked; {} if there are no settings.
-
-    Raises:
-        UserError: If it cannot be read.
-    """
-    return without_secrets(_settings_with_secrets(folder))
-
-
-def _settings_with_secrets(folder: Path) -> dict[str, Any]:
-    config = folder / CONFIG_FILE
-    if not config.is_file():
-        return {}
-    text = plain_yaml(config)
-    try:
-        settings = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not YAML, or a date that does not exist
-        where = " ".join(str(error).split())
-        raise UserError(f"{config} cannot be read ({where}): fix or delete it") from error
-    return settings if isinstance(settings, dict) else {}
-
-
-def _mapping(node: Any) -> dict[str, Any]:
-    return node if isinstance(node, dict) else {}
-
-
-def finite(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows whose value is finite."""
-    return rows[np.isfinite(rows["value"])]
-
-
-def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
-    """Return the estimates of these rows by step."""
-    columns = ["value", "stderr", "num_samples", "reason", "code", "is_interval", "low", "high"]
-    return {
-        int(step): Estimate(
-            value, stderr, int(num), Unavailable(code, reason) if code else reason,
-            interval=(low, high) if is_interval else None,
-        )
-        for step, value, stderr, num, reason, code, is_interval, low, high in zip(
-            rows.index, *(rows[column].tolist() for column in columns), strict=True
-        )
-    }  # fmt: skip
-
-
-def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
-    """Return a row for each estimate, in the format of `Run.rows`."""
-    rows = [
-        (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason, e.code)
-        for e in estimates.values()
-    ]
-    kinds = {
-        **dict.fromkeys(["value", "stderr", "num_samples", "low", "high"], float),
-        "is_interval": bool,
-        "reason": str,
-        "code": str,
-    }
-    return pd.DataFrame(rows, pd.Index(estimates, name="step"), list(kinds)).astype(kinds)
-
-
-def last_of(rows: pd.DataFrame) -> Estimate | None:
-    """Return the last of these rows as an estimate; None if there are no rows."""
-    return next(iter(to_estimates(rows.tail(1)).values()), None)
-
-
-def ending_reason(rows: pd.DataFrame) -> str:
-    """Return why a quantity is missing and from which step on, or "" if its last value is there."""
-    if rows.empty:
-        return NO_PROBE
-    last, finite_steps = rows.iloc[-1], finite(rows).index
-    if math.isfinite(last["value"]):
-        return ""
-    reason = last["reason"] or "not a finite number"
-    return (
-        f"from step {rows.index[rows.index > finite_steps.max()].min()} on: {reason}" if len(finite_steps) else reason
-    )
-
-
-def missing_notes(quantities: Mapping[str, pd.DataFrame], values: bool = True, bands: bool = True) -> list[str]:
-    """Return a line for each reason why quantities are missing from a chart, end before it, or have no error bars."""
-    ends: dict[str, list[str]] = {}
-    for label, rows in quantities.items():
-        ends.setdefault(ending_reason(rows), []).append(label)
-    lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
-    if not bands or not any(_lacks_bars(rows) for rows in quantities.values()):
-        return lines
-    finite_rows = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
-    has_bar = finite_rows[finite_rows["stderr"].notna()]
-    first_bars = {label: rows.index.min() for label, rows in has_bar.groupby("label")}
-    # The steps before the first error bar, of which there are none without any.
-    is_warm_up = finite_rows.index < finite_rows["label"].map(first_bars).astype(float)
-    without = finite_rows[finite_rows["stderr"].isna() & (finite_rows["reason"] != "") & ~is_warm_up]
-    for reason, rows in without.groupby("reason", sort=False):
-        span = f"steps {rows.index.min()}–{rows.index.max()}"
-        lines.append(f"error bars of {', '.join(rows['label'].unique())}, {span} – {reason}")
-    return lines
-
-
-def _lacks_bars(rows: pd.DataFrame) -> bool:
-    """Return whether some finite value has no error bar for a reason."""
-    return bool((np.isfinite(rows["value"]) & rows["stderr"].isna() & (rows["reason"] != "")).any())

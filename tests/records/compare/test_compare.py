@@ -32,8 +32,9 @@ from rl_training.records.compare.groups import branching_steps, common_steps, di
 from rl_training.records.compare.page import draw_overlays, pool, write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
-from rl_training.records.report.charts import axis_limits
-from rl_training.records.report.series import read_run, to_rows
+from rl_training.records.report.drawing import axis_limits
+from rl_training.records.report.estimates import to_rows
+from rl_training.records.report.series import read_run
 from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rl_training.records.report.broken_line import MIN_PIECE, PIECE, SLOPE, BrokenLine, _fit, _noise, broken_line
+from rl_training.records.report.story.broken_line import MIN_PIECE, PIECE, SLOPE, BrokenLine, _fit, _noise, broken_line
 
 
 def series(values: np.ndarray) -> pd.Series:

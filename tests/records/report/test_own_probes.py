@@ -10,8 +10,9 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
 from rl_training.records.report import findings, write_report
+from rl_training.records.report.missing import missing_notes
 from rl_training.records.report.own_probes import SHOWN, own_metrics
-from rl_training.records.report.series import missing_notes, read_run
+from rl_training.records.report.series import read_run
 
 LONG = "a remark that is longer than a row of the table is wide, " * 4
 

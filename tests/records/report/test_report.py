@@ -27,16 +27,19 @@ from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.charts import BLUE, Series, draw, heatmap
+from rl_training.records.report.charts import BLUE, Series
+from rl_training.records.report.drawing import draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
 from rl_training.records.report.hindrance import hindrance
+from rl_training.records.report.missing import ending_reason
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.preview import preview
 from rl_training.records.report.sampler import sampler_and_trainer
-from rl_training.records.report.series import ending_reason, read_run
-from rl_training.records.report.summary import step_numbers, summarize
+from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
+from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.statistics.estimate import Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable

@@ -16,8 +16,10 @@ from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.charts import Section
-from rl_training.records.report.interventions import Effect, interventions_of_run, plane
+from rl_training.records.report.effects import Effect
+from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import opening
+from rl_training.records.report.plane import plane
 from rl_training.records.report.series import read_run
 from rl_training.records.report.set_up import PSR_PAGE
 from rl_training.records.report.summary import summarize

@@ -20,7 +20,8 @@ from rl_training.records.report.advice import ACTIONS
 from rl_training.records.report.opening import opening
 from rl_training.records.report.rates import entropy_now, forward_and_backward
 from rl_training.records.report.series import read_run
-from rl_training.records.report.story import Reward, Story
+from rl_training.records.report.story import Story
+from rl_training.records.report.story.curves import Reward
 from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     ERUPTS,

@@ -11,7 +11,8 @@ from scipy.special import betaln
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
-from rl_training.records.report.story import REWARD_SUM, is_penalty, reward_weights
+from rl_training.records.report.story import REWARD_SUM
+from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
 from rl_training.statistics.estimate import Estimate

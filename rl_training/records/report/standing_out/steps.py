@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pandas as pd
 
+from rl_training.records.report.estimates import last_of, to_estimates
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
-from rl_training.records.report.series import last_of, to_estimates
 from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
 from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of

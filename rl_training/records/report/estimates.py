@@ -1,0 +1,51 @@
+"""Rows of a run's table as estimates, and estimates as such rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.unavailable import Unavailable
+
+
+def finite(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows whose value is finite."""
+    return rows[np.isfinite(rows["value"])]
+
+
+def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
+    """Return the estimates of these rows by step."""
+    columns = ["value", "stderr", "num_samples", "reason", "code", "is_interval", "low", "high"]
+    return {
+        int(step): Estimate(
+            value, stderr, int(num), Unavailable(code, reason) if code else reason,
+            interval=(low, high) if is_interval else None,
+        )
+        for step, value, stderr, num, reason, code, is_interval, low, high in zip(
+            rows.index, *(rows[column].tolist() for column in columns), strict=True
+        )
+    }  # fmt: skip
+
+
+def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
+    """Return a row for each estimate, in the format of `Run.rows`."""
+    rows = [
+        (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason, e.code)
+        for e in estimates.values()
+    ]
+    kinds = {
+        **dict.fromkeys(["value", "stderr", "num_samples", "low", "high"], float),
+        "is_interval": bool,
+        "reason": str,
+        "code": str,
+    }
+    return pd.DataFrame(rows, pd.Index(estimates, name="step"), list(kinds)).astype(kinds)
+
+
+def last_of(rows: pd.DataFrame) -> Estimate | None:
+    """Return the last of these rows as an estimate; None if there are no rows."""
+    return next(iter(to_estimates(rows.tail(1)).values()), None)

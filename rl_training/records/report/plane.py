@@ -1,0 +1,77 @@
+"""The chart of what interventions do to reward and entropy when they are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Series
+from rl_training.records.report.drawing import draw
+from rl_training.records.report.effects import Effect
+from rl_training.records.report.estimates import to_rows
+from rl_training.records.report.labels import label_offsets, side
+from rl_training.records.report.trends import times
+from rl_training.records.report.writing import MILLI
+from rl_training.statistics.estimate import Estimate
+
+PLANE_HEIGHT = 360  # pixels, the same as in charts.yaml
+PRICES = (1.0, 3.0, 10.0)  # of the dotted lines: thousandths of reward per thousandth of a nat
+
+
+def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
+    """Return the chart of effects as they act when kept: each intervention is a labelled cross of error bars.
+
+    The plain step lies at (0, 0). Unknown changes and changes of exactly zero are not drawn.
+
+    Args:
+        effects: The interventions.
+        earned: Reward that plain steps earn per nat, drawn as a line; nan if unknown.
+    """
+    ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
+    rewards, entropies = (
+        to_rows({effect.label: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
+    )
+    changes = rewards["value"].abs() + entropies["value"].abs()
+    rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
+    if rewards.empty:
+        return draw("interventions", [], ["no intervention has a known effect"], has_yardstick=False)
+    reach, heights = (
+        MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
+    )
+    low, high = min(float(np.nanmin(heights)), 0.0), max(float(np.nanmax(heights)), 0.0)
+    far = float(np.nanmax(np.abs(reach)))
+    room = 0.03 * (high - low) or 0.5
+    ends = low - room, high + room
+    places = {
+        str(name): (0.5 + 0.5 * MILLI * rewards["value"][name] / far if far > 0 else 0.5,
+                    (ends[1] - MILLI * entropies["value"][name]) / (ends[1] - ends[0]))
+        for name in rewards.index
+    }  # fmt: skip
+    offsets = label_offsets(places, PLANE_HEIGHT)
+    prices: dict[str, tuple[float, str, tuple[int, ...]]] = {f"price {at:g}": (at, GREY, (2, 3)) for at in PRICES}
+    if earned > 0:
+        prices[f"plain steps earn {earned:.2g} per nat"] = (earned, ORANGE, ())
+    series = [
+        *(Series(name, color, [-far, far], [far / at, -far / at], dash=dash)
+          for name, (at, color, dash) in prices.items()),
+        *(
+            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
+                         text_offset=offsets[name], text_side=side(places[name][0]))
+            for name in rewards.index
+        ),
+        Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
+    ]  # fmt: skip
+    return draw("interventions", series, ends=ends, has_yardstick=earned > 0)
+
+
+def _kept_entropy(effect: Effect) -> Estimate:
+    """Return the change of entropy when kept; that of one step where the factor between the two is unknown."""
+    return effect.delta_h if math.isnan(effect.kept.value) else effect.kept
+
+
+def _kept_reward(effect: Effect) -> Estimate:
+    """Return the change of reward when kept: reward is linear in the step, as entropy is, and has the same factor."""
+    factor = effect.kept.value / effect.delta_h.value if effect.delta_h.value else math.nan
+    return effect.delta_reward if math.isnan(factor) else times(effect.delta_reward, factor)

@@ -1,0 +1,107 @@
+"""What a run has done so far: its curves of reward and entropy, without their noise.
+
+broken_line.py        a curve without its noise
+levels.py             the numbers at both ends of a run
+curves.py             what a curve does now, and how far it has come
+reward_functions.py   which rewards there are
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from rl_training.records.report import findings
+from rl_training.records.report.series import Run
+from rl_training.records.report.story.curves import FALL_OF_PART, Entropy, Reward, read_entropy, read_reward
+from rl_training.records.report.story.levels import Levels, levels_of
+from rl_training.records.report.story.reward_functions import (
+    highest_reward,
+    is_penalty,
+    reward_functions,
+    reward_weights,
+    spread_of_function,
+    spread_of_rewards,
+)
+from rl_training.statistics.estimate import Estimate
+
+REWARD_SUM = "measured/cumulative_reward"
+
+
+@dataclass(frozen=True)
+class Story:
+    """The curves of a run. `reward` and `entropy` are None for too few values.
+
+    Args:
+        functions: Of several reward functions, paid or watched (weight 0), those with enough values.
+        levels: The numbers at both ends of the run, however short: by "reward", "token entropy" and names of functions.
+        effects: Sums of what the steps were measured to do to the paid reward, by step; empty if that was not measured.
+        first, last: Logged steps.
+        logged: Number of logged steps.
+    """
+
+    reward: Reward | None
+    entropy: Entropy | None
+    functions: list[Reward]
+    held_out: list[Reward]
+    levels: Mapping[str, Levels]
+    effects: dict[int, Estimate]
+    first: int
+    last: int
+    logged: int
+
+    @property
+    def parts(self) -> list[Reward]:
+        """The reward functions that are not meant to fall."""
+        return [function for function in self.functions if not function.is_penalty]
+
+    @property
+    def starts_without_entropy(self) -> bool:
+        """Whether the first steps' mean entropy is not above 0."""
+        return "token entropy" in self.levels and not self.levels["token entropy"].start > 0
+
+    def effect_since(self, step: int) -> Estimate:
+        """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
+        before, now = self.effects.get(step), next(reversed(self.effects.values()), None)
+        if now is None or now.reason:  # which names the steps that it lacks
+            return Estimate.missing("not all steps were measured")
+        if before is None or math.isnan(before.value):
+            return now if step <= self.first else Estimate.missing("where it began is not known")
+        variance = now.stderr**2 - before.stderr**2  # batches are independent
+        return Estimate(now.value - before.value, math.sqrt(variance) if variance > 0 else math.nan, now.num_samples)
+
+    @classmethod
+    def of(cls, run: Run) -> Story:
+        rewards, entropies, spread = run.logged("reward"), run.token_entropy(), spread_of_rewards(run)
+        parts, weights = reward_functions(run), reward_weights(run)
+        top = highest_reward(rewards, parts, weights)
+        reward, entropy = read_reward("reward", rewards, spread, top), read_entropy(entropies)
+        functions = [
+            replace(function, is_penalty=is_penalty(run, function.name), weight=weights.get(function.name, math.nan))
+            for function in _known(
+                read_reward(name, part, spread_of_function(run, name, spread), math.nan, FALL_OF_PART)
+                for name, part in (parts.items() if len(parts) > 1 else ())
+            )
+        ]
+        curves = {"reward": reward, "token entropy": entropy, **{curve.name: curve for curve in functions}}
+        series = {"reward": rewards, "token entropy": entropies, **parts}
+        levels = {
+            name: curve.levels if (curve := curves.get(name)) else levels_of(values, None)
+            for name, values in series.items()
+            if len(values)
+        }
+        held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
+        effects, steps = run.estimates(REWARD_SUM), run.steps
+        return cls(reward, entropy, functions, held_out, levels, effects, steps[0], steps[-1], len(steps))
+
+
+def _known(curves: Iterable[Reward | None]) -> list[Reward]:
+    return [curve for curve in curves if curve is not None]
+
+
+def _held_out(run: Run) -> list[pd.Series[float]]:
+    rows = [rows["value"] for rows in findings.held_out_rewards(run).values()]
+    return [values for values in (run.logged("eval_reward"), *rows) if len(values)]

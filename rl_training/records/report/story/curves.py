@@ -1,0 +1,197 @@
+"""What a curve of rewards or of entropy does: where it started, where it is, and which way it goes.
+
+Each curve is read from its broken line (broken_line.py), which alone decides what is noise. Here is only what matters:
+sizes of changes, in standard deviations of the rewards and in shares of the first entropy. "Now" is the last quarter of
+the run, however long it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from rl_training.records.report.story.broken_line import MIN_PIECE, BrokenLine, broken_line
+from rl_training.records.report.story.levels import Levels, first_values, levels_of
+
+NOW = 0.75  # share of the run at which the present begins
+FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
+FALL_OF_TOP = 0.05  # of the highest possible reward: likewise
+FALL_OF_PART = 0.25  # a fall that matters in one of several reward functions, whose weights are a matter of choice
+RISE = 0.05  # standard deviations, over the last quarter: reward rises
+BAND = 0.1  # standard deviations: a smaller rise is none
+MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
+LEFT_OF_FIRST = 0.5  # share of the first value; with less left, the first step may have broken the policy
+LOST_FROM_FIRST = 0.15  # of the highest possible reward, or standard deviations if that is unknown; likewise
+MIN_DEVIATIONS_OF_FIRST = 4.5  # standard deviations by which the first value must lie above all others to be the best
+OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
+AS_DEEP = 2 / 3  # of the present fall: such a dip
+CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
+LEAST_CHANGE = 0.01  # of the first entropy, likewise
+FLOOR = 1e-3  # of the first entropy: less is as good as nothing
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A curve of rewards.
+
+    Args:
+        name: "reward", the name of a reward function, or "held-out reward".
+        line: Its broken line.
+        spread: Standard deviation of single rewards.
+        top: The highest possible value; nan if unknown.
+        fall: By how much it lies below its best, if that matters; otherwise 0.
+        since: Step since which it has fallen; the last step if it has not.
+        best: Its best level, within the range of its values.
+        levels: Its levels at both ends.
+        is_penalty: Whether it is a reward function with a negative weight, or without a positive value: its falls say
+            that it is incurred, not that something good was lost.
+        weight: Of a reward function; nan if it is not recorded.
+    """
+
+    name: str
+    line: BrokenLine
+    spread: float
+    top: float
+    fall: float
+    since: int
+    best: float
+    levels: Levels
+    is_penalty: bool = False
+    weight: float = math.nan
+
+    @property
+    def start(self) -> float:
+        return self.levels.start
+
+    @property
+    def now(self) -> float:
+        return self.line.now
+
+    @property
+    def rises(self) -> bool:
+        """Whether it has risen in the last quarter by what matters, and has not fallen."""
+        return not self.fall and self.now - self.line.at(NOW) > RISE * self.spread
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether it lies above its start by as much as a fall that matters."""
+        return self.now - self.start > FALL * self.spread
+
+    def is_at_ceiling(self, share: float) -> bool:
+        """Return whether it is within this share of the highest possible reward; False if that is unknown."""
+        return self.now >= share * self.top
+
+    @property
+    def stands_from(self) -> int:
+        """The first bin since which it has not risen by more than BAND."""
+        band = max(BAND * self.spread, 2 * self.line.now_error)
+        return self.line.since(self.line.fitted >= self.now - band) or 0
+
+    def gain_since(self, place: int) -> float:
+        """Return the upper end of its change since a bin."""
+        change, error = self.line.slope(place)
+        return max(change + 2 * error, 0.0)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The curve of token entropy, in nats."""
+
+    line: BrokenLine
+    levels: Levels
+
+    @property
+    def start(self) -> float:
+        return self.levels.start
+
+    @property
+    def now(self) -> float:
+        return self.line.now
+
+    @property
+    def left(self) -> float:
+        """Share of the first entropy that is left."""
+        return self.now / self.start
+
+    @property
+    def change(self) -> float:
+        """Change over the last quarter, as a share of the level before; 0 if it does not matter."""
+        before = self.line.at(NOW)
+        change = self.now - before
+        matters = abs(change) > max(LEAST_CHANGE * self.start, CHANGE * before)
+        is_news = not _oscillates(math.copysign(1.0, change) * self.line.smooth(), abs(change))
+        return change / before if matters and is_news else 0.0
+
+    @property
+    def reach(self) -> float:
+        """Largest change that the last half allows, as a share of the level."""
+        change, error = self.line.slope(len(self.line.values) // 2)
+        return math.expm1(min(abs(change) + 2 * error, 50.0))
+
+    @property
+    def highest_at(self) -> int:
+        """The step at which it was highest, and from which on it was lost."""
+        return self.line.step(int(self.line.fitted.argmax()))
+
+    def since_below(self, share: float) -> int:
+        """Return the step since which less than a share of the first entropy is left."""
+        place = self.line.since(self.line.fitted < share * self.start)
+        return self.line.step(place if place is not None else len(self.line.steps) - 1)
+
+    def lost_since(self, step: int) -> float:
+        """Return the share of entropy that was lost since a step."""
+        place = max(int(np.searchsorted(self.line.steps, step, side="right")) - 1, 0)
+        return 1 - self.now / max(float(self.line.fitted[place]), self.now)
+
+
+def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
+    """Return what a curve of rewards does; None for too few values."""
+    line = broken_line(values)
+    if line is None:
+        return None
+    if not spread > 0:
+        spread = max(4 * line.noise, float(np.ptp(line.fitted)))
+    smooth, levels = line.smooth(), levels_of(values, line)
+    untrained = _untrained(values, line, top if math.isfinite(top) else spread)
+    best, highest = max(float(smooth.max()), line.start, untrained), float(values.max())
+    fall = best - line.now
+    least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
+    if not fall > least or _oscillates(-smooth, fall):
+        return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
+    if best == untrained:
+        return Reward(name, line, spread, top, fall, int(values.index[1]), best, levels)
+    since = line.since(line.fitted < line.now + 0.9 * fall) or 0
+    first = (
+        float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
+    )  # before a fall in the first steps
+    return Reward(name, line, spread, top, fall, line.step(since), min(max(best, first), highest), levels)
+
+
+def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float:
+    """Return the first value if what follows is so much lower that the first step must have broken the policy.
+
+    Otherwise −inf. No piece of the line is that short, so the line does not show it. Much must be gone, since one value
+    may be an outlier, or a lucky response where hardly any earns a reward.
+    """
+    first, others = float(values.iloc[0]), values.iloc[1:]
+    noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
+    is_above = first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise
+    is_lost = line.now < LEFT_OF_FIRST * first and first - line.now > LOST_FROM_FIRST * most
+    return first if is_above and is_lost else -math.inf
+
+
+def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
+    """Return what entropy does; None for too few values, or if it starts at 0."""
+    start = float(first_values(entropies).mean()) if len(entropies) else 0.0
+    line = broken_line(entropies.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
+    return Entropy(line, levels_of(entropies, line, line.now_error * line.now)) if line else None
+
+
+def _oscillates(curve: np.ndarray, size: float) -> bool:
+    """Return whether a curve has already come back several times from nearly as large a rise (with −: from a dip)."""
+    left, right = np.minimum.accumulate(curve), np.minimum.accumulate(curve[::-1])[::-1]
+    above = curve - np.maximum(left, right) > AS_DEEP * size
+    return int((np.diff(above.astype(int)) == 1).sum()) + int(above[0]) >= OSCILLATES

@@ -1,0 +1,73 @@
+"""The reward functions of a run: their curves, weights and spread, which are penalties, and the highest reward."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.series import Run
+from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.trends import MIN_STEPS
+
+
+def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
+    """Return the mean reward by step of each of the trainer's reward functions, by name."""
+    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
+
+
+def reward_weights(run: Run) -> dict[str, float]:
+    """Return the weight of each of the trainer's reward functions, by name; empty if no weights are recorded."""
+    set_up = SetUp.of(run)
+    data, weights = set_up.settings.get("data"), set_up.trainer("reward_weights")
+    recorded = data.get("rewards") if isinstance(data, dict) else None
+    names = recorded if isinstance(recorded, list) else [*reward_functions(run)]  # logged in the trainer's order
+    if not isinstance(weights, list) or len(weights) != len(names):
+        return {}
+    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True) if _is_number(weight)}
+
+
+def is_penalty(run: Run, name: str) -> bool:
+    """Return whether a reward function has a negative weight, or, by its means and scatter, no value above 0.
+
+    A mean m < 0 alone does not tell: rewards of ±1 have one. Their variance is above −m (1 + m), the most that values
+    between −1 and 0 can have; and two standard deviations above the mean are above 0.
+    """
+    if reward_weights(run).get(name, 0.0) < 0:
+        return True
+    means = run.logged(f"rewards/{name}/mean")
+    if means.empty or means.max() > 0 or means.min() == 0:
+        return False
+    spread = run.logged(f"rewards/{name}/std").head(MIN_STEPS)
+    if spread.empty:
+        return True
+    mean, deviation = float(means.head(MIN_STEPS).mean()), float(spread.mean())
+    return mean + 2 * deviation <= 0 or deviation**2 <= 1.1 * -mean * (1 + mean)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def spread_of_rewards(run: Run) -> float:
+    """Return the standard deviation of single rewards: the mean over the better half of the steps."""
+    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")]
+    spread = run.logged(names[0] if len(names) == 1 else "reward_std")
+    return float(spread[spread >= spread.median()].mean()) if len(spread) else 0.0
+
+
+def spread_of_function(run: Run, name: str, otherwise: float) -> float:
+    spread = run.logged(f"rewards/{name}/std")
+    return float(spread[spread >= spread.median()].mean()) if len(spread) else otherwise
+
+
+def highest_reward(rewards: pd.Series[float], parts: dict[str, pd.Series[float]], weights: dict[str, float]) -> float:
+    """Return the highest possible reward: the sum of weights, if all rewards lie in [0, 1]; else nan."""
+    curves = parts.values() if len(parts) > 1 else [rewards]
+    if any(len(curve) and not (curve.min() >= 0 and curve.max() <= 1 + 1e-6) for curve in curves):
+        return math.nan
+    if len(parts) > 1 and parts.keys() <= weights.keys():
+        return sum(max(weights[name], 0.0) for name in parts)
+    return float(max(len(parts), 1))

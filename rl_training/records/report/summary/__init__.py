@@ -1,0 +1,113 @@
+"""The summary table of a report: what changed, how it was measured, and what that cost.
+
+row.py            a row
+levels.py         rewards and entropy at both ends of the run
+changes.py        the change of entropy
+batch.py          the batch
+step_numbers.py   what one step does: a table of its own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rl_training.records.report import tokens
+from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
+from rl_training.records.report.interventions import STILL_FALLS, still_falls
+from rl_training.records.report.own_probes import BUILT_IN
+from rl_training.records.report.rates import is_falling
+from rl_training.records.report.series import Run
+from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.summary.batch import effective_sample, noise_scale
+from rl_training.records.report.summary.changes import entropy_changes
+from rl_training.records.report.summary.levels import levels
+from rl_training.records.report.summary.row import Link, Row
+from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, Verdict, judge
+from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
+
+QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answers
+    "simple": ("delta_h", "where the entropy goes"),
+    "measured": ("measured", "what each step does to every reward"),
+    "gns": ("gns", "whether the batch is too small"),
+    "token_classes": ("tokens", "which tokens take entropy"),
+    "interventions": ("intervention", "what an entropy bonus or another loss would do"),
+}
+
+
+def summarize(run: Run) -> list[Row]:
+    """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
+    verdict = judge(run)
+    lines = [
+        *levels(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
+        *noise_scale(run), *effective_sample(run), *entropy_changes(run), _cost(run),
+    ]  # fmt: skip
+    return [
+        Row(on_one_line(label), on_one_line(value), on_one_line(note), see, quotes)
+        for label, value, note, see, quotes in lines
+    ]
+
+
+def _further_probes(run: Run) -> Iterator[Row]:
+    """Name the probes that were off, what each would have told, and the setting that turns them on."""
+    recorded = {name.partition("/")[0] for name in run.names()}
+    absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
+    if recorded and absent:
+        told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
+        on = [probe for probe in BUILT_IN if (run.table["probe"] == probe).any()]  # also those without a question
+        how = f"to turn them on, {SetUp.of(run).probes(*on, *absent)}"
+        yield Row("probes that were off", str(len(absent)), f"{told}; {how}")
+
+
+def _tokens(run: Run) -> Iterator[Row]:
+    """Yield the line on the token that takes most entropy."""
+    told = tokens.heaviest(run)
+    if told:
+        yield Row("token that surely takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
+
+
+def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
+    effects = effects_of(run)
+    halve, keep = halving(effects), keeping(effects)
+    if not effects:
+        return
+    if still_falls(run, verdict.kind):
+        yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
+    elif verdict.kind in NOTHING_TO_DO:
+        listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
+        value = "none needed yet" if verdict.kind == UNKNOWN else "none needed"
+        yield Row("interventions", value, NOTHING_TO_DO[verdict.kind] + listed)
+    elif halve:
+        strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
+        how = "would halve the fall, extrapolated from one step"
+        yield Row("interventions", strengths, f"{how}; {_prices(run, halve)}")
+    elif not is_falling(run):
+        yield Row("interventions", "nothing to halve", NO_FALL)
+    elif keep:
+        names = ", ".join(effect.name for effect in keep)
+        yield Row("interventions", names, f"would keep entropy, at one step; {_prices(run, keep)}")
+    else:
+        yield Row("interventions", "none", "no measured intervention keeps entropy significantly")
+
+
+def _prices(run: Run, effects: Sequence[Effect]) -> str:
+    """Say what each intervention costs, in their order, and what plain steps earn."""
+    known = {effect.bare_name: effect.price for effect in effects if math.isfinite(effect.price.value)}
+    if not known:
+        return "what they cost in reward is not known yet"
+    prices = ", ".join(f"{name} {format_estimate(price)}" for name, price in known.items())
+    earned = earned_per_nat(run)
+    yardstick = "" if math.isnan(earned) else f" (plain steps earn {earned:.2g} per nat that they spend)"
+    return f"reward that a nat kept costs: {prices}{yardstick}"
+
+
+def _cost(run: Run) -> Row:
+    shares = run.logged("probe_cost/fraction_of_step")
+    if shares.empty:
+        return Row("probe cost", MISSING, "no probe was timed")
+    return Row(
+        "probe cost",
+        f"{100 * shares.sum() / len(run.steps):.1f}%",
+        f"of a step's time, mean over all steps; {100 * shares.max():.1f}% at the most expensive of the {len(shares)} "
+        "measured ones",
+    )

@@ -1,0 +1,88 @@
+"""Rows on the batch: would another size pay, and how much of it carries the update?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rl_training.records.report.estimates import last_of
+from rl_training.records.report.series import Run
+from rl_training.records.report.summary.row import Row, how_to
+from rl_training.records.report.trends import RECENT
+from rl_training.records.report.writing import MISSING, percent, steps_of
+
+FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
+
+
+def noise_scale(run: Run) -> Iterator[Row]:
+    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
+    if scale is None:
+        return
+    see = how_to("batch_size")
+    if not scale.interval:
+        value = MISSING if math.isnan(scale.value) else f"{scale.value:.0f} prompts"
+        yield Row("noise scale", value, scale.reason, see)
+        return
+    low, high = scale.interval
+    value = f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts"
+    if math.isinf(high):
+        value = "unbounded" if math.isinf(low) else f"above {low:.0f} prompts"
+    advice = _batch_size(ratio.interval if ratio else None, scale.interval)
+    yield Row("noise scale", value, f"95 %; {advice}", see)
+
+
+def _batch_size(ratio: tuple[float, float] | None, scale: tuple[float, float]) -> str:
+    """Say what a batch would save that the whole interval calls for: at least twice the present one, or half of it.
+
+    Args:
+        ratio: 95 % interval of batch size over noise scale.
+        scale: 95 % interval of the noise scale, in prompts.
+    """
+    if ratio is None:
+        return "whether another batch size pays is not known yet"
+    low, high = (max(end, 0.0) for end in ratio)
+    said = f"the batch is {low:.2f} to {high:.2f} of it"
+    if low >= FITTING_BATCH_RATIO[0] and high <= FITTING_BATCH_RATIO[1]:
+        return f"{said}: it is about right; beyond it gains shrink"
+    batch = low * scale[1] if math.isfinite(scale[1]) else high * scale[0]  # in prompts
+    if high < 1:  # twice the batch, or the lower end of the noise scale if that is more
+        times = max(2.0, 1 / high) if high > 0 else 2.0
+    elif low > 1:
+        times = 0.5
+    else:
+        return f"{said}: it may be too small or too large; more steps will tell"
+    size = f"{times * batch:.0f} prompts a step" if math.isfinite(times * batch) else "twice the batch"
+    steps = [_steps_needed(end, times) for end in (low, high)]
+    responses = [times * factor for factor in steps]
+    return f"{said}: {size} would take about {_more(steps, 'steps')} and {_more(responses, 'responses')}"
+
+
+def _more(factors: Sequence[float], of: str) -> str:
+    """Return a range of factors as percent more or fewer, such as "15 to 24 % fewer steps"."""
+    low, high = sorted(abs(round(100 * (factor - 1))) for factor in factors)
+    if high == 0:
+        return f"as many {of}"
+    word = "more" if sum(factors) > len(factors) else "fewer"
+    return f"{low} % {word} {of}" if low == high else f"{low} to {high} % {word} {of}"
+
+
+def _steps_needed(ratio: float, times: float) -> float:
+    """Return by what factor the number of steps changes with a batch of `times` its size.
+
+    Steps are in proportion to 1 + 1/r, where r is the batch over the noise scale (docs/how_to/batch_size.md).
+
+    >>> round(_steps_needed(0.5, 2), 2), round(_steps_needed(2.0, 0.5), 2)
+    (0.67, 1.33)
+    """
+    return (ratio + 1 / times) / (ratio + 1)
+
+
+def effective_sample(run: Run) -> Iterator[Row]:
+    shares, idle = (run.values(f"ess/{name}").tail(RECENT) for name in ("advantage_fraction", "zero_advantage_prompts"))
+    if run.rows("ess/advantage").empty:
+        return
+    at = f", mean of {steps_of(shares)}" if len(shares) else ""
+    note = f"of the sequences carry the update (Kish size of |A|{at})"
+    if len(idle):
+        note += f"; {percent(idle.mean())} of the prompts have zero advantage: all their rewards are equal"
+    yield Row("effective sample", percent(shares.mean()) if len(shares) else MISSING, note)

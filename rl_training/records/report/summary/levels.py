@@ -1,0 +1,97 @@
+"""Rows on the level of rewards and entropy at both ends of the run, and on whether a reward is hacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rl_training.records.report import findings
+from rl_training.records.report.estimates import to_estimates
+from rl_training.records.report.series import Run
+from rl_training.records.report.story import REWARD_SUM, Story
+from rl_training.records.report.story.broken_line import broken_line
+from rl_training.records.report.story.levels import Levels, levels_of
+from rl_training.records.report.story.reward_functions import reward_functions, reward_weights
+from rl_training.records.report.summary.row import Row, how_to
+from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.report.verdict.holds import NOTABLE, is_cheap
+from rl_training.records.report.writing import MISSING, format_estimate, percent
+
+MAX_FUNCTIONS = 6  # reward functions with a line of their own
+
+
+def levels(run: Run, story: Story) -> Iterator[Row]:
+    logged = len(run.steps)
+    yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
+    accepted = run.logged("buffer/acceptance")
+    drawn = "over all generated responses, with prompts drawn by difficulty; " if len(accepted) else ""
+    rewards = story.levels.get("reward")
+    yield _from_to("reward", rewards, drawn + rewards.window if rewards else "")
+    yield from _functions(run, story)
+    yield from _hacked(run, story)
+    for label, rows in findings.held_out_rewards(run).items():
+        ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
+        of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
+        at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
+        yield Row("held-out reward", " → ".join(map(format_estimate, ends.values())), f"{label}, {at}{of}")
+    if len(accepted):
+        levels = levels_of(accepted, broken_line(accepted))
+        yield _from_to("accepted prompts", levels, f"share of the prompts generated{_unless_said(levels, rewards)}")
+    entropies = story.levels.get("token entropy")
+    by_trl = "" if len(run.rows("entropy/token")) else ", as TRL logs it"
+    unit = f"nats per token{by_trl}"
+    yield _from_to("token entropy", entropies, unit + _unless_said(entropies, rewards) if entropies else "")
+
+
+def _from_to(label: str, levels: Levels | None, note: str) -> Row:
+    return Row(label, levels.text, note) if levels else Row(label, MISSING, "no finite value was logged")
+
+
+def _unless_said(levels: Levels, said: Levels | None) -> str:
+    """Return the window of a number if it is not that of the line on reward, which has said it."""
+    return f"; {levels.window}" if said is None or levels.window != said.window else ""
+
+
+def _functions(run: Run, story: Story) -> Iterator[Row]:
+    """Yield a line for each of several reward functions: its mean at both ends, and what the steps did to it."""
+    functions, weights = reward_functions(run), reward_weights(run)
+    is_measured = any(name.startswith("measured/") for name in run.names())
+    for name in list(functions)[:MAX_FUNCTIONS] if len(functions) > 1 else ():
+        total = run.last(f"{REWARD_SUM}/{name}")
+        watched = "not paid; " if weights.get(name) == 0 else ""
+        if total is None and is_measured:
+            note = f"{watched}what the steps do to it was not measured"
+        elif total is None:
+            note = f"{watched}the probe “measured” would show what the steps do to it"
+        else:
+            low, high = total.bounds()
+            side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
+            what = f"the measured effects {findings.of_steps(total, 'of all steps')} add up to"
+            note = f"{watched}{what} {format_estimate(total, True)}: {side}"
+        yield _from_to(f"reward {name}", story.levels.get(name), note)
+
+
+def _hacked(run: Run, story: Story) -> Iterator[Row]:
+    """Yield the line on whether a reward is earned at the cost of another, or what this run lacks to tell."""
+    label, see = "is it hacked?", how_to("is_it_hacked")
+    fallen = [part.name for part in story.parts if part.fall and not is_cheap(part, story.reward)]
+    cheap = [part.name for part in story.parts if part.fall and part.name not in fallen]
+    risen = [part.name for part in story.parts if part.has_risen and not part.fall]
+    number = len(reward_functions(run))
+    if "reward" not in story.levels:
+        return
+    if number < 2:
+        second = "give a second one, with weight 0 if it must not be paid"
+        yield Row(label, "not checked", f"one reward function: nothing to compare it with; {second}", see)
+    elif story.logged < MIN_STEPS:
+        yield Row(label, "not known yet", f"{MIN_STEPS} logged steps are needed to tell", see)
+    elif fallen:
+        while_others = f" while {' and '.join(risen)} rose" if risen else ""
+        yield Row(label, "perhaps", f"{' and '.join(fallen)} fell{while_others}: read responses", see)
+    else:
+        aside = ", penalties aside," if len(story.parts) < len(story.functions) else ""
+        note = f"none of the {number} reward functions{aside} has fallen"
+        if cheap:
+            note = f"{' and '.join(cheap)} fell, at less than {percent(NOTABLE)} of what the others gained"
+        note += "; what all of them pay for is not seen"
+        yield Row(label, "no sign of it", note, see)

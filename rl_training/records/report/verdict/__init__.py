@@ -1,0 +1,102 @@
+"""The verdict that a report opens with: what reward and entropy have done, in one sentence.
+
+STATES is the whole of it: the first state that holds for a run's story is its verdict. Falling reward comes first,
+whatever entropy does. docs/how_to/entropy_is_falling.md has this table, with what to do about each state.
+
+    holds.py       when a state holds
+    sentences.py   what is said of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_training.records.report.series import Run
+from rl_training.records.report.story import Story
+from rl_training.records.report.verdict import holds, sentences
+
+FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
+SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
+# The kinds in which there is nothing to do, and why.
+NOTHING_TO_DO = {
+    LEARNED: "reward is at 80% or more of its highest possible value",
+    SPENT: "entropy that falls while reward rises is no fault",
+    RISES: "entropy does not fall",
+    STEADY: "entropy has no trend in the last quarter of the run",
+    UNKNOWN: "more steps are needed to tell",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """A row of the table: when it holds, and the sentence for it: a headline, and the evidence after it."""
+
+    kind: str
+    holds: Callable[[Story], bool]
+    headline: str
+    evidence: Callable[[Story], str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says of reward and entropy.
+
+    Args:
+        kind: The kind of the state that holds.
+        headline, evidence: Its sentence.
+        since: Step since which it holds; the first logged step if it has no beginning.
+        story: What it is based on.
+    """
+
+    kind: str
+    headline: str
+    evidence: str
+    since: int
+    story: Story
+
+
+STATES = (
+    State(UNKNOWN, holds.is_short, "What the run does cannot be told yet", sentences.so_far),
+    State(FALLEN, holds.reward_fell, "Reward has fallen", sentences.fall),
+    State(HELD_OUT, holds.held_out_fell, "Held-out reward has fallen", sentences.held_out_fall),
+    State(PART, holds.part_fell, "The reward function {part} has fallen", sentences.part_fall),
+    State(LEARNED, holds.has_learned, "Learned", sentences.after_colon),
+    State(SPENT, holds.is_spent, "Entropy is being spent on reward", sentences.after_colon),
+    State(RISES, holds.both_rise, "Entropy rises, and so does reward", sentences.after_colon),
+    State(STEADY, holds.rises_alone, "Reward rises, and entropy is steady now", sentences.at_its_level),
+    State(GONE, holds.is_wasted, "Entropy is gone", sentences.what_is_left),
+    State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss),
+    State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.after_colon),
+    State(RISES, holds.entropy_rises, "Entropy rises", sentences.after_colon),
+    State(STEADY, holds.is_steady, "Entropy is steady now", sentences.at_its_level),
+    State(
+        UNKNOWN,
+        holds.is_any,
+        "Whether entropy is being spent on reward or lost cannot be told yet",
+        sentences.why_unknown,
+    ),
+)
+
+
+def judge(run: Run) -> Verdict:
+    """Return the verdict on reward and entropy up to the last logged step."""
+    story = Story.of(run)
+    state = next(state for state in STATES if state.holds(story))
+    part = holds.fallen_part(story)
+    headline = state.headline.format(part=part.name if part else "")
+    return Verdict(state.kind, headline, state.evidence(story), _since(state.kind, story), story)
+
+
+def _since(kind: str, story: Story) -> int:
+    reward, entropy = story.reward, story.entropy
+    if kind == FALLEN and reward:
+        return reward.since
+    fallen = {HELD_OUT: story.held_out, PART: story.parts}.get(kind, [])
+    if fallen:
+        return max(fallen, key=holds.relative_fall).since
+    if kind == GONE and entropy:
+        return entropy.since_below(holds.ALMOST_NOTHING)
+    if kind == LOST and reward and entropy:
+        return max(reward.line.step(reward.stands_from), entropy.highest_at)
+    return story.first

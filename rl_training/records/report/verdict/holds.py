@@ -1,0 +1,135 @@
+"""When each state of a run holds, and the thresholds for it. They read a story alone."""
+
+from __future__ import annotations
+
+import math
+
+from rl_training.records.report.story import Story
+from rl_training.records.report.story.curves import BAND, RISE, Reward
+from rl_training.records.report.trends import MIN_STEPS
+
+ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
+NOTABLE = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight
+MIN_LOSS = 0.1  # share of entropy that must be lost while reward is flat
+LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
+MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
+CEILING = 0.8  # of the highest possible reward: learned
+CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
+ERUPTION = 2.0  # times the first entropy
+STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
+
+
+def is_short(story: Story) -> bool:
+    return all(curve is None or len(curve.line.steps) < MIN_STEPS for curve in (story.reward, story.entropy))
+
+
+def is_any(story: Story) -> bool:
+    return True
+
+
+def reward_fell(story: Story) -> bool:
+    return story.reward is not None and bool(story.reward.fall)
+
+
+def held_out_fell(story: Story) -> bool:
+    return any(reward.fall for reward in story.held_out)
+
+
+def part_fell(story: Story) -> bool:
+    return fallen_part(story) is not None
+
+
+def relative_fall(reward: Reward) -> float:
+    return reward.fall / reward.spread if reward.spread > 0 else 0.0
+
+
+def fallen_part(story: Story) -> Reward | None:
+    """Return the reward function that has fallen furthest, None if none has.
+
+    While the paid sum rises, a paid function that has cost next to nothing of it is no news; one that is watched is.
+    """
+    fallen = [part for part in story.parts if part.fall and not is_cheap(part, story.reward)]
+    return max(fallen, key=relative_fall, default=None)
+
+
+def is_cheap(part: Reward, paid: Reward | None) -> bool:
+    """Return whether a paid reward function's fall is next to nothing beside what the others have gained."""
+    if paid is None or not paid.has_risen or not part.weight > 0:
+        return False
+    loss = part.weight * part.fall
+    return loss < NOTABLE * (paid.now - paid.start + loss)
+
+
+def reward_rises(story: Story) -> bool:
+    """Return whether reward rises beyond its start; next to nothing for all of the entropy does not count."""
+    reward = story.reward
+    if reward is None or not reward.rises:
+        return False
+    if reward.now - max(reward.start, reward.line.start) <= RISE * reward.spread:
+        return False
+    return not (is_gone(story) and gained_little(story))
+
+
+def is_spent(story: Story) -> bool:
+    return reward_rises(story) and entropy_falls(story)
+
+
+def rises_alone(story: Story) -> bool:
+    return reward_rises(story) and story.entropy is not None
+
+
+def both_rise(story: Story) -> bool:
+    return reward_rises(story) and entropy_rises(story)
+
+
+def is_gone(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.left < ALMOST_NOTHING
+
+
+def is_wasted(story: Story) -> bool:
+    """Return whether entropy is gone below the highest reward, or, where that is unknown, for next to no reward."""
+    is_unbounded = story.reward is None or math.isnan(story.reward.top)
+    return is_gone(story) and (not is_unbounded or gained_little(story))
+
+
+def gained_little(story: Story) -> bool:
+    reward = story.reward
+    if reward is None:
+        return True
+    return reward.now - reward.start < max(MIN_REWARD_GAIN * reward.spread, 2 * reward.line.now_error)
+
+
+def has_learned(story: Story) -> bool:
+    ceiling = CEILING_IF_GONE if is_gone(story) else CEILING
+    return story.reward is not None and story.reward.is_at_ceiling(ceiling)
+
+
+def is_lost(story: Story) -> bool:
+    """Return whether reward is flat, within what the loss of entropy should have bought, while entropy falls.
+
+    Not if the steps were measured to have raised it, by what may be as much: single batches only hide that.
+    """
+    reward, entropy = story.reward, story.entropy
+    if reward is None or entropy is None:
+        return False
+    since = reward.line.step(reward.stands_from)
+    lost, (low, high) = entropy.lost_since(since), story.effect_since(since).bounds()
+    price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
+    has_gained_less = reward.gain_since(reward.stands_from) < price and not (low > 0 and high > price)
+    return has_gained_less and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
+
+
+def has_erupted(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.left > ERUPTION
+
+
+def entropy_falls(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.change < 0
+
+
+def entropy_rises(story: Story) -> bool:
+    return story.entropy is not None and story.entropy.change > 0
+
+
+def is_steady(story: Story) -> bool:
+    return story.entropy is not None and not entropy_falls(story) and story.entropy.reach < STEADY_WITHIN

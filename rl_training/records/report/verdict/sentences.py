@@ -1,0 +1,140 @@
+"""What a report says of each state of a run: the evidence after its headline."""
+
+from __future__ import annotations
+
+from rl_training.records.report.story import Story
+from rl_training.records.report.story.broken_line import BrokenLine
+from rl_training.records.report.story.curves import NOW, Entropy, Reward
+from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.report.verdict import holds
+from rl_training.records.report.verdict.holds import ALMOST_NOTHING
+from rl_training.records.report.writing import level, percent, plus_minus
+
+
+def so_far(story: Story) -> str:
+    """Say what a run too short for a verdict has logged."""
+    few = f"{story.logged} step{'s are' if story.logged > 1 else ' is'} logged, and a verdict needs {MIN_STEPS}"
+    few = few if story.logged < MIN_STEPS else f"fewer than {MIN_STEPS} steps have a reward or an entropy"
+    units = {"reward": "", "token entropy": " nats"}
+    known = {name: levels for name, levels in story.levels.items() if name in units}
+    levels = ", ".join(f"{name} {levels.text}{units[name]}" for name, levels in known.items())
+    window = next((levels.window for levels in known.values()), "")
+    return f": {few}. So far: {levels} ({window})." if known else f": {few}."
+
+
+def why_unknown(story: Story) -> str:
+    if story.entropy is None and story.starts_without_entropy:
+        what = "entropy was 0 from the first step: every response to a prompt is the same"
+    elif story.entropy is None:
+        what = "too few steps have logged an entropy"
+    elif holds.entropy_falls(story):
+        what = "entropy falls; whether that buys reward is not certain yet"
+    else:
+        what = "noise hides whether entropy falls now"
+    return f": {what}. {_both(story)}"
+
+
+def fall(story: Story) -> str:
+    reward = story.reward
+    assert reward is not None
+    parts = [f"{part.name} {level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
+    of_parts = f" ({'; '.join(parts)})" if parts else ""
+    return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
+
+
+def held_out_fall(story: Story) -> str:
+    return f" {_how_it_fell(max(story.held_out, key=holds.relative_fall))}. {_both(story, 'Training reward')}"
+
+
+def part_fall(story: Story) -> str:
+    part = holds.fallen_part(story)
+    assert part is not None
+    others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {other.levels.text}" for other in story.parts
+              if other is not part and not other.fall]  # fmt: skip
+    return f" {_how_it_fell(part)}{', while ' * bool(others)}{'; '.join(others)}. {_both(story)}"
+
+
+def what_is_left(story: Story) -> str:
+    reward, entropy = story.reward, story.entropy
+    assert entropy is not None
+    said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
+    said += f"{level(entropy.start)} nats is left"
+    if reward is None:
+        return f"{said}."
+    little = "and it bought next to nothing: " if holds.gained_little(story) else ""
+    return f"{said}, {little}reward {reward.levels.text}, {_of_reward_now(reward)}."
+
+
+def loss(story: Story) -> str:
+    reward, entropy = story.reward, story.entropy
+    assert reward is not None
+    assert entropy is not None
+    since = reward.line.step(reward.stands_from)
+    lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
+    return f" since step {since}{lost}, while reward is flat at {_now(reward)}. {_of_entropy(entropy)}"
+
+
+def after_colon(story: Story) -> str:
+    return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
+
+
+def at_its_level(story: Story) -> str:
+    """Say of a steady entropy how much of it is left, before anything else."""
+    reward, entropy = story.reward, story.entropy
+    assert entropy is not None
+    of_reward = f"reward {reward.levels.text}, {_of_reward_now(reward)}. " if reward else ""
+    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats."
+
+
+def _both(story: Story, name: str = "Reward") -> str:
+    """Say how far both axes have come over the run, and which way they go now."""
+    reward = story.reward
+    if reward is None:
+        return _of_entropy(story.entropy)
+    entropy = _of_entropy(story.entropy)
+    return f"{name} {reward.levels.text}, {_of_reward_now(reward)}. {entropy}".strip()
+
+
+def _how_it_fell(reward: Reward) -> str:
+    return f"since step {reward.since}: from {level(reward.best)} at its best to {_now(reward)}"
+
+
+def _of_reward_now(reward: Reward) -> str:
+    if reward.fall:
+        return "now it has fallen"
+    return _now_or_as_a_whole(reward.line, 1, "rises") if reward.rises else "now it is flat"
+
+
+def _of_entropy(entropy: Entropy | None) -> str:
+    if entropy is None:
+        return ""
+    levels = f"Entropy {entropy.levels.text} nats"
+    if entropy.left < ALMOST_NOTHING:
+        return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
+    left = f", {share_left(entropy.left)} is left" if entropy.left < 1 else ""
+    now = "now it is flat"
+    if entropy.change:
+        falls = entropy.change < 0
+        now = _now_or_as_a_whole(entropy.line, -1 if falls else 1, "falls" if falls else "rises")
+    return f"{levels}{left}, {now}."
+
+
+def _now_or_as_a_whole(line: BrokenLine, sign: float, verb: str) -> str:
+    """Say that a curve rises or falls: now, or over the steps of its last piece if the last quarter does not show it.
+
+    Example: "now it rises", "it rises over steps 1–40 as a whole".
+    """
+    first = line.pieces[-2]
+    if line.moves_lately(NOW, sign) or first >= NOW * len(line.fitted):
+        return f"now it {verb}"
+    return f"it {verb} over steps {line.step(first)}–{line.last} as a whole"
+
+
+def _now(reward: Reward) -> str:
+    assert reward.levels.now is not None
+    return plus_minus(reward.levels.now, 2 * reward.levels.error)
+
+
+def share_left(share: float) -> str:
+    """Return a share in percent, with one digit if it is below one."""
+    return percent(share) if share > 0.01 else f"{100 * share:.1g}%"
