@@ -12,7 +12,7 @@ from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
 from rl_training.engine.loop import Loop
 from rl_training.engine.recorder import StepRecorder
-from rl_training.engine.requirements import needs_of
+from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
@@ -25,6 +25,7 @@ from rl_training.step.passes import Passes
 def build_step(
     step_recorder: StepRecorder,
     loop: Loop,
+    requirements: Requirements,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
     checks: StepChecks,
@@ -36,6 +37,7 @@ def build_step(
     Args:
         step_recorder: The recorded step and its plan.
         loop: The training loop.
+        requirements: What all probes require together.
         passes: Runs further passes.
         fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
         checks: What earlier steps have shown about the policy, the loss and the rewards.
@@ -53,10 +55,11 @@ def build_step(
         reasons = dataclasses.replace(
             reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
-    wants_gradients = Need.FOLD_GRADIENTS in needs_of(step_recorder.probes)
+    can_recompute = requirements.allows_extra_passes and not (reasons.split_prompts or reasons.other_terms)
     folds, fold, is_recomputed = choose_folds(
-        ranks, rollout, step_recorder.folds, step_recorder.num_folds, reasons, wants_gradients, copies
-    )
+        ranks, rollout, step_recorder.folds, requirements.num_folds, copies,
+        plan_fails=bool(reasons.no_whole_folds), can_recompute=can_recompute,
+    )  # fmt: skip
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
     batch = Batch(
         rollout=rollout,
@@ -74,7 +77,8 @@ def build_step(
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
     step = StepData(step_recorder.number, batch, gradients, optimizer, reasons)
-    step = _with_fold_gradients(step, passes, fold_recorder, checks, step_recorder, is_recomputed=is_recomputed)
+    needs = needs_of(step_recorder.probes)
+    step = _with_fold_gradients(step, passes, fold_recorder, checks, needs, is_recomputed=is_recomputed)
     return dataclasses.replace(
         step,
         reasons=dataclasses.replace(
@@ -90,31 +94,27 @@ def _with_fold_gradients(
     passes: Passes,
     fold_recorder: FoldRecorder | None,
     checks: StepChecks,
-    step_recorder: StepRecorder,
+    needs: Need,
     *,
     is_recomputed: bool,
 ) -> StepData:
     """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
 
-    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches do not hold whole folds, the
-    loss has terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
-    microbatches.
+    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches do not hold whole folds, or
+    the step's gradient is not that of its folds.
 
     Args:
+        needs: What this step's probes need.
         is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
     """
-    needs, has_slices = needs_of(step_recorder.probes), step_recorder.has_slices
-    other_terms, rows_reason = step.reasons.other_terms, None
-    if not is_recomputed:
-        rows_reason = step.reasons.no_whole_folds or checks.terms.slicing_reason(has_slices, other_terms)
+    other_terms = step.reasons.other_terms
+    rows_reason = None if is_recomputed else step.reasons.no_whole_folds
     if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
         gradients, sums = fold_recorder.complete(step, passes)
         step = dataclasses.replace(step, gradients=gradients)
         rows_reason = mismatch_of(step, passes, sums)
-        is_compared = has_slices or Need.LOSS_CHECK in needs
-        if is_compared and not (rows_reason or other_terms or is_recomputed):
+        if Need.LOSS_CHECK in needs and not (rows_reason or other_terms or is_recomputed):
             other_terms = checks.terms.check(step, passes, sums)
-            rows_reason = checks.terms.slicing_reason(has_slices, other_terms)
     return dataclasses.replace(
         step,
         gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),

@@ -110,9 +110,12 @@ class StepDriver:
         if Need.ENTROPY_GRADIENT in needs:
             self._predictions = Predictions(loop, requirements, values[self.name])
 
-    def refuse_impossible_folds(self, sizes: Sequence[int], responses_per_prompt: int, num_ranks: int) -> None:
-        """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds."""
-        self._requirements.folds(sizes, responses_per_prompt, num_ranks)
+    def refuse_impossible_folds(self, num_sequences: int, responses_per_prompt: int, num_ranks: int) -> None:
+        """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds.
+
+        `num_sequences` is that of a step on each rank.
+        """
+        self._requirements.refuse_impossible_folds(num_sequences // responses_per_prompt, num_ranks)
 
     # --- the six calls, in the order of a step -----------------------------------------------------------------------
 
@@ -136,13 +139,10 @@ class StepDriver:
         if step.probes:
             with self.costs.timed():
                 step.sizes = sizes or self._loop.sizes
-                step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
-                step.folds = self._requirements.folds_of_step(
-                    self._loop, sizes, step.responses_per_prompt, self._checks.terms.allows_slices
-                )
+                step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
                 if self._fold_recorder is not None:
-                    self._fold_recorder.start_step_for(step.folds, needs_of(step.probes), len(step.sizes))
+                    self._fold_recorder.start_step_for(step.folds, needs_of(step.probes))
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: LossInfo, recorded: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.
@@ -204,7 +204,9 @@ class StepDriver:
             assert self._passes is not None, "call start(loop) first"
             edit_reason = None if self._predictions is None else self._predictions.edit_reason()
             seen = self._seen_prompts.numbers
-            data = build_step(step, self._loop, self._passes, self._fold_recorder, self._checks, seen, edit_reason)
+            data = build_step(
+                step, self._loop, self._requirements, self._passes, self._fold_recorder, self._checks, seen, edit_reason
+            )
             predictions = self._predictions
             prediction = None if predictions is None else predictions.predict(data, self._passes, step.probes)
             step.context = ctx = StepContext(data, self._passes, prediction)

@@ -12,7 +12,6 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.step.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
-from rl_training.step.reasons import Reasons
 
 
 def choose_folds(
@@ -20,34 +19,34 @@ def choose_folds(
     rollout: Rollout,
     planned: Sequence[FoldGroup],
     num_folds: int | None,
-    reasons: Reasons,
-    wants_gradients: bool,
     copies: Copies | None = None,
+    *,
+    plan_fails: bool,
+    can_recompute: bool,
 ) -> tuple[Sequence[FoldGroup], Tensor, bool]:
     """Return the step's folds, the fold of each sequence (B,), and whether their gradients are recomputed. Collective.
 
-    If microbatches do not hold whole folds or are too few for an error bar, folds of whole prompts, each with all its
-    copies, replace the planned ones. Their gradients can be recomputed if the loss depends on scores only and no prompt
-    is incomplete.
+    If microbatches do not hold whole folds, or are too few for the requested folds or an error bar, folds of whole
+    prompts, each with all its copies, replace the planned ones.
 
     Args:
         rollout: All microbatches of the step.
         planned: The folds planned for the microbatches.
         num_folds: The number requested by a probe, if any.
-        reasons: Why things cannot be measured at this step.
-        wants_gradients: Whether a probe reads fold gradients.
         copies: Which groups are copies.
+        plan_fails: The microbatches do not hold whole folds.
+        can_recompute: Further passes are allowed, and give the gradients of any sequences: the loss depends on scores
+            only, and no prompt is incomplete.
     """
     index = rollout.prompt_index
     if copies is not None and copies.unit is not None:
         index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
-    plan_fails = bool(reasons.no_whole_folds)
-    can_recompute = wants_gradients and not (reasons.split_prompts or reasons.other_terms)
-    if plan_fails or (can_recompute and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
+    wanted = num_folds or MIN_FOLDS_STEP
+    if plan_fails or (can_recompute and planned[-1].folds.stop < wanted):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
         min_prompts = int(-ranks.max(-num_prompts))
         folds = plan_prompt_folds(min_prompts, ranks.count, num_folds)
-        is_recomputed = can_recompute and folds[-1].folds.stop >= MIN_FOLDS_STEP
+        is_recomputed = can_recompute and folds[-1].folds.stop >= min(wanted, MIN_FOLDS_STEP)
         if plan_fails or is_recomputed:
             return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
     fold = torch.empty_like(index)

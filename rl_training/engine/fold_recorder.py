@@ -53,17 +53,12 @@ class FoldRecorder:
         self._current_rows: Rows | None = None  # its rows, if rows are not kept or are rounded when they are complete
         self._caught: list[Tensor] = []  # (K, samples) per bucket: the sampled entries of all that has been caught
 
-    def start_step_for(self, groups: Sequence[FoldGroup], needs: Need, num_microbatches: int) -> None:
-        """Start a step with what probes need from its folds.
-
-        Args:
-            num_microbatches: If there are more groups, folds are slices, whose square norms require rows.
-        """
+    def start_step_for(self, groups: Sequence[FoldGroup], needs: Need) -> None:
+        """Start a step with what probes need from its folds."""
         shard, sqrt_metric = self._reduction.shard, None
         if Need.SQ_NORMS in needs:
             sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
-        is_sliced = len(groups) > num_microbatches
-        self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and sqrt_metric is not None), sqrt_metric)
+        self.start_step(groups, Need.FOLD_GRADIENTS in needs, sqrt_metric)
 
     def start_step(
         self, groups: Sequence[FoldGroup], keep_rows: bool = True, sqrt_metric: Vector | None = None
@@ -147,8 +142,6 @@ class FoldRecorder:
         batch, optimizer = step.batch, step.optimizer
         if batch.has_mixed_folds:
             self._recompute(batch, passes)
-        elif batch.has_slices:
-            self.split_microbatch_gradients(batch, passes)
         sums = self.finish(batch.fold_sizes, passes.ranks.count, step.gradients.mean)
         sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
@@ -171,32 +164,6 @@ class FoldRecorder:
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         has_weight = rows_with_weight([batch.loss_weights])
         passes.hand_on(batch, [batch.loss_weights], ones, has_weight, lambda _, folds: self._receiver(folds))
-
-    def split_microbatch_gradients(self, batch: Batch, passes: Passes) -> None:
-        """Split each microbatch's gradient, held in the rows of its first slice, among its slices. Collective.
-
-        Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
-        cost (s − 1)/s of training's own passes.
-        """
-        assert self.rows is not None
-        indices = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
-        shares = torch.ones(len(indices), 1, device=indices.device)
-        for microbatch in batch.microbatch_rows:
-            slices = [group for group in self._groups if group.rows_per_pass[0].start in microbatch]
-            remainder = [part.clone() for part in self.rows.of_folds(slices[0].folds)]
-            for group in slices[:-1]:
-                parts = [indices[rows.start : rows.stop] for rows in group.rows_per_pass]
-                (total,) = passes.sum(batch.rollout, len(group.folds), parts, len(parts), [batch.loss_weights], shares)
-                self._replace(group.folds, total)
-                remainder = [part - other for part, other in zip(remainder, total, strict=True)]
-            self._replace(slices[-1].folds, remainder)
-
-    def _replace(self, folds: range, vector: Vector) -> None:
-        """Write a vector, (folds, n) per bucket, over what has been caught for these folds."""
-        assert self.rows is not None
-        self.rows.replace(folds, vector)
-        for caught, columns, part in zip(self._caught, self.layout.sampled_columns, vector, strict=True):
-            caught[folds.start : folds.stop] = part[:, columns.to(part.device)]
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
         """Complete rows and square norms, once all gradients have arrived.

@@ -40,9 +40,6 @@ NOISE_FACTOR = 2.0  # allowed in addition: this many times the distance that oth
 SEED = 25  # for the masks of the second recomputed gradient; any seed but training's
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
-NO_SLICES = "so the gradient of a part of a microbatch is not known"
-NO_SLICES_FIX = "use 8 or more microbatches of whole prompts"
-
 
 def mismatch_of(step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
     """Return why the step's gradient is not what its folds' gradients add up to, or None.
@@ -103,7 +100,6 @@ class TermsCheck:
     def __init__(self, count: int = 0, distance: float = 0.0) -> None:
         self.count = count
         self.distance = distance
-        self.allows_slices = True  # False once a loss term is known that hides the gradient of a part of a microbatch
 
     @property
     def reason(self) -> Unavailable | None:
@@ -115,21 +111,6 @@ class TermsCheck:
         """Whether the current measured step is compared."""
         count = self.count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
-
-    def slicing_reason(self, has_slices: bool, other_terms: Unavailable | None) -> Unavailable | None:
-        """Return that the loss has other terms if folds are slices of microbatches, or None.
-
-        A slice's share of another term is unknown.
-
-        Args:
-            has_slices: Folds are slices.
-            other_terms: The reason by this step itself, apart from what earlier steps have shown.
-        """
-        if not has_slices:
-            return None
-        other_terms = other_terms or (None if self.is_due else self.reason)
-        self.allows_slices &= not other_terms
-        return other_terms and Unavailable(other_terms.code, f"{other_terms.message}, {NO_SLICES}", NO_SLICES_FIX)
 
     def check(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
         """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
@@ -143,10 +124,7 @@ class TermsCheck:
         if is_due:
             batch, gradients = step.batch, step.gradients
             squares = sums[3:] if gradients.sq_norms is None else gradients.sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
-            # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
-            microbatch_ends = {microbatch.stop for microbatch in batch.microbatch_rows}
-            groups = [group for group in batch.folds if group.rows_per_pass[-1].stop in microbatch_ends]
-            group = groups[self.count % len(groups)]
+            group = batch.folds[self.count % len(batch.folds)]
             norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding

@@ -68,7 +68,6 @@ class StepRecorder:
     folds: Sequence[FoldGroup] = ()  # planned for its microbatches
     sizes: Sequence[int] = ()  # planned number of sequences per microbatch
     responses_per_prompt: int = 0
-    num_folds: int | None = None  # requested by the probes
     rollouts: list[Rollout] = field(default_factory=list)  # per microbatch
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
@@ -91,11 +90,6 @@ class StepRecorder:
         """The row at which the latest microbatch was planned to start; on every rank it is in the same fold."""
         starts = [rows.start for rows in ranges_of(self.sizes)]
         return starts[min(len(self.rollouts), len(starts)) - 1]
-
-    @property
-    def has_slices(self) -> bool:
-        """Whether folds were planned as slices of microbatches."""
-        return len(self.folds) > len(self.rollouts)
 
     def watch_loss(self, scores: Scores) -> None:
         """Capture the gradients that the loop's own backward will give these scores."""

@@ -80,80 +80,67 @@ class Requirements:
         offload = any(probe.offload for probe in fold_probes)
         return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype, is_compiled)
 
-    def folds(
-        self,
-        sizes: Sequence[int],
-        responses_per_prompt: int,
-        num_ranks: int,
-        by_rank: bool = False,
-    ) -> list[FoldGroup]:
-        """Return the folds of a full step, whose microbatches have these sizes on every rank. See `plan_folds`.
+    def refuse_impossible_folds(self, num_prompts: int, num_ranks: int) -> None:
+        """Raise UserError, naming a number that works, if steps with so many prompts per rank have too few folds."""
+        if self.num_folds is None:
+            return
+        fitting = plan_prompt_folds(max(1, num_prompts), num_ranks, self.num_folds)[-1].folds.stop
+        if fitting != self.num_folds:
+            raise UserError(
+                f"num_folds={self.num_folds} cannot cut {num_prompts} prompts on each of {num_ranks} processes into "
+                "folds of whole prompts: "
+                + (
+                    f"use num_folds={fitting}"
+                    if fitting > 1
+                    else "leave num_folds out, and put more prompts into a step"
+                )
+            )
 
-        Raises:
-            UserError: It cannot have the requested number of folds; the message names a number that works.
-        """
-        slices = self.allows_extra_passes
-        return plan_folds(sizes, responses_per_prompt, num_ranks, self.num_folds, auto_slice=slices, by_rank=by_rank)
-
-    def folds_and_extra_passes(self, loop: Loop) -> tuple[int, float]:
-        """Return the number of folds of a full step, and the share of its own passes that they cost in addition."""
-        groups = self._folds_of_full_step(loop)
-        num_folds, num_prompts = groups[-1].folds.stop, sum(loop.sizes) // loop.responses_per_prompt
-        has_few_folds = num_folds < MIN_FOLDS_STEP and self.num_folds is None
+    def folds_of_full_step(self, loop: Loop) -> tuple[int, bool]:
+        """Return the number of folds of a full step, and whether their gradients take further passes."""
+        num_folds = self.plan(loop)[-1].folds.stop
+        num_prompts = sum(loop.sizes) // loop.responses_per_prompt
+        wanted = self.num_folds or MIN_FOLDS_STEP
         can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
-        if can_recompute and (self.no_whole_folds(loop) or has_few_folds):
+        if can_recompute and (self.no_whole_folds(loop) or num_folds < wanted):
             num_prompt_folds = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
-            if num_prompt_folds >= MIN_FOLDS_STEP:
-                return num_prompt_folds, 1.0
-        num_slices = max(1, len(groups) // loop.microbatches)
-        return num_folds, (num_slices - 1) / num_slices
+            if num_prompt_folds >= min(wanted, MIN_FOLDS_STEP):
+                return num_prompt_folds, True
+        return num_folds, False
 
     def no_whole_folds(self, loop: Loop) -> Unavailable | None:
         """Return why planned folds of a full step cannot hold whole prompts, or None."""
-        groups = self._folds_of_full_step(loop)
+        groups = self.plan(loop)
         has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
         return None if has_folds_of_ranks else loop.reasons.no_whole_folds
-
-    def _folds_of_full_step(self, loop: Loop) -> list[FoldGroup]:
-        by_rank = loop.shard.prefers_rank_folds
-        return self.folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count, by_rank)
 
     @property
     def allows_extra_passes(self) -> bool:
         """Whether fold gradients justify further passes: yes for a prediction, no for the noise scale alone."""
         return Need.FOLD_GRADIENTS in self.needs
 
-    def folds_of_step(
-        self, loop: Loop, sizes: Sequence[int] | None, responses_per_prompt: int, auto_slice: bool
+    def plan(
+        self, loop: Loop, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None
     ) -> list[FoldGroup]:
-        """Return the folds of a step. Collective if `sizes` is given.
+        """Return the folds that the microbatches of a step give. Collective if `sizes` is given.
 
         Args:
+            loop: The training loop.
             sizes: Sequences of each microbatch on this rank. None for a full step.
-            auto_slice: Whether microbatches may be cut into several folds even if no probe asks for it.
-
-        Raises:
-            UserError: A full step cannot have the requested number of folds; the message names a number that works.
-                Steps of another size (the last of an epoch, or where tokens are counted) get the default number
-                instead.
+            responses_per_prompt: G. None for the loop's.
         """
-        sizes_of_ranks = [loop.sizes]
+        sizes_of_ranks = None
         if sizes is not None:  # other ranks may have other sizes, whose prompts end elsewhere
             local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
             sizes_of_ranks = loop.ranks.gather(local_sizes).long().tolist()
-        is_full_step = all(rank_sizes == loop.sizes for rank_sizes in sizes_of_ranks)
-
-        def plan(num_folds: int | None) -> list[FoldGroup]:
-            slices = auto_slice and self.allows_extra_passes
-            cut = sizes or loop.sizes, responses_per_prompt, loop.ranks.count
-            return plan_folds(*cut, num_folds, sizes_of_ranks, slices, loop.shard.prefers_rank_folds)
-
-        try:
-            return plan(self.num_folds)
-        except UserError:
-            if is_full_step and responses_per_prompt == loop.responses_per_prompt:
-                raise
-        return plan(None)
+        return plan_folds(
+            sizes or loop.sizes,
+            responses_per_prompt or loop.responses_per_prompt,
+            loop.ranks.count,
+            self.num_folds,
+            sizes_of_ranks,
+            loop.shard.prefers_rank_folds,
+        )
 
     def fusion(self, layout: Layout) -> Fusion:
         """Return what runs functions of the layout's vectors."""
@@ -189,7 +176,7 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
     layout, needs = loop.shard.layout, requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
-    num_folds, extra_share = requirements.folds_and_extra_passes(loop)
+    num_folds, is_recomputed = requirements.folds_of_full_step(loop)
     num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
@@ -197,11 +184,11 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
         f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
         f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )
-    if extra_share:
-        plan += f"; these folds take {extra_share:.0%} of a step's forward and backward passes once more"
+    if is_recomputed:
+        plan += "; these folds take a step's forward passes and backwards once more"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=extra_share > 0.0)
+    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
     warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]

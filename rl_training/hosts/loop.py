@@ -138,7 +138,7 @@ class MeasuredLoop:
         probes = as_probes(probes)
         self._driver, self._bound = StepDriver(probes, bound), bound
         self._loop, self._policy = loop, loop.policy
-        self._driver.refuse_impossible_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
+        self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._claim = LoopClaim(self._writer.records)
         self._undo = contextlib.ExitStack()

@@ -104,13 +104,8 @@ class Batch:
         return float(self.fold_sizes.sum())
 
     @property
-    def has_slices(self) -> bool:
-        """Whether folds are slices of microbatches."""
-        return len(self.folds) > len(self.microbatch_rows)
-
-    @property
     def has_mixed_folds(self) -> bool:
-        """Whether a fold's prompts are spread over microbatches, so that no backward of the loop is for one fold."""
+        """Whether microbatches mix the prompts of several folds, so that no backward of the loop is for one fold."""
         return not self.folds[0].rows_per_pass
 
     def log_ratios(self) -> Tensor | None:

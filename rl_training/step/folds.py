@@ -6,21 +6,20 @@ into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from 
     δH = Σ_k n_k X_k · δθ_(−k) / Σ_k n_k
 
 A fold may consist of several microbatches, or of the same microbatch on all or some ranks, provided that no prompt is
-in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated on the ranks that keep the entries.
+in two folds. If microbatches are too few, or mix prompts, folds are of prompts instead, and further passes over the
+step's sequences give their gradients.
+
+g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated on the ranks that keep the entries.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from rl_training.errors import UserError
-from rl_training.statistics.estimate import MIN_FOLDS_STEP
 
 DEFAULT_NUM_FOLDS = 8  # enough folds for a reliable error bar
 
@@ -51,14 +50,12 @@ def plan_folds(
     num_ranks: int = 1,
     num_folds: int | None = None,
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
-    auto_slice: bool = False,
     by_rank: bool = False,
 ) -> list[FoldGroup]:
-    """Plan the folds of a step: sets of whole prompts over all ranks.
+    """Plan the folds of a step: sets of whole prompts over all ranks, each with backwards of its own in the loop.
 
     A unit is the smallest number of consecutive microbatches that end with a whole prompt on every rank. A fold is one
-    or several units of all ranks. If there are too few units, each group of ranks gets a separate fold. If `num_folds`
-    or `auto_slice` asks for more, microbatches are cut into slices of whole prompts, each of which takes another pass.
+    or several units of all ranks. If there are too few units, each group of ranks gets separate folds.
 
     With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a group of ranks instead. A further pass
     then serves all folds at once, and it does not matter how a rank's prompts are spread over its microbatches.
@@ -67,17 +64,13 @@ def plan_folds(
         sizes: Sequences of each microbatch on this rank. A prompt's responses are consecutive.
         responses_per_prompt: G.
         num_ranks: Number of ranks.
-        num_folds: Number of folds over all ranks. None: at least DEFAULT_NUM_FOLDS, if that takes no pass beyond the
-            loop's own.
+        num_folds: Number of folds over all ranks, lowered if there are too few units. None: at least
+            DEFAULT_NUM_FOLDS, if there are enough.
         sizes_of_ranks: `sizes` of every rank. None if they are all alike.
-        auto_slice: With num_folds=None: cut microbatches into slices if whole ones are too few for an error bar.
         by_rank: Prefer folds of ranks, if ranks can be divided into `num_folds` groups, or at least DEFAULT_NUM_FOLDS.
 
     Returns:
         Groups of folds. All ranks have equally many groups and passes.
-
-    Raises:
-        UserError: `num_folds` is impossible; the message names a number that works.
 
     >>> [(group.folds, group.rows_per_pass) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
@@ -96,22 +89,26 @@ def plan_folds(
         if is_last:
             units.append(rows[first : index + 1])
             first = index + 1
-    num_prompts = min(map(min, sizes_of_ranks)) // responses_per_prompt
-    num_rank_groups, num_slices = _rank_groups_and_slices(len(units), len(sizes), num_prompts, num_ranks, num_folds)
-    if auto_slice and num_folds is None and len(units) == len(sizes):
-        num_slices = _slices_for_an_error_bar(num_rank_groups * len(units), len(units) * num_ranks, num_prompts)
-    if num_slices > 1:
-        slices = [part for microbatch in rows for part in _slices(microbatch, num_slices, responses_per_prompt)]
-        fold_of_rank = tuple(range(num_ranks))
-        return [FoldGroup(_folds_of(index, num_ranks), fold_of_rank, (part,)) for index, part in enumerate(slices)]
-    if num_rank_groups > 1:
-        fold_of_rank = _groups_of_ranks(num_ranks, num_rank_groups)
-        return [FoldGroup(_folds_of(index, num_rank_groups), fold_of_rank, unit) for index, unit in enumerate(units)]
-    num_groups = len(units) // max(1, len(units) // DEFAULT_NUM_FOLDS) if num_folds is None else num_folds
-    bounds = [index * len(units) // num_groups for index in range(num_groups + 1)]
+    num_rank_groups, num_parts = _rank_groups_and_parts(len(units), num_ranks, num_folds)
+    bounds = [index * len(units) // num_parts for index in range(num_parts + 1)]
+    rows_of_parts = [
+        tuple(itertools.chain.from_iterable(units[start:stop])) for start, stop in itertools.pairwise(bounds)
+    ]
+    return _fold_groups(rows_of_parts, num_ranks, num_rank_groups)
+
+
+def _fold_groups(rows_of_parts: Sequence[tuple[range, ...]], num_ranks: int, num_rank_groups: int) -> list[FoldGroup]:
+    """Return the folds of each part of a step: one for each group of ranks.
+
+    Args:
+        rows_of_parts: This rank's rows in each backward of each part.
+        num_ranks: Number of ranks.
+        num_rank_groups: Number of groups of ranks.
+    """
+    fold_of_rank = _groups_of_ranks(num_ranks, num_rank_groups)
     return [
-        FoldGroup(_folds_of(index, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[start:stop])))
-        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+        FoldGroup(range(index * num_rank_groups, (index + 1) * num_rank_groups), fold_of_rank, rows)
+        for index, rows in enumerate(rows_of_parts)
     ]
 
 
@@ -130,64 +127,40 @@ def _num_rank_folds(num_ranks: int, num_folds: int | None) -> int:
     return next((number for number in wanted if number > 1 and num_ranks % number == 0), 0)
 
 
-def _folds_of(group: int, folds_per_group: int) -> range:
-    return range(group * folds_per_group, (group + 1) * folds_per_group)
+def _rank_groups_and_parts(num_units: int, num_ranks: int, num_folds: int | None) -> tuple[int, int]:
+    """Return how to make folds of units that all ranks have: by how many groups of ranks, and how many parts of units.
 
-
-def _slices(microbatch: range, num_slices: int, responses_per_prompt: int) -> list[range]:
-    num_prompts = len(microbatch) // responses_per_prompt
-    bounds = [num_prompts * j // num_slices * responses_per_prompt for j in range(num_slices + 1)]
-    return [microbatch[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def _rank_groups_and_slices(
-    num_units: int, num_microbatches: int, num_prompts: int, num_ranks: int, num_folds: int | None
-) -> tuple[int, int]:
-    """Return the number of rank groups with a separate fold per unit, and the number of slices per microbatch."""
-    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
-    if num_folds is None:
-        return next((groups for groups in divisors if groups * num_units >= DEFAULT_NUM_FOLDS), num_ranks), 1
-    if num_folds <= num_units:
-        return 1, 1
-    possible = {groups * num_units: (groups, 1) for groups in divisors}
-    if num_units == num_microbatches:
-        possible |= {slices * num_ranks * num_units: (num_ranks, slices) for slices in range(2, num_prompts + 1)}
-    if num_folds not in possible:
-        fitting = max(number for number in possible if number <= num_folds)
-        raise UserError(
-            f"num_folds={num_folds} cannot cut {num_microbatches} microbatches of {num_prompts} prompts on each of "
-            f"{num_ranks} processes into folds of whole prompts: "
-            + (f"use num_folds={fitting}" if fitting > 1 else "leave num_folds out, and put more prompts into a step")
-        )
-    return possible[num_folds]
-
-
-def _slices_for_an_error_bar(num_folds: int, num_microbatches: int, num_prompts: int) -> int:
-    """Return the number of slices per microbatch that gives a step enough folds for an error bar.
+    Each part is one fold per group. There are as few groups as possible.
 
     Args:
-        num_folds: Number of folds without slices.
-        num_microbatches: Number of microbatches on all ranks.
-        num_prompts: Prompts per microbatch.
+        num_units: Number of units on each rank.
+        num_ranks: Number of ranks.
+        num_folds: Number of folds, lowered to a possible one. None: at least DEFAULT_NUM_FOLDS, or the most possible.
 
-    Returns:
-        The fewest that give DEFAULT_NUM_FOLDS folds. 1 if none are needed, or if even single prompts are too few.
+    >>> [_rank_groups_and_parts(num_units=3, num_ranks=4, num_folds=number) for number in (2, 4, 6, 7, None)]
+    [(1, 2), (2, 2), (2, 3), (2, 3), (4, 3)]
     """
-    if num_folds >= MIN_FOLDS_STEP or num_prompts * num_microbatches < MIN_FOLDS_STEP:
-        return 1
-    return min(num_prompts, -(-DEFAULT_NUM_FOLDS // num_microbatches))
+    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    if num_folds is None:
+        num_groups = next((groups for groups in divisors if groups * num_units >= DEFAULT_NUM_FOLDS), num_ranks)
+        return num_groups, num_units // max(1, num_units // DEFAULT_NUM_FOLDS)
+    possible: dict[int, tuple[int, int]] = {}
+    for num_groups in divisors:
+        for num_parts in range(1, num_units + 1):
+            possible.setdefault(num_groups * num_parts, (num_groups, num_parts))
+    return possible[max(number for number in possible if number <= num_folds)]
 
 
 def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:
-    """Plan the folds of a step whose prompts are spread over its microbatches: still sets of whole prompts.
+    """Plan folds of whole prompts, wherever these are in the step's microbatches.
 
-    They serve estimates that run further passes, over sequences in any order. Microbatches' gradients are not split.
+    No backward of the loop is for one such fold, so further passes compute their gradients.
 
     Args:
         num_prompts: Prompts per rank; the smallest number over ranks.
         num_ranks: Number of ranks.
-        num_folds: Number of folds over all ranks. An impossible number is lowered to a possible one. None: `plan_folds`
-            chooses.
+        num_folds: Number of folds over all ranks. An impossible number is lowered to a possible one. None: as in
+            `plan_folds`.
 
     Returns:
         Groups without passes. Ranks share each fold if they have enough prompts.
@@ -195,12 +168,8 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
     >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
     """
-    if num_folds is not None:
-        divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
-        possible = [*range(1, num_prompts + 1), *(groups * num_prompts for groups in divisors)]
-        num_folds = max(number for number in possible if number <= num_folds)
-    groups = plan_folds([1] * num_prompts, 1, num_ranks, num_folds)  # as if each prompt were a microbatch
-    return [dataclasses.replace(group, rows_per_pass=()) for group in groups]
+    num_rank_groups, num_parts = _rank_groups_and_parts(num_prompts, num_ranks, num_folds)
+    return _fold_groups([()] * num_parts, num_ranks, num_rank_groups)
 
 
 def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:

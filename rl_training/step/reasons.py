@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rl_training.errors import UserError
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 
 # The sequences.
 REUSED = Unavailable(
@@ -208,28 +207,25 @@ class Fixes:
             probe: A probe with the option num_folds, or None if there is none.
         """
 
-        def num_folds_of(size: int, count: int, num_folds: int | None = None) -> int:
-            try:
-                return plan_folds([size] * count, group_size, num_ranks, num_folds)[-1].folds.stop
-            except UserError:
-                return 0
+        def num_folds_of(size: int, count: int) -> int:
+            return plan_folds([size] * count, group_size, num_ranks)[-1].folds.stop
 
         def setting(size: int, count: int) -> str:
             return self.batch_setting.format(size=size, count=count, sequences=size * count * num_ranks)
 
         local_size = size * count
-        num_prompts = local_size // group_size * num_ranks
+        local_prompts = local_size // group_size
+        num_prompts = local_prompts * num_ranks
         # Sizes of whole prompts, or of equal parts of one.
         fitting = [n for n in range(1, size) if local_size % n == 0 and 0 in (n % group_size, group_size % n)]
         smaller = [n for n in fitting if num_folds_of(n, local_size // n) >= DEFAULT_NUM_FOLDS]
         advice = [f"smaller microbatches, {setting(smaller[-1], local_size // smaller[-1])}"] if smaller else []
-        possible = (n for n in range(DEFAULT_NUM_FOLDS, num_prompts + 1) if num_folds_of(size, count, n) == n)
-        num_folds = next(possible, None)
-        if num_folds and probe is not None:
+        if num_prompts >= DEFAULT_NUM_FOLDS and probe is not None:
+            num_folds = plan_prompt_folds(local_prompts, num_ranks)[-1].folds.stop
             option = self.num_folds_setting.format(
                 name=getattr(probe, "name", ""), probe=type(probe).__name__, folds=num_folds
             )
-            advice.append(f"{option}, whose folds cost a further pass each")
+            advice.append(f"{option}, which takes a step's forward passes and backwards once more")
         if advice:
             return ", or ".join(advice)
         new_size = math.gcd(size, group_size)

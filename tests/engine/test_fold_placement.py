@@ -24,7 +24,6 @@ from rl_training import Estimate, Rollout, attach, measured_loop
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
-from rl_training.step.reasons import MIXED_PROMPTS, Reasons
 from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # by step: the number of the given rollout that it trains on
@@ -36,7 +35,7 @@ LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
     (4, 8, False, (None, 7)),
     (2, 18, True, (None, 4)),  # 9 prompts
     (12, 3, True, (None, 2)),
-    (12, 3, False, (3, 9)),  # for 9 folds, microbatches are split into slices
+    (12, 3, False, (3, 9)),  # a microbatch has the prompts of three of 9 folds
     (36, 1, True, (None, 9)),
     (6, 6, False, (None, 2)),  # a prompt and a half in each
 ]
@@ -155,8 +154,8 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        reasons = Reasons(no_whole_folds=MIXED_PROMPTS)
-        folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, reasons, wants_gradients=False)
+        ranks = Ranks(2, reduce, rank)
+        folds, fold, _ = choose_folds(ranks, rollout, [], num_folds, plan_fails=True, can_recompute=False)
         placed_folds[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)
 

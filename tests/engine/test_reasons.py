@@ -24,10 +24,12 @@ from rl_training import measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.requirements import Requirements
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -38,7 +40,7 @@ from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, Meas
 from rl_training.statistics.estimate import Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
-from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import MIXED_PROMPTS, ONE_FOLD, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
@@ -111,7 +113,7 @@ def test_prompts_with_one_response_have_no_entropy_gradient_and_training_goes_on
     assert answer["gns/trace"].value > 0
 
 
-def test_norms_of_slices_are_measured_also_where_no_probe_keeps_gradients() -> None:
+def test_norms_of_recomputed_folds_are_measured_also_at_steps_whose_probes_keep_no_gradients() -> None:
     answer = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answer)
 
@@ -176,15 +178,15 @@ SAID: dict[tuple[int, int], tuple[str, str]] = {
     (4, 16): ("8 folds of whole prompts a step, from 16 microbatches of 4", ""),
     (16, 4): (
         "4 folds of whole prompts",
-        r"uncertain error bars: .*\(microbatch_size=8, microbatches=8\), or SimpleEntropyProbe\(num_folds=8\), whose",
+        r"uncertain error bars: .*\(microbatch_size=8, microbatches=8\), or SimpleEntropyProbe\(num_folds=8\), which",
     ),
     (2, 32): ("8 folds of whole prompts a step, from 32 microbatches of 2", ""),
     (64, 1): (
-        "8 folds of whole prompts .*; these folds take 88% of a step's forward and backward",
+        "8 folds of whole prompts .*; these folds take a step's forward passes and backwards once more",
         "",
     ),
-    (24, 3): ("9 folds of whole prompts .*; these folds take 67% of", ""),
-    (12, 6): ("9 folds of whole prompts .*; these folds take 100% of", ""),
+    (24, 3): ("9 folds of whole prompts .*; these folds take", ""),
+    (12, 6): ("9 folds of whole prompts .*; these folds take", ""),
     (12, 2): ("1 fold of whole prompts", r"no prediction: .*\(microbatch_size=4, microbatches=16\) \(2.67 times"),
 }
 
@@ -215,10 +217,10 @@ def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches(
         loop, requirements = measured._driver._loop, measured._driver._requirements
     shuffled = dataclasses.replace(loop, reasons=Reasons(no_whole_folds=MIXED_PROMPTS))
     planned = {
-        count: requirements.folds_and_extra_passes(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
+        count: requirements.folds_of_full_step(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
         for count in (4, 8)
     }
-    assert planned == {4: (8, 1.0), 8: (8, 0.0)}
+    assert planned == {4: (8, True), 8: (8, False)}
 
 
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
@@ -254,7 +256,8 @@ def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(ho
             kinds.add("larger" if new * steps > size * count else "smaller")
             assert new * steps >= size * count
         if cut:
-            assert plan_folds([size] * count, group, ranks, int(cut[1]))[-1].folds.stop >= DEFAULT_NUM_FOLDS, said
+            num_folds = plan_prompt_folds(size * count // group, ranks, int(cut[1]))[-1].folds.stop
+            assert num_folds == int(cut[1]) >= DEFAULT_NUM_FOLDS, said
             kinds.add("cut")
     assert kinds == {"larger", "smaller", "cut"}
 
@@ -276,9 +279,17 @@ def test_estimates_of_a_one_prompt_step_name_the_setting_that_gives_enough_folds
         )
 
 
-def test_the_advice_is_never_a_number_of_folds_too_small_for_a_prediction() -> None:
-    with pytest.raises(ValueError, match="leave num_folds out"):
-        plan_folds([8], 8, num_folds=4)
+@pytest.mark.parametrize(
+    ("num_prompts", "num_ranks", "num_folds", "fix"),
+    [(2, 1, 3, "use num_folds=2"), (8, 2, 9, "use num_folds=8"), (8, 2, 17, "use num_folds=16"),
+     (1, 1, 4, "leave num_folds out, and put more prompts into a step")],
+)  # fmt: skip
+def test_more_folds_than_prompts_allow_are_refused_with_a_number_that_gives_a_prediction(
+    num_prompts: int, num_ranks: int, num_folds: int, fix: str
+) -> None:
+    requirements = Requirements.of([SimpleEntropyProbe(num_folds=num_folds)])
+    with pytest.raises(UserError, match=f"num_folds={num_folds} .*: {fix}$"):
+        requirements.refuse_impossible_folds(num_prompts, num_ranks)
 
 
 def test_training_with_one_fold_announces_that_there_is_no_noise_scale(caplog) -> None:

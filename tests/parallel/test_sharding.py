@@ -16,7 +16,7 @@ from rl_training.probes.gns import SPLIT
 
 Found = dict[str, Any]
 ONE = {"one": {}, "one_lora": {"lora": True, "few": True}, "one_sampler": {"sampler": True},
-       "one_slices": {"microbatch": 4, "few": True}, "one_row": {"row": True, "few": True},
+       "one_prompts": {"microbatch": 4, "few": True}, "one_row": {"row": True, "few": True},
        "one_shuffled": {"shuffled": True, "few": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
 LAST = {"sync": "last"} | HALF  # a fold is one microbatch of both processes
@@ -28,7 +28,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2_groups_lora": {
         "kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last", "few": True,
     },
-    "fsdp2_slices": {"kind": "fsdp2", "num_folds": 8, "few": True},
+    "fsdp2_prompts": {"kind": "fsdp2", "num_folds": 8, "few": True},  # two prompts share a microbatch
     "fsdp2_row": {"kind": "fsdp2", "row": True, "few": True},  # the second process holds nothing
 }  # fmt: skip
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}
@@ -72,9 +72,9 @@ def test_all_processes_compute_the_same_estimates(trained, name: str) -> None:
 def test_estimates_equal_those_of_one_process_with_the_same_folds(trained, name: str) -> None:
     """To 1e-10 of an estimate or its error. Parts of ΔH, which cancel, to 1e-10 of the whole.
 
-    Slices agree to 1e-6, because they are scored without training's padding and the model's position table is fp32.
+    Recomputed folds agree to 1e-6: they are scored without training's padding, and the model's position table is fp32.
     """
-    tolerance = 1e-6 if "slices" in name else 1e-10
+    tolerance = 1e-6 if "prompts" in name else 1e-10
     single = next((case for case in ONE if case[4:] and case[4:] in name), "one")
     (reference,) = trained(single, 1)
     # If shuffled, the prompts of a process share microbatches, which differ if the process has different prompts.

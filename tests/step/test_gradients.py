@@ -1,6 +1,5 @@
 """Claims on gradients kept during training: vectors are stored in buckets, and rows are each fold's mean gradient."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
-from example_steps import step_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -21,9 +19,6 @@ from rl_training.parallel.rows import Rows, adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import dots, sums_of_spans
 from rl_training.parallel.vectors import Layout, dot, num_bytes
-from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout
-from rl_training.policy.scores import Scores
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup, ranges_of
 
@@ -369,48 +364,6 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
         recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
         assert recorder.rows.device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
-
-
-class Linear(Policy):
-    """A policy in which log p of row i is f_i · w."""
-
-    def __init__(self, features: Tensor, w: nn.Parameter) -> None:
-        self.features, self.w = features, w
-
-    def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
-        logps = (self.features[rows] @ self.w).unsqueeze(1)
-        return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
-
-    def sample(self, num_sequences: int, seed: int) -> Rollout:
-        raise NotImplementedError
-
-    def decode(self, ids: Tensor) -> str:
-        raise NotImplementedError
-
-
-def test_slices_of_a_microbatch_get_their_own_mean_gradients_at_any_size() -> None:
-    """For the loss Σ c_i log p_i, fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
-    weights = torch.randn(16, 1, generator=generator, dtype=torch.float64)
-    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    policy, ones = Linear(features, w), torch.ones(16, 1)
-    rollout = Rollout(ones, ones, ones, ones, ones[:, 0], None, torch.arange(16) // 2)
-    scores = Scores(ones, ones, ones)
-    ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
-    microbatch_rows = (range(10), range(10, 16))
-    folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of one microbatch, and a whole one
-    recorder = FoldRecorder(ctx.passes.reduction)
-    groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
-    batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
-    recorder.start_step(groups)
-    for rows in microbatch_rows:
-        indices = torch.tensor(rows)
-        catch(recorder, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
-    recorder.split_microbatch_gradients(batch, ctx.passes)
-    recorder.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, {"w": torch.zeros(3)})
-    expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
-    torch.testing.assert_close(recorder.rows.means()[0], expected, rtol=1e-12, atol=0)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------

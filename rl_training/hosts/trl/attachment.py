@@ -64,8 +64,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             compatibility.refuse_what_cannot_be_measured(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes, self._bound)
-        sizes = [trainer.args.per_device_train_batch_size] * trainer.args.gradient_accumulation_steps
-        self.driver.refuse_impossible_folds(sizes, trainer.num_generations, all_ranks().count)
+        num_sequences = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+        self.driver.refuse_impossible_folds(num_sequences, trainer.num_generations, all_ranks().count)
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
         self.run = destination if isinstance(destination, AttachedRun) else None

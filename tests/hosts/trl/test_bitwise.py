@@ -14,7 +14,7 @@ from rl_training.probes import InterventionsProbe, TokenClassesProbe
 SHORT: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 8, "reward": graded}
 # One training combines several settings if none of them stops a probe from measuring.
 KINDS: dict[str, dict[str, Any]] = {
-    "folds that are slices of microbatches, and truth that is sampled afresh": {
+    "folds of single prompts, of which microbatches have two, and truth that is sampled afresh": {
         "per_device_train_batch_size": 8, "learning_rate": 1e-2,
     },
     "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third step has a new rollout
