@@ -63,7 +63,7 @@ class StepDriver:
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
-        self._bound = bound  # sets the learning rate of every step, even of those that no probe measures
+        self._bound = bound  # even for steps that no probe measures
         self._requirements = Requirements.of(probes)
         self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the current step, between `begin` and `finish`
@@ -75,6 +75,11 @@ class StepDriver:
         self._checks = StepChecks()
         self.costs = Costs(torch.device("cpu"))
         self._states.values = self.initial_states()
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the learning rate of every step is set from its KL divergence."""
+        return self._bound is not None
 
     def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
         """Begin a training run. Collective if the previous training failed.
@@ -91,8 +96,7 @@ class StepDriver:
         self._loop = loop
         self._layout = loop.shard.layout
         self._layout.fusion = self._requirements.fusion(self._layout)
-        loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
-        loop.policy.lockstep_ranks = loop.ranks if loop.shard.gathers_weights else None
+        loop.policy.begin(loop.shard, loop.ranks)
         self._checks = StepChecks.of(values[StepChecks.name])
         self.costs = Costs(self._layout.device)
         requirements, needs = self._requirements, self._requirements.needs
@@ -132,7 +136,7 @@ class StepDriver:
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
         """Plan the step's folds. Collective if the step is measured and `sizes` is given.
 
-        `sizes` is the number of sequences in each microbatch on this rank. What is None is as in the loop's `shape`.
+        `sizes` is the number of sequences in each microbatch on this rank. None: as the loop says.
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"

@@ -44,6 +44,12 @@ class Policy(abc.ABC):
         self.lockstep_ranks: Ranks | None = None  # the ranks that must run equally many passes; None: passes are local
         self.shard: Shard | None = None  # set once training has begun
 
+    def begin(self, shard: Shard, ranks: Ranks) -> None:
+        """Take what is known once training has begun: how this launch shards the weights, over which ranks."""
+        self.shard = shard
+        self.scorer.layer_rounding = shard.layer_rounding
+        self.lockstep_ranks = ranks if shard.gathers_weights else None
+
     def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
         """Score some rows WITH graph. The scores are as wide as the longest of these rows.
 
