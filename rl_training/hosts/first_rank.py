@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,26 @@ def on_first_rank(work: Callable[[], Result], device: torch.device) -> Result:
 
     Raises:
         UserError: On all ranks, if the function raised one.
+        RuntimeError: On the other ranks, if the function raised any other exception.
     """
-    ranks, said = all_ranks(), list[Any]([None, ""])
+    ranks = all_ranks()
+    result, failure = None, None
     if ranks.number == 0:
         try:
-            said[0] = work()
-        except UserError as error:
-            said[1] = str(error)
+            result = work()
+        except Exception as error:
+            failure = error
     if ranks.count > 1:
+        said: list[Any] = [result, None if failure is None else _as_seen_by_others(failure)]
         dist.broadcast_object_list(said, src=0, device=device)
-    result, refusal = said
-    if refusal:
-        raise UserError(refusal)
-    return result
+        result, failure = said[0], failure or said[1]
+    if failure is not None:
+        raise failure
+    return cast(Result, result)
+
+
+def _as_seen_by_others(error: Exception) -> Exception:
+    """Return what the other ranks raise: an exception that can be sent, as those of libraries cannot always."""
+    if isinstance(error, UserError):
+        return UserError(str(error))
+    return RuntimeError(f"the first process has failed ({type(error).__name__}: {error})")

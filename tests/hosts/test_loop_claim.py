@@ -12,7 +12,8 @@ import torch.distributed as dist
 from plain_loop import loss_of, microbatches, scores_of
 from shared_rollouts import MICROBATCH, G
 
-from rl_training import EffectiveSampleSizeProbe, Records, measured_loop
+from rl_training import EffectiveSampleSizeProbe, Records, UserError, measured_loop
+from rl_training.hosts.first_rank import on_first_rank
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.records.claim import RUN_ID_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -119,6 +120,14 @@ def of_two(rank: int, folder: Path) -> None:
     unknown = Loop(folder / "run" / "logs" if rank == 0 else None)
     with unknown.measured, pytest.raises(ValueError, match="each hold a training"):
         unknown.step(2)
+    for error, on_others in ((UserError, UserError), (PermissionError, RuntimeError)):
+        with pytest.raises(error if rank == 0 else on_others, match="no room") as raised:
+            on_first_rank(lambda error=error: fail(error), torch.device("cpu"))
+        assert rank == 0 or error is UserError or "PermissionError" in str(raised.value)
+
+
+def fail(error: type[Exception]) -> None:
+    raise error("no room")
 
 
 def test_with_several_processes_all_know_the_training_and_all_end_where_the_first_cannot_write(tmp_path: Path) -> None:
