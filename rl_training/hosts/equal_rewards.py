@@ -28,11 +28,14 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     Returns:
         The warning. Empty if rewards differ or are unknown, or if another baseline gives nonzero advantages.
     """
-    by_rank = ranks.gather(_local_summary(rollouts)).cpu()
-    least, most, advantage = float(by_rank[:, 0].min()), float(by_rank[:, 1].max()), float(by_rank[:, 2].max())
-    count, cut_off, longest = int(by_rank[:, 3].sum()), float(by_rank[:, 4].sum()), int(by_rank[:, 5].max())
-    if by_rank.isnan()[:, :3].any() or not math.isclose(least, most) or advantage > ADVANTAGE_TOLERANCE:
+    summaries = ranks.gather(_local_summary(rollouts)).cpu()
+    smallest, largest, advantages, counts, numbers_cut_off, longest_responses = summaries.unbind(dim=1)
+    is_known = not torch.stack([smallest, largest, advantages]).isnan().any()
+    are_equal = math.isclose(float(smallest.min()), float(largest.max()))
+    if not (is_known and are_equal and float(advantages.max()) <= ADVANTAGE_TOLERANCE):
         return ""
+    least, longest = float(smallest.min()), int(longest_responses.max())
+    count, cut_off = int(counts.sum()), float(numbers_cut_off.sum())
     sentence = f"all {count} responses earned {least:g}, so every advantage is 0 and nothing is learned from them. "
     if cut_off >= CUT_OFF_SHARE * count:  # False if unknown: cut_off is then nan
         return (

@@ -107,12 +107,13 @@ def measured_loop(
     Raises:
         UserError: With what to change, if probes would corrupt training or cannot measure it.
     """
+    probes = as_probes(probes)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     loop_refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     counts = {"responses_per_prompt": responses_per_prompt, "microbatch_size": microbatch_size}
     loop_refusals.refuse_impossible_settings({**counts, "microbatches": microbatches}, temperature, max_grad_norm)
-    loop_refusals.refuse_what_cannot_be_measured(probes, model, module, optimizer)
+    loop_refusals.refuse_what_cannot_be_measured(model, module, optimizer)
     is_sharded = isinstance(module, FSDPModule)
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, run_inside_forward=is_sharded)
     loop = Loop(
@@ -134,9 +135,8 @@ def measured_loop(
 class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
-    def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
-        probes = as_probes(probes)
-        self._driver, self._bound = StepDriver(probes, bound), bound
+    def __init__(self, probes: Sequence[Probe], loop: Loop, records: Any, bound: KLBound | None = None) -> None:
+        self._driver = StepDriver(probes, bound)
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
@@ -162,6 +162,7 @@ class MeasuredLoop:
         self._progress.require(Phase.OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop, self._states)
         self._initial_states, self._states = self._states, None
+        self._undo.callback(self._claim.release)
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
@@ -173,13 +174,14 @@ class MeasuredLoop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._progress = self._progress.in_phase(Phase.OUTSIDE)
         self._writer.note_interrupt(error)
-        if error is None:  # an error may have occurred on this rank alone, and `end` is collective
-            self._driver.end()
-        self._undo.close()
-        self._claim.release()
-        # If no step has ended, keep the states from before: the next `with` repeats the first step.
-        self._states = self._initial_states if self._progress.last_step_number is None else self._driver.states()
-        self._initial_states = None
+        try:
+            with self._undo:
+                if error is None:  # an error may have occurred on this rank alone, and `end` is collective
+                    self._driver.end()
+        finally:
+            # If no step has ended, keep the states from before: the next `with` repeats the first step.
+            self._states = self._initial_states if self._progress.last_step_number is None else self._driver.states()
+            self._initial_states = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -242,12 +244,13 @@ class MeasuredLoop:
         loop_refusals.refuse_one_more_microbatch(step, self._loop.microbatches)
         if rollout.on_policy and self._progress.is_rollout_reused:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
-        if (step.probes or self._bound) and not self._has_checked_scores:
+        needs_scores = bool(step.probes or self._driver.is_bounded)
+        if needs_scores and not self._has_checked_scores:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._has_checked_scores = True
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
-            if step.probes or self._bound:
+            if needs_scores:
                 with self._driver.timed():
                     entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         scores = Scores(logps, entropies, rollout.completion_mask)

@@ -50,7 +50,8 @@ class LoopClaim:
 
     def _wanted_id(self, claim: RecordsClaim, number: int) -> str:
         """Return the id of the training that continues with this step, "" for a new one."""
-        if self._run_id or number == 1:  # of an earlier `with` of this loop
+        # `_run_id` is of an earlier `with` of this loop.
+        if self._run_id or number == 1:
             return self._run_id
         return self._loaded_id or _id_of_named(claim)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import traceback
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.amp import grad_scaler
 
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
-from rl_training.hosts.probes import as_probes
+from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import half_dtypes
 from rl_training.policy.rollout import Rollout
@@ -44,16 +45,14 @@ def refuse_devices_without_float64(device: torch.device, cpu: str = "") -> None:
         )
 
 
-def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
-    """Raise UserError if a probe or the device is unfit, nothing is trained, or a second backward would be corrupted.
+def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module, optimizer: Any) -> None:
+    """Raise UserError if the device is unfit, nothing is trained, or a second backward would be corrupted.
 
     Args:
-        probes: As the user gave them.
         model: The model, possibly inside DDP.
         module: The same model without DDP.
         optimizer: As the loop steps it.
     """
-    as_probes(probes)
     refuse_what_is_no_language_model(module)
     for parameter in itertools.islice(module.parameters(), 1):
         refuse_devices_without_float64(parameter.device)
@@ -87,10 +86,14 @@ def refuse_impossible_settings(counts: dict[str, int], temperature: Any, max_gra
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise UserError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
-    if not 0.0 < temperature < math.inf:
-        raise UserError(f"measured_loop(temperature={temperature}): give a number above 0")
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise UserError(f"measured_loop(max_grad_norm={max_grad_norm}): give a number above 0, or None")
+    if not (_is_positive(temperature) and temperature < math.inf):
+        raise UserError(f"measured_loop(temperature={temperature!r}): give a number above 0")
+    if not (max_grad_norm is None or _is_positive(max_grad_norm)):
+        raise UserError(f"measured_loop(max_grad_norm={max_grad_norm!r}): give a number above 0, or None")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) > 0.0
 
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
@@ -192,10 +195,10 @@ def _refuse_undeclared_autocast(rollout: Rollout, logps: Tensor, policy: Policy)
     scored = policy.score(rollout, torch.arange(1, device=logps.device)).logps
     undeclared = half_dtypes(logps) - half_dtypes(scored)
     if undeclared:
-        dtype, device = min(map(str, undeclared)), logps.device.type
+        dtype, device = min(map(dtype_name, undeclared)), logps.device.type
         raise UserError(
-            f"the loop's forward pass computes in {dtype.removeprefix('torch.')}, and measured_loop was not told so: "
-            f'give autocast=lambda: torch.autocast("{device}", {dtype}), or run the forward pass without autocast'
+            f"the loop's forward pass computes in {dtype}, and measured_loop was not told so: "
+            f'give autocast=lambda: torch.autocast("{device}", torch.{dtype}), or run the forward pass without autocast'
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_training.engine.probe import Probe
@@ -17,6 +17,11 @@ def as_probes(given: Any) -> tuple[Probe, ...]:
     Raises:
         UserError: For an object or a name that is no probe, and for an impossible number of folds.
     """
+    if isinstance(given, Mapping):
+        raise UserError(
+            f"probes={given!r} is a dictionary: give a list of names and objects; an object has the options, as in "
+            "SimpleEntropyProbe(every=5)"
+        )
     probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
     return tuple(map(_as_probe, probes))
 

@@ -47,10 +47,12 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
+from rl_training.records.files.lock import locked
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.exchange import Exchange
+from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import plan_folds
 from rl_training.step.reasons import REUSED, TOO_FAR, Fixes, Reasons
 from rl_training.tasks.models import load_tiny
@@ -90,7 +92,7 @@ def test_averages_skip_masked_tokens_and_are_nan_with_missing_rewards() -> None:
     assert math.isnan(averages["frac_reward_zero_std"])
 
 
-def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
+def new_loop(measuring: Any, model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
     """Return a model, the optimizer that transformers would make for it, and their measured loop."""
     model = model or load_tiny()[0]
     model.train()
@@ -184,8 +186,10 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
     torch.manual_seed(0)
     random.setstate(before[0])
     np.random.set_state(before[1])
-    measured = trained(*new_loop([*probes(), Drawing()], records=Records(tmp_path)), steps=2, entropies=False)
+    given = (probe for probe in [*probes(), Drawing()])  # any iterable
+    measured = trained(*new_loop(given, records=Records(tmp_path)), steps=2, entropies=False)
     assert all(torch.equal(bare[name], measured[name]) for name in bare)
+    assert {row["probe"] for row in read_estimates(tmp_path)} > {probe.name for probe in probes()}
     assert streams() == untouched
 
 
@@ -204,8 +208,11 @@ def test_a_failing_backward_ends_without_a_collective(monkeypatch: pytest.Monkey
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_no_hook_is_left_after_a_failed_step_or_after_the_context() -> None:
-    model, optimizer, measured = new_loop(probes())
+def test_no_hook_is_left_after_a_failed_step_or_after_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the end itself fails, which is a collective."""
+    model, optimizer, measured = new_loop(probes(), records=tmp_path / "run" / "logs")
     before = {id(owner): set(vars(owner)) for owner in (model, optimizer)}
 
     def fail() -> None:
@@ -214,10 +221,18 @@ def test_no_hook_is_left_after_a_failed_step_or_after_the_context() -> None:
             assert any(p._backward_hooks for p in model.parameters())
             raise RuntimeError("of the loop's own")
 
-    with measured:
-        with pytest.raises(RuntimeError, match="of the loop's own"):
-            fail()
-        assert not any(p._backward_hooks for p in model.parameters())
+    def disconnected(reduction: FoldReduction) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(FoldReduction, "close", disconnected)
+    measured.__enter__()
+    with pytest.raises(RuntimeError, match="of the loop's own"):
+        fail()
+    assert not any(p._backward_hooks for p in model.parameters())
+    with pytest.raises(ConnectionError):
+        measured.__exit__(None, None, None)
+    with locked(tmp_path / "run", "it is locked"):
+        pass
     assert measured._driver._fold_recorder is None  # this memory has the size of the parameters
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -446,7 +461,9 @@ def test_devices_without_float64_are_refused_at_once(device: str, make_trainer, 
         ({"microbatch_size": 8.0}, "microbatch_size=8.0)"),
         ({"temperature": 0}, "temperature=0): give a number above 0"),
         ({"temperature": math.nan}, "temperature=nan)"),
+        ({"temperature": None}, "temperature=None): give a number above 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0)"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1'): give a number above 0, or None"),
     ],
 )
 def test_impossible_sizes_and_temperatures_are_refused_by_name(facts: dict[str, Any], said: str) -> None:
@@ -469,6 +486,7 @@ class HalfAFold(Seen):
         ([None], "None is no probe"),
         (["entropy"], "'entropy' names no probe: there are simple,"),
         ([HalfAFold()], "half: num_folds=2.5 must be a whole number"),
+        ({"simple": {"every": 5}}, r"is a dictionary: give a list .* SimpleEntropyProbe\(every=5\)"),
     ],
 )
 def test_an_object_that_is_not_a_probe_is_refused_in_words(given: Any, said: str) -> None:
