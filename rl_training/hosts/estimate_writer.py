@@ -36,29 +36,36 @@ class EstimateWriter:
         driver: Ends each step and returns its estimates.
         records: Where to write: `Records`, a folder, or None to write nothing.
         decode: Returns the text of a tensor of token ids.
+        longer_responses: Advice for a warning: what lets responses get longer in this loop.
     """
 
     def __init__(
-        self, driver: StepDriver, records: Records | str | Path | None, decode: Callable[[Tensor], str]
+        self,
+        driver: StepDriver,
+        records: Records | str | Path | None,
+        decode: Callable[[Tensor], str],
+        longer_responses: str = "allow longer ones",
     ) -> None:
-        self._driver, self._decode = driver, decode
+        self._driver, self._decode, self._longer_responses = driver, decode, longer_responses
         records = as_records(records)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, each from the last step that measured it
         self.names: dict[str, list[str]] = {}  # names of the estimates, by probe
-        self.begin()
-
-    def begin(self, longer_responses: str = "allow longer ones") -> None:
-        """Start the clock when training begins. A step's time runs from the end of the previous step to its own end.
-
-        Args:
-            longer_responses: Advice for a warning: what lets responses get longer in this loop.
-        """
         self._last_step_end = time.perf_counter()
         self._step_time = 0.0  # duration of the last step, in seconds
-        self._longer_responses = longer_responses
         self._has_warned_of_equal_rewards = False
-        self._num_missing_steps: Counter[str] = Counter()  # steps with missing estimates, by reason
+        self._num_missing_steps = Counter[str]()  # steps with missing estimates, by reason
+
+    def begin(self) -> None:
+        """Start the clock when training begins. A step's time runs from the end of the previous step to its own end."""
+        self._last_step_end = time.perf_counter()
+        self._step_time = 0.0
+        self._has_warned_of_equal_rewards = False
+        self._num_missing_steps.clear()
+
+    def wants_rollouts_of(self, number: int) -> bool:
+        """Return whether the sequences of a step are recorded, by its number, even if no probe measures it."""
+        return self.records is not None and self.records.wants_rollouts_of(number)
 
     def finish(self, number: int) -> dict[str, float]:
         """End the driver's step, write its sequences and estimates, and return the numbers to log.
@@ -126,16 +133,6 @@ class EstimateWriter:
         self._warn_of_missing(estimates)
         return numbers
 
-    def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
-        """Warn at the first step whose responses all earned the same reward. Collective if a probe measures it."""
-        ranks = all_ranks()
-        if not step.rollouts or (ranks.count > 1 and not step.probes):
-            return
-        warning = equal_rewards_warning(step.rollouts, ranks, self._longer_responses)
-        self._has_warned_of_equal_rewards = bool(warning)
-        if warning and ranks.number == 0:
-            logger.warning(f"step {number}: {warning}")
-
     def write_missing(self, number: int, reason: str) -> None:
         """Write nan with this reason for every estimate of a step that is not measured because measuring has ended."""
         missing = Estimate.missing(reason)
@@ -145,6 +142,16 @@ class EstimateWriter:
                 self.latest |= by_name
                 if self.records is not None:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
+
+    def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
+        """Warn at the first step whose responses all earned the same reward. Collective if a probe measures it."""
+        ranks = all_ranks()
+        if not step.rollouts or (ranks.count > 1 and not step.probes):
+            return
+        warning = equal_rewards_warning(step.rollouts, ranks, self._longer_responses)
+        self._has_warned_of_equal_rewards = bool(warning)
+        if warning and ranks.number == 0:
+            logger.warning(f"step {number}: {warning}")
 
     def _warn_of_missing(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
         """Warn once about each reason that makes estimates nan, at its second step: at the first, some always are.

@@ -71,7 +71,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.run = destination if isinstance(destination, AttachedRun) else None
         records = destination if isinstance(destination, Records) else None
         self._records_claim = None if records is None else RecordsClaim(records)
-        self._writer = EstimateWriter(self.driver, records, self._policy.decode)
+        longer_responses = f"raise {'trainer.' if options.is_cli else ''}max_completion_length"
+        self._writer = EstimateWriter(self.driver, records, self._policy.decode, longer_responses)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
@@ -88,23 +89,25 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self.is_cli = options.is_cli
-        self._undo, self._undo_engine = contextlib.ExitStack(), contextlib.ExitStack()
-        self._install(trainer, options.callback)
+        self._undo_engine = contextlib.ExitStack()
+        self._undo = self._install(trainer, options.callback)
 
-    def _install(self, trainer: GRPOTrainer, further_callback: TrainerCallback | None) -> None:
-        """Wrap the methods of the trainer that probes need to see, until `_undo` is closed."""
-        for name, method in self._wrappers().items():
-            wrap(trainer, name, method, self._undo)
-        self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
-        trainer.reward_funcs = named_rewards(trainer)
-        for callback in trainer.callback_handler.callbacks if self.probes else ():
-            if isinstance(callback, PrinterCallback | ProgressCallback):
-                wrap(callback, "on_log", self._log.on_print, self._undo)
-            elif compatibility.is_dashboard(callback):
-                wrap(callback, "on_log", self._log.on_send, self._undo)
-        for added in filter(None, (self, further_callback)):
-            trainer.add_callback(added)
-            self._undo.callback(trainer.remove_callback, added)
+    def _install(self, trainer: GRPOTrainer, further_callback: TrainerCallback | None) -> contextlib.ExitStack:
+        """Wrap the methods of the trainer that probes need to see, until the returned stack is closed."""
+        with contextlib.ExitStack() as undo:
+            for name, method in self._wrappers().items():
+                wrap(trainer, name, method, undo)
+            undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
+            trainer.reward_funcs = named_rewards(trainer)
+            for callback in trainer.callback_handler.callbacks if self.probes else ():
+                if isinstance(callback, PrinterCallback | ProgressCallback):
+                    wrap(callback, "on_log", self._log.on_print, undo)
+                elif compatibility.is_dashboard(callback):
+                    wrap(callback, "on_log", self._log.on_send, undo)
+            for added in filter(None, (self, further_callback)):
+                trainer.add_callback(added)
+                undo.callback(trainer.remove_callback, added)
+            return undo.pop_all()
 
     @property
     def latest(self) -> Mapping[str, Estimate]:
@@ -172,6 +175,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of an earlier training in the same `with` block
         self._failed, self._has_begun = "", True
+        self._checkpoints.resumed = None  # of a training that ended between loading it and beginning
         self._guard.begin()
         try:
             with self._records_claim or contextlib.nullcontext():
@@ -191,11 +195,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._end_run(error)
 
     def _end_run(self, error: BaseException | None) -> None:
-        self._log.flush()
-        if self.run is None or not self.run.has_begun:
-            return
+        """Write what is left, then the report, and unlock the folder, even if the disk is full."""
         try:
-            line = self.run.end(self._outcome(self._failed or announcements.how_it_ended(self._trainer, error)))
+            self._log.flush()
+        finally:
+            if self.run is not None and self.run.has_begun:
+                self._write_report(self.run, error)
+
+    def _write_report(self, run: AttachedRun, error: BaseException | None) -> None:
+        """Write the report, and say where it is: in the log, and below the traceback of an error."""
+        try:
+            line = run.end(self._outcome(self._failed or announcements.how_it_ended(self._trainer, error)))
         finally:
             self._termination.release()
         self._has_report = True
@@ -203,7 +213,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             line += announcements.how_to_resume(self._trainer) if self._failed else ""
             logger.warning(line)
             if error is not None:
-                error.add_note(line)  # shown last, below the traceback
+                error.add_note(line)
 
     def _outcome(self, how: str) -> str:
         return f"{how}; {self._guard.reason}" if self._guard.reason else how
@@ -240,7 +250,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 if self._records is not None:
                     self._records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
         self._log.begin()
-        self._writer.begin(f"raise {'trainer.' if self.is_cli else ''}max_completion_length")
+        self._writer.begin()
 
     def _begin_run(self, resumed: Resumed | None) -> None:
         """Choose the folder to write to, and lock it. Collective."""

@@ -211,6 +211,11 @@ def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     assert set(vars(trainer)) == before
     assert trainer.callback_handler.callbacks == callbacks
     assert all(not p._backward_hooks for p in trainer.model.parameters())
+    names, trainer.reward_func_names = trainer.reward_func_names, []
+    with pytest.raises(ValueError, match="shorter"):  # in the middle of attaching
+        attach(trainer)
+    trainer.reward_func_names = names
+    assert set(vars(trainer)) == before
 
 
 def test_remove_restores_what_others_had_set(make_trainer) -> None:

@@ -25,13 +25,14 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
+from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, UserError, attach
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.members import METHODS
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.versions import TESTED
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
+from rl_training.records.files.lock import locked
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
@@ -260,9 +261,19 @@ def test_a_second_training_uses_the_next_free_folder_name_and_says_so(make_train
 
 
 def test_two_trainings_in_one_block_leave_one_run_each(make_trainer, tmp_path: Path, caplog) -> None:
-    trainer = make_trainer(**PLAIN, max_steps=1)
+    """Also if a resumed training fails between them, once its checkpoint is loaded and before it begins."""
+
+    class Refusing(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            if state.global_step:
+                raise LookupError
+
+    trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 1}, max_steps=1)
+    trainer.add_callback(Refusing())
     with attach(trainer, tmp_path / "run", "simple") as attached:
         trainer.train()
+        with pytest.raises(LookupError):
+            trainer.train(resume_from_checkpoint=True)
         trainer.train()
     assert attached.folder == tmp_path / "run-2"
     for folder in (tmp_path / "run", tmp_path / "run-2"):
@@ -275,6 +286,9 @@ def test_two_trainings_in_one_block_leave_one_run_each(make_trainer, tmp_path: P
 def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
     make_trainer, tmp_path: Path, caplog
 ) -> None:
+    """Each is closed: folder and signal are free again, even if the last line can no longer be written."""
+    before = signal.getsignal(signal.SIGTERM)
+
     class Interrupting(TrainerCallback):
         def on_step_end(self, *others: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
@@ -282,11 +296,20 @@ def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
     interrupting = Interrupting()
     trainer = make_trainer(**PLAIN, max_steps=2)
     trainer.add_callback(interrupting)
-    with attach(trainer, tmp_path / "run", "ess"):
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        trainer.remove_callback(interrupting)
+    attached = attach(trainer, tmp_path / "run", "ess").__enter__()
+    with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    trainer.remove_callback(interrupting)
+    trainer.train()
+    attached._log.add(3, {"late": 1.0}, will_log=True)
+    metrics = attached.folder / "logs" / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        attached.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with locked(attached.folder, "it is locked"):
+        pass
     said = [line.partition(";")[0] for line in caplog.messages if line.startswith("training ")]
     assert said == ["training was interrupted after 1 step", "training has finished after 2 steps"]
 
