@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -109,10 +110,10 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
     """Return a context in which no module applies dropout.
 
     The flag `training` switches more than dropout, so some modules keep it. It also enables a layer's gradient
-    checkpointing: if the model has no dropout, checkpointed layers keep the flag. bitsandbytes' layers never apply
+    checkpointing: if no dropout acts on the model, checkpointed layers keep the flag. bitsandbytes' layers never apply
     dropout. In evaluation mode on a CPU they would repack their weights for good and pass no gradients any more.
     """
-    drops_out = _config_has_dropout(model)
+    drops_out = bool(_modules_with_dropout(model))
     return _with_values([
         (module, "training", False)
         for module in model.modules()
@@ -124,10 +125,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether two passes over the same rows may differ because of dropout."""
-    modules = (module for module in model.modules() if module.training)
-    return _config_has_dropout(model) or any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
-    )
+    return any(module.training for module in _modules_with_dropout(model))
 
 
 def half_dtypes(output: Tensor) -> set[torch.dtype]:
@@ -146,23 +144,51 @@ def half_dtypes(output: Tensor) -> set[torch.dtype]:
 
 def dropout_remark(model: nn.Module) -> str:
     """Return what dropout hides from the checks of a training run; "" if the model has none."""
-    has_layers = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-    return DROPOUT if has_layers or _config_has_dropout(model) else ""
+    return DROPOUT if _modules_with_dropout(model) else ""
 
 
 def draws_noise(model: nn.Module) -> bool:
     """Return whether training's forward pass draws random numbers: dropout, router jitter, or noise on embeddings."""
-    config = getattr(model, "config", None)
-    options = {} if config is None else config.get_text_config().to_dict()
-    has_jitter = any("jitter" in key and isinstance(value, float) and value > 0 for key, value in options.items())
+    has_jitter = bool(_positive_numbers(_config_options(model), "jitter"))
     has_noise = any(getattr(module, "neftune_noise_alpha", None) for module in model.modules())
     return has_dropout(model) or has_jitter or has_noise
 
 
-def _config_has_dropout(model: nn.Module) -> bool:
+def _modules_with_dropout(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that apply dropout themselves while they are in training mode.
+
+    These are layers of torch, and modules that call a function with a probability of their own or of the config. A
+    config may also hold probabilities that nothing reads (GPT-2's summary_first_dropout), or that the layers made from
+    it no longer have (after TRL's disable_dropout).
+    """
+    options = _positive_numbers(_config_options(model), "drop")
+    return [module for module in model.modules() if _applies_dropout(module, options)]
+
+
+def _applies_dropout(module: nn.Module, options: Set[str]) -> bool:
+    """Return whether a module applies dropout in training mode. `options` are the config's above 0."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    own = vars(module)
+    has_own = bool(_positive_numbers(own, "drop"))
+    return has_own or any(option in _names_in_forward(module) for option in options - own.keys())
+
+
+def _config_options(model: nn.Module) -> dict[str, Any]:
+    """Return the options of the model's config, of a model with images those of its language model."""
     config = getattr(model, "config", None)
-    options = {} if config is None else config.get_text_config().to_dict()
-    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in options.items())
+    return {} if config is None else config.get_text_config().to_dict()
+
+
+def _positive_numbers(values: Mapping[str, Any], word: str) -> set[str]:
+    """Return the names that contain a word and whose values are floats above 0."""
+    return {name for name, value in values.items() if word in name and isinstance(value, float) and value > 0}
+
+
+def _names_in_forward(module: nn.Module) -> Sequence[str]:
+    """Return the names that the forward pass of a module's class reads: of attributes, and of the config's options."""
+    forward = inspect.unwrap(type(module).forward)
+    return forward.__code__.co_names if inspect.isfunction(forward) else ()
 
 
 def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:

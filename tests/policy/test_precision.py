@@ -1,17 +1,20 @@
-"""The arithmetic of a measurement: torch's settings of TF32, and sums of half-precision products in fp32."""
+"""The arithmetic of a measurement: torch's settings of TF32, dropout, and sums of half-precision products in fp32."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig
+from trl.trainer.utils import disable_dropout_in_model
 
 from rl_training.policy import linear_head
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden
-from rl_training.policy.precision import ieee_fp32
+from rl_training.policy.precision import dropout_remark, has_dropout, ieee_fp32
 
 BACKENDS: Any = torch.backends
 SETTINGS = {
@@ -85,6 +88,32 @@ def test_old_and_new_settings_of_tf32_can_be_read_in_a_measurement_and_are_resto
     off = dict.fromkeys(OLD_SETTINGS, False) | {"get_float32_matmul_precision": "highest"}
     assert inside == dict.fromkeys(SETTINGS, "ieee") | off
     assert precision_settings() == before
+
+
+GPT2 = functools.partial(GPT2Config, vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, eos_token_id=1)
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 1}
+NO_LAYER = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# By name: a model's config, and whether TRL's disable_dropout is applied to it.
+DROPOUTS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "layers": (GPT2, False),
+    "an option that nothing reads": (lambda: GPT2(**NO_LAYER, summary_first_dropout=0.5), False),
+    "layers switched off": (GPT2, True),
+    "a module's number": (lambda: LlamaConfig(**SMALL, intermediate_size=16, attention_dropout=0.5), True),
+    "an option read in the forward pass": (lambda: FalconConfig(**SMALL, hidden_dropout=0.5), True),
+}
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_only_dropout_that_acts_counts(kind: str) -> None:
+    make, is_switched_off = DROPOUTS[kind]
+    model = AutoModelForCausalLM.from_config(make()).train()
+    if is_switched_off:
+        disable_dropout_in_model(model)
+    ids = torch.arange(2, 14).unsqueeze(0)
+    first, second = model(ids).logits, model(ids).logits
+    assert has_dropout(model) == bool(dropout_remark(model)) == (not torch.equal(first, second))
+    model.eval()
+    assert not has_dropout(model)
 
 
 def half_precision_scores() -> list[Tensor]:
