@@ -249,19 +249,20 @@ def parse_intervention(text: str) -> Intervention:
         hint = f"did you mean {close[0]}?" if close else f"choose from {names}, or give FILE.py:FUNCTION"
         raise UserError(f"unknown intervention {name!r}: {hint}")
     if name == "mis" and "," in strength:  # both bounds
-        bounds = [_strength(dataclasses.replace(intervention, low=0.0), bound) for bound in strength.split(",")]
+        bounds = [_checked_strength(dataclasses.replace(intervention, low=0.0), bound) for bound in strength.split(",")]
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
             raise UserError(f"{text}: give the lower bound and the upper, as in mis:0.5,2")
         masked = functools.partial(rw.token_mask, low=bounds[0])
         return dataclasses.replace(intervention, name=text, function=masked, strength=bounds[1])
-    if not strength:
+    if not strength and not text.endswith(":"):
         return intervention
     return dataclasses.replace(
-        intervention, name=f"{intervention.name}:{strength}", strength=_strength(intervention, strength)
+        intervention, name=f"{intervention.name}:{strength}", strength=_checked_strength(intervention, strength)
     )
 
 
-def _strength(intervention: Intervention, text: str) -> float:
+def _checked_strength(intervention: Intervention, text: str) -> float:
+    """Return the strength in `text`. Raise UserError if it is no number, out of bounds, or the neutral one."""
     full = f"{intervention.name}:{text}"
     if math.isnan(intervention.strength):
         raise UserError(f"{full}: {intervention.name} has no strength, write {intervention.name}")
