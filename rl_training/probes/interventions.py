@@ -87,8 +87,9 @@ class InterventionsProbe(Probe):
         decay: float = 0.9,
     ) -> None:
         super().__init__(every)
-        self.which = parse_interventions(which, "interventions.which")
-        if not self.which:
+        self._chosen = parse_interventions(which, "interventions.which")
+        self.which = list(which)  # as given: with the file or module of a user's own function
+        if not self._chosen:
             raise UserError(
                 f"interventions: which=[] is empty: name some, such as which=[{','.join(DEFAULT_INTERVENTIONS)}]"
             )
@@ -100,7 +101,7 @@ class InterventionsProbe(Probe):
     def init(self) -> dict[str, RunningPair]:
         """Return empty means over steps: of the plain step, and of each intervention's effect, immediate and kept."""
         suffixes = ("", KEPT)
-        names = [PLAIN, *(intervention.name + suffix for intervention in self.which for suffix in suffixes)]
+        names = [PLAIN, *(intervention.name + suffix for intervention in self._chosen for suffix in suffixes)]
         return {name: RunningPair() for name in names}
 
     def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
@@ -108,14 +109,14 @@ class InterventionsProbe(Probe):
         reason = ctx.effects_reason(OFF_POLICY)
         if reason:
             return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(reason)), state=state)
-        with_reference = any("reference" in intervention.needs for intervention in self.which)
+        with_reference = any("reference" in intervention.needs for intervention in self._chosen)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
         reward = gradient.weights if gradient.factor is None else gradient.factor
-        unavailable = {intervention.name: intervention.unavailable_reason(loss[0]) for intervention in self.which}
+        unavailable = {intervention.name: intervention.unavailable_reason(loss[0]) for intervention in self._chosen}
         changes: dict[str, Any] = {PLAIN: None}
         weights = {}
-        for intervention in self.which:
+        for intervention in self._chosen:
             if intervention.function is None:
                 changes[intervention.name] = intervention.change
             elif not unavailable[intervention.name]:
@@ -124,7 +125,7 @@ class InterventionsProbe(Probe):
         means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
         no_reward = gradient.reason
         estimates = [*pairs[PLAIN].estimates(no_reward), *means[PLAIN].mean().estimates(no_reward)]
-        for intervention in self.which:
+        for intervention in self._chosen:
             name = intervention.name
             missing = unavailable[name]
             if missing:
@@ -143,7 +144,7 @@ class InterventionsProbe(Probe):
 
     def _metrics(self) -> list[str]:
         return [
-            f"intervention/{intervention.name}/{quantity}" for intervention in self.which for quantity in QUANTITIES
+            f"intervention/{intervention.name}/{quantity}" for intervention in self._chosen for quantity in QUANTITIES
         ]
 
     def _estimates(

@@ -107,7 +107,7 @@ class MeasuredStepProbe(Probe):
         error_decay = half_by_measured_step(every) if error_decay is None else error_decay
         check_share("measured: error_decay", error_decay, "[0, 1)", "; 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
-        self._error_decay = error_decay
+        self.error_decay = error_decay
 
     def init(self) -> WeightsBefore:
         return WeightsBefore()
@@ -188,10 +188,10 @@ class MeasuredStepProbe(Probe):
         )
         if not estimates[ESS].value < MIN_ESS:
             variance = torch.tensor([estimates[name].stderr ** 2 for name in names]).double()
-            errors = state.errors.add(variance, ctx.step.number, self._error_decay)
+            errors = state.errors.add(variance, ctx.step.number, self.error_decay)
             state = dataclasses.replace(state, errors=errors)
             remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
-            averages = errors.average(self._error_decay)
+            averages = errors.average(self.error_decay)
             estimates |= _with_averaged_errors({name: estimates[name] for name in names}, *averages, remark)
         estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
         estimates |= sums

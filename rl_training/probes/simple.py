@@ -60,7 +60,7 @@ class SimpleEntropyProbe(Probe):
             steps' variances. None: a half per measured step, which averages about three.
             0: the error bar of this batch alone, which probes.jsonl always has as `stderr_of_batch`.
         every: Measure each `every`-th step.
-        steps: Measure so many neighbouring steps of each `every`. backward and trapezoid need two. Sums contain the
+        steps: Of every `every` steps, measure the first `steps`. backward and trapezoid need two. Sums contain the
             measured change over the steps in between, and say so.
         unclipped: Also predict what the step would do without gradient clipping (`delta_h/forward_unclipped`), which
             takes the optimizer's step twice more for each fold of a step that clips.
@@ -89,10 +89,11 @@ class SimpleEntropyProbe(Probe):
         check_whole("simple: steps", steps, 1, " (measure so many neighbouring steps of each `every`)")
         if steps > every:
             raise UserError(f"simple: steps={steps} must be at most every={every}")
-        self.steps, self._within_interval = steps, range(steps)  # what is measured of each `every` steps
-        error_decay = half_by_measured_step(every / steps) if error_decay is None else error_decay
+        self.error_decay = half_by_measured_step(every / steps) if error_decay is None else error_decay
         try:
-            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay, unclipped, keep_gathered)
+            self.entropy = EntropySettings(
+                responses_per_prompt, per_sequence, self.error_decay, unclipped, keep_gathered
+            )
         except ValueError as error:
             raise UserError(f"simple: {error}") from error
         check_num_folds("simple", num_folds)
@@ -101,20 +102,25 @@ class SimpleEntropyProbe(Probe):
             check_flag("simple: compile", compile)
         if rows_dtype not in ("auto", "float32", "bfloat16", "int8"):
             raise UserError(f"simple: rows_dtype={rows_dtype} must be auto, float32, bfloat16 or int8")
-        self.num_folds, self.rows_dtype = num_folds, None if rows_dtype == "auto" else getattr(torch, rows_dtype)
+        self.responses_per_prompt = responses_per_prompt
+        self.num_folds = num_folds
+        self.per_sequence = per_sequence
+        self.offload = offload
+        self.rows_dtype = None if rows_dtype == "auto" else getattr(torch, rows_dtype)
         self.compile = compile
-        self.per_sequence, self.offload, self.unclipped = per_sequence, offload, unclipped
+        self.steps = steps
+        self.unclipped = unclipped
+        self.keep_gathered = keep_gathered
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
 
     def measures_at(self, number: int) -> bool:
-        return (number - 1) % self.every in self._within_interval
+        return (number - 1) % self.every < self.steps
 
     @property
     def interval(self) -> str:
-        count = len(self._within_interval)
-        if count == self.every:
+        if self.steps == self.every:
             return ""
-        return super().interval if count == 1 else f" {count} of every {self.every} steps"
+        return super().interval if self.steps == 1 else f" {self.steps} of every {self.every} steps"
 
     def init(self) -> TrapezoidSum:
         return TrapezoidSum.empty(len(UNITS))

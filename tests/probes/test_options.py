@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rl_training import Probe, UserError, probes
+from rl_training.hosts.trl.recorded_settings import settings_of_probes
 from rl_training.probes import (
     GradientNoiseScaleProbe,
     GroundTruthProbe,
@@ -91,4 +92,6 @@ def test_an_invalid_value_is_refused_in_one_line_by_every_probe(probe: type[Prob
 def test_a_boundary_value_is_accepted(probe: type[Probe]) -> None:
     ends = {"every": 1, "responses_per_prompt": 1, "num_folds": 1, "seed": 0, "sequences": 65536, "split_prompts": 0}
     ends |= {"error_decay": 0.0} | ({"decay": 1} if probe is InterventionsProbe else {})
-    probe(**{name: value for name, value in ends.items() if name in inspect.signature(probe).parameters})
+    _, *options = inspect.signature(probe.__init__).parameters
+    made = probe(**{name: value for name, value in ends.items() if name in options})
+    assert settings_of_probes([made])[made.name].keys() == {"class", *options}, "the run's settings lack one"

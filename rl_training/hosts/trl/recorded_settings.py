@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from tokenize import TokenError
 from typing import Any
 
-from torch import nn
+from torch import dtype, nn
 from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.recorded_settings import settings_of_model, settings_of_optimizer
 from rl_training.parallel.ranks import all_ranks
+from rl_training.parallel.sharding import dtype_name
 
+PLAIN = str | int | float | list | tuple | None  # options of a probe that are recorded
 # Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
 NOT_OF_TRAINING = (
     *("hub_", "push_to_hub", "log_", "do_", "include_", "trackio_", "wandb_", "resume_from_checkpoint", "local_rank"),
@@ -55,17 +57,13 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
 
 def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
     """Return the options of each probe, by the probe's name: those stored in an attribute named like the argument."""
-    return {
-        probe.name: {
-            "class": type(probe).__name__,
-            **{
-                option: getattr(probe, option)
-                for option in inspect.signature(type(probe)).parameters
-                if isinstance(getattr(probe, option, ...), str | int | float | list | tuple | None)
-            },
-        }
-        for probe in probes
-    }
+    return {probe.name: {"class": type(probe).__name__, **_options_of(probe)} for probe in probes}
+
+
+def _options_of(probe: Probe) -> dict[str, Any]:
+    stored = {option: getattr(probe, option, ...) for option in inspect.signature(type(probe).__init__).parameters}
+    named = {option: dtype_name(value) if isinstance(value, dtype) else value for option, value in stored.items()}
+    return {option: value for option, value in named.items() if isinstance(value, PLAIN)}
 
 
 def _digest_of_source(function: object) -> str:

@@ -31,6 +31,7 @@ from rl_training.hosts.trl.members import METHODS
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.versions import TESTED
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.files.lock import locked
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -416,11 +417,18 @@ class Own(Probe):
 
 
 def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(make_trainer, tmp_path: Path) -> None:
-    """Whatever logging_steps is; TRL's default is 10."""
+    """Whatever logging_steps is; TRL's default is 10. The settings hold the options of each probe as given."""
     trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2, report_to=["tensorboard"])
-    probes = ["simple", "interventions", "measured", "gns", "ess", "sampler", "covariance", Own()]
+    (tmp_path / "my.py").write_text("def softer(loss, strength):\n    return loss.weights\n")
+    which = ["psr", f"{tmp_path / 'my.py'}:softer"]
+    simple = SimpleEntropyProbe(rows_dtype="float32")
+    probes = [simple, InterventionsProbe(which), "measured", "gns", "ess", "sampler", "covariance", Own()]
     with attach(trainer, tmp_path / "run", probes):
         trainer.train()
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["probes"]
+    assert settings["interventions"]["which"] == which
+    assert settings["simple"]["rows_dtype"] == "float32"
+    assert settings["simple"]["error_decay"] == settings["measured"]["error_decay"] == 0.5
     rows = read_metrics(tmp_path / "run" / "logs")
     estimated = {row["name"] for row in read_estimates(tmp_path / "run" / "logs")}
     ours = estimated | {f"{name}_se" for name in estimated} | {"probe_cost/fraction_of_step"}
