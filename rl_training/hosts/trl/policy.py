@@ -169,7 +169,7 @@ class TrainerPolicy(Policy):
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if accelerator.device.type == "cuda":  # by total, not free memory: a repeated run then draws the same batches
             memory = torch.cuda.get_device_properties(accelerator.device).total_memory
-            size = min(size, max_kv_caches(trainer.model.config, trainer.max_completion_length, memory))
+            size = min(size, max_responses(trainer, prompts, memory))
 
         def respond_to(batch: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             # One seed per batch, because a batch uses as many random numbers as its longest response needs.
@@ -183,6 +183,12 @@ class TrainerPolicy(Policy):
 
     def decode(self, ids: Tensor) -> str:
         return versions.tokenizer_of(self._trainer).decode(ids, skip_special_tokens=True)
+
+
+def max_responses(trainer: GRPOTrainer, prompts: Sequence[Any], memory: float) -> int:
+    """Return how many responses to these prompts may be generated at once in `memory` bytes. At least 1."""
+    longest_prompt = max(map(len, trainer._tokenize_prompts(list(prompts))[0]))
+    return max_kv_caches(trainer.model.config, longest_prompt + trainer.max_completion_length, memory)
 
 
 def max_kv_caches(config: Any, tokens: int, memory: float) -> int:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Con
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, sampling_reason
+from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, max_responses, sampling_reason
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -239,9 +239,18 @@ def test_checkpoint_analysis_refuses_other_sampling_and_other_losses(make_traine
         restore(make_trainer(**settings), tmp_path)
 
 
-def test_kv_caches_of_one_generation_batch_fit_an_eighth_of_the_gpu() -> None:
-    """A 7B model has 28 layers with 4 key-value heads of width 128: 114,688 bytes per token in fp32."""
+def test_kv_caches_of_one_generation_batch_fit_an_eighth_of_the_gpu(plain) -> None:
+    """A 7B model has 28 layers with 4 key-value heads of width 128: 114,688 bytes per token in fp32.
+
+    Prompts count, too.
+    """
     shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "hidden_size": 3584}
     config = Qwen2Config(**shape, num_key_value_heads=4)
     assert max_kv_caches(config, 16384, 80e9) == 10_000_000_000 // (114_688 * 16384) == 5
     assert max_kv_caches(GPT2Config(n_layer=28, n_head=28, n_embd=3584), 16384, 80e9) == 1
+    prompts = ["1+1=", "1+" * 1000 + "1="]
+    (short, long), *_ = plain._tokenize_prompts(prompts)
+    caches = [max_responses(plain, chosen, 80e9) for chosen in (prompts[:1], prompts)]
+    ratio = (len(long) + plain.max_completion_length) / (len(short) + plain.max_completion_length)
+    assert ratio > 50
+    assert caches[0] / caches[1] == pytest.approx(ratio, rel=1e-3)
