@@ -49,6 +49,17 @@ def check_flag(option: str, value: object) -> None:
         raise UserError(f"{option}={value!r} must be true or false")
 
 
+def check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Raise UserError unless the value is one of the choices.
+
+    >>> check_choice("log.level", "all", ("none", "minimal"))
+    Traceback (most recent call last):
+    rl_training.errors.UserError: log.level=all: choose from none, minimal
+    """
+    if value not in choices:
+        raise UserError(f"{option}={value}: choose from {', '.join(map(str, choices))}")
+
+
 def half_by_measured_step(every: float) -> float:
     """Return the decay per optimizer step that makes each measured step weigh half as much as the next measured one.
 

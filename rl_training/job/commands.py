@@ -29,7 +29,7 @@ from rl_training.records.files.masking import mask_words
 
 def train() -> None:
     """Train with GRPO and probes, and write the report."""
-    is_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # a branch takes its settings from its run
+    is_branch = any(key_of(word) == "branch" for word in sys.argv[1:])  # a branch takes its settings from its run
     run_composed("train", _train, lambda word: not is_branch and key_of(word) != "trainer")
 
 

@@ -29,7 +29,7 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, UpdateConfig
+from rl_training.offline.settings import EvaluationSettings, UpdateSettings
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.policy.scores import Scores
@@ -74,7 +74,7 @@ class UpdateBuffer:
 
 
 def sample_update(
-    restored: RestoredTrainer, settings: UpdateConfig, chunk_size: int, progress: Progress = silent
+    restored: RestoredTrainer, settings: UpdateSettings, chunk_size: int, progress: Progress = silent
 ) -> UpdateBuffer:
     """Sample U: generate and reward responses as training does, and filter them if the settings say so. Collective.
 
@@ -144,7 +144,7 @@ def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
 
 def sample_evaluation(
     restored: RestoredTrainer,
-    settings: Evaluation,
+    settings: EvaluationSettings,
     update: UpdateBuffer | None,
     chunk_size: int,
     progress: Progress = silent,
@@ -217,7 +217,7 @@ def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollou
 
 
 def _rows_of_evaluation(
-    restored: RestoredTrainer, settings: Evaluation, update: UpdateBuffer | None
+    restored: RestoredTrainer, settings: EvaluationSettings, update: UpdateBuffer | None
 ) -> list[dict[str, Any]]:
     trainer = restored.trainer
     source = settings.source

@@ -19,7 +19,7 @@ from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analyze_and_write import analyze_and_write
 from rl_training.offline.restored import restore
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import Settings, check_name
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import LOGS_FOLDER, OFFLINE
 from rl_training.records.frames import RESULT_FILE
@@ -55,6 +55,7 @@ def analyze(
     """
     if not is_trls(trainer):
         raise UserError(wrong_trainer_message(trainer))
+    check_name(name)
     start = time.perf_counter()
     analysis_settings = settings or Settings()
     checkpoint = Path(checkpoint)

@@ -1,21 +1,30 @@
 """The settings of a checkpoint analysis, as in conf/offline.yaml. This module does not import torch.
 
-job/configuration/checks.py checks the type and range of each value. This module checks that settings fit together.
+Each class checks its values and names them in errors as the command does, `update.prompts`. All raise UserError.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from rl_training.errors import UserError
+from rl_training.options import check_choice, check_flag, check_whole
 
 LEVELS = ("none", "minimal", "standard", "detailed", "debug")
 
 
+def check_name(name: str) -> None:
+    """Raise UserError unless an analysis of this name can have a folder of this name."""
+    if not re.fullmatch(r"[\w=+-][\w.,=+-]*", name):
+        raise UserError(f"name={name} names a folder in RUN/offline: use only letters, digits and . = + - _")
+
+
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSettings:
     """E: its prompts, and the responses to each. `source` is a split to draw from, or rows of the training set."""
 
     prompts: int = 256
@@ -24,18 +33,34 @@ class Evaluation:
     overlap: str = "allowed"  # forbidden | allowed | wanted
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_whole("evaluation.prompts", self.prompts, 2)
+        check_whole("evaluation.responses", self.responses, 1)
+        check_whole("evaluation.seed", self.seed, 0)
+        check_choice("evaluation.overlap", self.overlap, ("forbidden", "allowed", "wanted"))
+        is_split = self.source in ("train", "eval")
+        if not is_split and (isinstance(self.source, str) or not self.source):
+            raise UserError(
+                f"evaluation.source={self.source}: choose train, eval, or a list of rows of the training set"
+            )
+
     @property
     def num_sequences(self) -> int:
         return (self.prompts if isinstance(self.source, str) else len(self.source)) * self.responses
 
 
 @dataclass(frozen=True)
-class UpdateConfig:
+class UpdateSettings:
     """U: its prompts. The number of responses to each is the run's."""
 
     prompts: int = 32
     filtered: bool = False  # keep only prompts that training's filter accepts
     seed: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole("update.prompts", self.prompts, 2)  # error bars leave out one prompt at a time
+        check_whole("update.seed", self.seed, 0)
+        _check_flags("update", self)
 
 
 @dataclass(frozen=True)
@@ -43,6 +68,9 @@ class FirstOrderSettings:
     """The first-order prediction."""
 
     enabled: bool = True
+
+    def __post_init__(self) -> None:
+        _check_flags("first_order", self)
 
 
 @dataclass(frozen=True)
@@ -53,14 +81,24 @@ class TruthSettings:
     odd: bool = True  # also measure the step backwards, which removes the second order
     etas: Sequence[float] = (1.0,)  # lengths of the step, as multiples of it
 
+    def __post_init__(self) -> None:
+        _check_flags("truth", self)
+        for eta in self.etas:
+            _check_positive("truth.etas", eta, ": a multiple of the step; truth.odd makes the step back")
+
 
 @dataclass(frozen=True)
-class Memory:
+class MemorySettings:
     """Memory limits of each process."""
 
     microbatch_size: int = 32  # sequences in a forward and backward
     generation_size: int = 128  # sequences generated at once
     offload: bool = False  # keep the gradients of U's folds in host memory
+
+    def __post_init__(self) -> None:
+        check_whole("memory.microbatch_size", self.microbatch_size, 1)
+        check_whole("memory.generation_size", self.generation_size, 1)
+        _check_flags("memory", self)
 
 
 @dataclass(frozen=True)
@@ -77,6 +115,18 @@ class KernelSettings:
     sketch_repeats: int = 8
     sketch_seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_flags("kernel", self)
+        _check_positive("kernel.memory_gb", self.memory_gb)
+        check_choice("kernel.dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice("kernel.source", self.source, ("own", "fixed"))
+        check_whole("kernel.microbatch_size", self.microbatch_size, 1)
+        check_whole("kernel.sketch_buckets", self.sketch_buckets, 1)
+        if self.sketch_buckets & (self.sketch_buckets - 1):
+            larger = 1 << self.sketch_buckets.bit_length()
+            raise UserError(f"kernel.sketch_buckets={self.sketch_buckets} must be a power of two: use {larger}")
+        check_whole("kernel.sketch_repeats", self.sketch_repeats, 2, ": they give the error bars")
+
 
 @dataclass(frozen=True)
 class SweepSettings:
@@ -86,6 +136,13 @@ class SweepSettings:
     update_seeds: Sequence[int] = ()
     update_prompts: Sequence[int] = ()
     update_filtered: Sequence[bool] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("evaluation_sizes", 2), ("update_prompts", 2), ("update_seeds", 0)):
+            for value in getattr(self, name):
+                check_whole(f"sweep.{name}", value, least)
+        for value in self.update_filtered:
+            check_flag("sweep.update_filtered", value)
 
     @property
     def updates(self) -> bool:
@@ -103,6 +160,10 @@ class LogSettings:
     compress: bool = True
     directory: str | None = None  # replaces the log folder of the analyses
 
+    def __post_init__(self) -> None:
+        check_choice("log.level", self.level, LEVELS)
+        _check_flags("log", self)
+
     def reaches(self, level: str) -> bool:
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
@@ -112,15 +173,15 @@ class Settings:
     """All settings of a checkpoint analysis, with the defaults of `rl-training analyze`.
 
     Raises:
-        UserError: Two settings contradict each other.
+        UserError: A value is invalid, or two settings contradict each other.
     """
 
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    update: UpdateConfig = field(default_factory=UpdateConfig)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    update: UpdateSettings = field(default_factory=UpdateSettings)
     first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
     truth: TruthSettings = field(default_factory=TruthSettings)
     conditioning: bool = True
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySettings = field(default_factory=MemorySettings)
     kernel: KernelSettings = field(default_factory=KernelSettings)
     sweep: SweepSettings = field(default_factory=SweepSettings)
     log: LogSettings = field(default_factory=LogSettings)
@@ -129,6 +190,7 @@ class Settings:
         predicts = self.first_order.enabled
         measures = self.truth.enabled
         sweep = self.sweep
+        check_flag("conditioning", self.conditioning)
         if not (predicts or measures):
             raise UserError("neither prediction nor truth is enabled: set first_order.enabled or truth.enabled to true")
         if self.kernel.enabled and not predicts:
@@ -144,3 +206,16 @@ class Settings:
                     f"sweep.evaluation_sizes: {size} sequences are not two or more of E's prompts with all their "
                     f"responses: give multiples of {unit}, from {2 * unit} to {total}"
                 )
+
+
+def _check_flags(group: str, settings: Any) -> None:
+    """Raise UserError for a setting of this group that is neither true nor false, and whose default is."""
+    for setting in fields(settings):
+        if isinstance(setting.default, bool):
+            check_flag(f"{group}.{setting.name}", getattr(settings, setting.name))
+
+
+def _check_positive(setting: str, value: float, hint: str = "") -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 < value < math.inf:
+        raise UserError(f"{setting}={value} must be above 0{hint}")

@@ -22,7 +22,7 @@ from rl_training.offline.analysis import UNITS, Analysis, in_both_units
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings, UpdateConfig
+from rl_training.offline.settings import Settings, UpdateSettings
 from rl_training.offline.truth import AtStep, Truth, measure
 from rl_training.offline.update import make_update
 from rl_training.statistics.jackknife import Replicates
@@ -58,7 +58,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
     memory = settings.memory
     sweep = settings.sweep
     choices = sweep.update_prompts or [base.prompts], sweep.update_filtered or [base.filtered]
-    variants = [UpdateConfig(*choice) for choice in combinations(*choices, sweep.update_seeds or [base.seed])]
+    variants = [UpdateSettings(*choice) for choice in combinations(*choices, sweep.update_seeds or [base.seed])]
     rows = []
     shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
     for variant in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):

@@ -28,7 +28,7 @@ from rl_training.hosts.trl.versions import NUM_SCORES
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Memory
+from rl_training.offline.settings import MemorySettings
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
 from rl_training.parallel.rows import Receiver, Rows
@@ -58,7 +58,9 @@ class Update:
         return self.without.whole
 
 
-def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
+def make_update(
+    restored: RestoredTrainer, update: UpdateBuffer, memory: MemorySettings, progress: Progress = silent
+) -> Update:
     """Compute the optimizer's step on U. Collective."""
     layout = restored.layout
     batch = _batch_of(restored, update, memory.microbatch_size)

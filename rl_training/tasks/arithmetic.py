@@ -8,16 +8,18 @@ A fixed eighth of all chains, chosen by a checksum of the prompt, is held out: w
 worked examples of the warm start contain a prompt of the evaluation.
 """
 
+from __future__ import annotations
+
 import random
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from datasets import Dataset
 
 from rl_training.errors import UserError
-from rl_training.tasks.task import Task, WorkedExample, is_held_out
+from rl_training.tasks.task import Task, WorkedExample, distinct_rows, is_held_out
 
 MIN_OPERANDS = 3
 MAX_OPERANDS = 7
@@ -41,7 +43,7 @@ def arithmetic(
     chains are harder for it, and need a larger max_completion_length (4 tokens per operand, plus 6).
 
     Raises:
-        UserError: If min_operands is below three, or above max_operands.
+        UserError: If min_operands is below three or above max_operands, or if there are fewer chains than requested.
     """
     if not MIN_OPERANDS <= min_operands <= max_operands:
         raise UserError(
@@ -89,11 +91,8 @@ def worked_examples(
 
 def _dataset(num_rows: int, operands: tuple[int, int], *, held_out: bool, seed: int) -> Dataset:
     rng = random.Random(f"{seed}, held out: {held_out}")
-    answers: dict[str, str] = {}  # by prompt, in the order in which they were drawn
-    while len(answers) < num_rows:
-        chain = _draw(rng, operands)
-        if is_held_out(_prompt(chain)) == held_out:
-            answers[_prompt(chain)] = str(chain[-1])
+    chains = (_draw(rng, operands) for _ in count())
+    answers = distinct_rows(((_prompt(chain), str(chain[-1])) for chain in chains), num_rows, held_out=held_out)
     return Dataset.from_dict({"prompt": list(answers), "answer": list(answers.values())})
 
 

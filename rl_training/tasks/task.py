@@ -1,14 +1,20 @@
 """The interface of a task: two datasets of prompts and a reward for the responses."""
 
+from __future__ import annotations
+
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 from datasets import Dataset
 
 from rl_training.errors import UserError
 
+Row = TypeVar("Row")
 _HELD_OUT_ONE_IN = 8
+_MAX_DRAWS = 200  # draws per requested row; all of n equally likely texts take about n log n draws
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,30 @@ class WorkedExample:
 def is_held_out(prompt: str) -> bool:
     """Return whether a generated prompt is held out: one in eight is, by a checksum of its text whatever the seed."""
     return zlib.crc32(prompt.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+def distinct_rows(draws: Iterator[tuple[str, Row]], num_rows: int, *, held_out: bool) -> dict[str, Row]:
+    """Return the first `num_rows` rows with different texts that are drawn for a split, by text.
+
+    Args:
+        draws: Random draws of a row and its text, endless.
+        num_rows: How many rows to return.
+        held_out: Whether to return rows whose text `is_held_out`, or the others.
+
+    Raises:
+        UserError: If there are fewer texts, which shows in draws that bring nothing new.
+    """
+    rows: dict[str, Row] = {}
+    max_draws = max(0, _MAX_DRAWS * num_rows)
+    for text, row in islice(draws, max_draws):
+        if is_held_out(text) == held_out:
+            rows.setdefault(text, row)
+        if len(rows) == num_rows:
+            break
+    if len(rows) < num_rows:
+        setting = "data.num_eval" if held_out else "data.num_train"
+        raise UserError(
+            f"{setting}={num_rows}: {max_draws} draws gave only {len(rows)} different prompts under these settings: "
+            f"ask for fewer by {setting}"
+        )
+    return rows

@@ -14,14 +14,16 @@ echoed for every other lamp."
 The nouns are drawn from 48, which gives 17,296 triples. A fixed eighth of them is held out.
 """
 
+from __future__ import annotations
+
 import random
 import re
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from datasets import Dataset
 
-from rl_training.tasks.task import Task, is_held_out
+from rl_training.tasks.task import Task, distinct_rows
 
 _NOUNS = """
 river bread dog child tree snow train music window garden bird lamp road boat horse apple rain market teacher cloud
@@ -70,6 +72,9 @@ def three_words(num_train: int = 2048, num_eval: int = 256, seed: int = 0) -> Ta
     """Return the task: `num_train` training and `num_eval` held-out triples of nouns, without duplicates.
 
     Prompts are conversations, so the model's chat template is applied.
+
+    Raises:
+        UserError: If there are fewer triples than requested.
     """
     return Task(
         train_dataset=_dataset(num_train, held_out=False, seed=seed),
@@ -130,10 +135,10 @@ def _text(completion: Any) -> str:
 
 def _dataset(num_rows: int, *, held_out: bool, seed: int) -> Dataset:
     rng = random.Random(f"{seed}, held out: {held_out}")
-    rows: dict[frozenset[str], dict[str, Any]] = {}
-    while len(rows) < num_rows:
-        words = rng.sample(NOUNS, 3)
-        if is_held_out(" ".join(sorted(words))) == held_out:
-            prompt = [*WORKED_EXAMPLE, {"role": "user", "content": INSTRUCTION.format(", ".join(words))}]
-            rows.setdefault(frozenset(words), {"prompt": prompt, "words": words})
-    return Dataset.from_list(list(rows.values()))
+    triples = (rng.sample(NOUNS, 3) for _ in count())
+    rows = distinct_rows(((" ".join(sorted(words)), words) for words in triples), num_rows, held_out=held_out)
+    return Dataset.from_list([{"prompt": _prompt(words), "words": words} for words in rows.values()])
+
+
+def _prompt(words: list[str]) -> list[dict[str, str]]:
+    return [*WORKED_EXAMPLE, {"role": "user", "content": INSTRUCTION.format(", ".join(words))}]

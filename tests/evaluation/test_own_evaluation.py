@@ -108,6 +108,9 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
     again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
+    with pytest.raises(ValueError, match=r"evaluation\.name= names a folder"):  # that of all evaluations
+        evaluate(fresh, checkpoint, folder, name="", overwrite=True)
+    assert {*evaluations(folder)["evaluation"]} == {"default"}
 
 
 def test_evaluation_renders_messages_with_the_template_of_training(make_trainer: Callable[..., Any]) -> None:

@@ -296,6 +296,9 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_resume(tmp_path:
     assert resumed.end() == 0, resumed.lines
     assert not [line for line in resumed.lines if "missing keys" in line]  # about a tied head
     assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]
+    elsewhere = start(tmp_path / "elsewhere", *SMALL, f"resume={run}", f"++run_dir={tmp_path / 'other'}")
+    assert elsewhere.end() == 2
+    assert elsewhere.lines[-1].endswith("leave run_dir out")
 
 
 def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:

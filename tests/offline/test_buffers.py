@@ -13,7 +13,7 @@ from ranks_in_threads import on_two_ranks
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.offline.buffers import _filter_of, _in_update, sample_evaluation, sample_update
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, UpdateConfig
+from rl_training.offline.settings import EvaluationSettings, UpdateSettings
 
 
 def test_a_prompt_counts_as_in_u_if_any_process_has_it() -> None:
@@ -63,7 +63,7 @@ def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
 def test_prompts_of_e_can_exclude_or_repeat_those_of_u(restored, analyzed, overlap: str) -> None:
     update, total = analyzed.update_buffer, len(restored.trainer.train_dataset)
-    evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
+    evaluation = sample_evaluation(restored, EvaluationSettings(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts([row["prompt"] for row in evaluation.rows])[0]
     rollout = update.rollout
     in_update = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
@@ -73,12 +73,12 @@ def test_prompts_of_e_can_exclude_or_repeat_those_of_u(restored, analyzed, overl
 
 def test_e_may_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
     data = restored.trainer.train_dataset
-    given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
+    given = sample_evaluation(restored, EvaluationSettings(responses=2, source=[5, 7]), None, 64)
     assert given.rows == (data[5], data[5], data[7], data[7])  # the reward needs the rows' other columns
-    held_out = sample_evaluation(restored, Evaluation(4, source="eval"), None, 64)
+    held_out = sample_evaluation(restored, EvaluationSettings(4, source="eval"), None, 64)
     assert {row["prompt"] for row in held_out.rows} <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match="row 99999 is not in the training set"):
-        sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
+        sample_evaluation(restored, EvaluationSettings(source=[99999]), None, 64)
 
 
 def test_u_has_the_rewards_and_the_filter_of_training(restored, analyzed) -> None:
@@ -86,7 +86,7 @@ def test_u_has_the_rewards_and_the_filter_of_training(restored, analyzed) -> Non
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)
     torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
-    filtered = sample_update(restored, UpdateConfig(8, filtered=True), 64).rollout
+    filtered = sample_update(restored, UpdateSettings(8, filtered=True), 64).rollout
     idle = [float((r.advantages.view(8, 4) == 0).all(dim=1).double().mean()) for r in (rollout, filtered)]
     assert idle[1] < idle[0]
     assert restored.trainer.buffer is None

@@ -29,7 +29,13 @@ from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.first_order import predict
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
-from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, TruthSettings, UpdateConfig
+from rl_training.offline.settings import (
+    EvaluationSettings,
+    FirstOrderSettings,
+    MemorySettings,
+    TruthSettings,
+    UpdateSettings,
+)
 from rl_training.parallel.vectors import dot
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import resolve_checkpoints
@@ -105,7 +111,7 @@ def test_the_terminal_warns_only_where_first_order_fails(restored, analyzed, cap
 
 @pytest.mark.parametrize("size", [3, 32])
 def test_results_do_not_depend_on_the_microbatch_size(restored: RestoredTrainer, analyzed: Analysis, size: int) -> None:
-    other = analyze(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
+    other = analyze(restored, dataclasses.replace(SMALL, memory=MemorySettings(microbatch_size=size, offload=True)))
     for key, value in analyzed.results.items():
         if key.startswith("deltaH") and not key.endswith("_se"):
             assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(analyzed.results["deltaH1"])), (
@@ -116,7 +122,8 @@ def test_results_do_not_depend_on_the_microbatch_size(restored: RestoredTrainer,
 def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
     """Even if microbatches split prompts. The twin sums each token's weight times its slope along the step."""
     results = analyze(
-        restored, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4))
+        restored,
+        dataclasses.replace(SMALL, evaluation=EvaluationSettings(10, 3), memory=MemorySettings(microbatch_size=4)),
     )
     assert results.first_order is not None
     assert results.truth is not None
@@ -145,7 +152,9 @@ def test_results_that_were_not_requested_are_nan_with_the_reason(restored: Resto
     assert "first_order.enabled" in measured.reasons["deltaH1"]
     assert "paired_error" not in measured.results
     assert math.isfinite(measured.results["deltaH_true"])
-    few = analyze(restored, dataclasses.replace(only, update=UpdateConfig(prompts=4), evaluation=Evaluation(prompts=4)))
+    few = analyze(
+        restored, dataclasses.replace(only, update=UpdateSettings(prompts=4), evaluation=EvaluationSettings(prompts=4))
+    )
     assert math.isnan(few.results["deltaH1_se"])
     assert "fewer than 8" in few.reasons["deltaH1_se"]
 
@@ -178,7 +187,7 @@ def test_conditioning_rows_of_adam_and_sgd_follow_from_the_same_buffers(analyzed
 
 
 def test_without_any_advantage_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
-    small = dataclasses.replace(SMALL, update=UpdateConfig(prompts=2), truth=TruthSettings(enabled=False))
+    small = dataclasses.replace(SMALL, update=UpdateSettings(prompts=2), truth=TruthSettings(enabled=False))
     results = analyze(restored_at(run, 1, "trainer.max_completion_length=1"), small)
     assert not torch.cat(results.update.gradient).any()
     rows = {row["name"]: row for row in results.tables["conditioning"]}
@@ -211,6 +220,8 @@ def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path,
     with composing():
         with pytest.raises(ValueError, match=r"is not in a run .* model=… data=…"):
             run_settings(alone, [])
+        with pytest.raises(ValueError, match=r"^/checkpoint-1 is not in a run \(there is no /config.yaml\): "):
+            run_settings(Path("/checkpoint-1"), [])
         named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
         restored = build_restored(run_settings(alone, named), alone)
     assert restored.learning_rate == pytest.approx(2e-4)
@@ -223,6 +234,8 @@ def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Pat
     assert resolve_checkpoints([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
     assert resolve_checkpoints("latest", run.parent) == all_of_them[-1:]
     assert resolve_checkpoints("all", run.parent) == all_of_them
+    with composing(), pytest.raises(ValueError, match=r"checkpoint=\[\] names no checkpoint"):
+        analyze_checkpoints(compose("offline", ["checkpoint=[]"]))
     with pytest.raises(ValueError, match="there is no such folder"):
         resolve_checkpoints(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*; give checkpoint=PATH"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from rl_training.job.run.analysis import result_files
 from rl_training.job.run.evaluation import read_evaluation
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
-from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
+from rl_training.offline.settings import EvaluationSettings, MemorySettings, Settings, UpdateSettings
 from rl_training.offline.update import make_update
 from rl_training.records.frames import analysis_results
 
-SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
+SMALL = Settings(EvaluationSettings(prompts=24), UpdateSettings(prompts=8), memory=MemorySettings(microbatch_size=8))
 PLAIN: dict[str, Any] = {
     "trainer_class": GRPOTrainer, "config_class": GRPOConfig, "use_cpu": True, "bf16": False, "reward": graded,
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8,
@@ -82,6 +83,9 @@ def test_a_loss_whose_step_cannot_be_analyzed_is_refused_with_what_to_set(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     trainer = make_trainer(**PLAIN, loss_type="bnpo")
+    for name in ("", "a/b", ".."):
+        with pytest.raises(ValueError, match=f"name={re.escape(name)} names a folder in RUN/offline"):
+            analyze(trainer, tmp_path, tmp_path / "run", name=name)
     with attach(trainer, probes=()):
         trainer.train()
     with pytest.raises(ValueError, match="make the trainer with loss_type='dr_grpo'"):

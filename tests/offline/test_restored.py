@@ -19,7 +19,7 @@ from rl_training.job.run.training import build_run
 from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.buffers import UpdateBuffer, sample_update
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
-from rl_training.offline.settings import Memory, UpdateConfig
+from rl_training.offline.settings import MemorySettings, UpdateSettings
 from rl_training.offline.update import make_update
 from rl_training.policy.rollout import Rollout, take_rows
 
@@ -29,7 +29,7 @@ from rl_training.policy.rollout import Rollout, take_rows
 def test_the_analyzed_adam_step_is_the_one_that_training_took(restored: RestoredTrainer) -> None:
     """With the same sequences, these agree: gradient, clipping, Adam's moments and their order, the learning rate."""
     real = SEEN[2]
-    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
+    update = make_update(restored, as_update_buffer(real["rollout"]), MemorySettings(8))
     assert restored.step == 1
     assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
     assert close(torch.cat(update.gradient), real["gradient"]) < 1e-5
@@ -44,7 +44,7 @@ def test_the_analyzed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> 
     run.train()
     run.end()
     real, restored = SEEN[2], restored_at(folder, 1)
-    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
+    update = make_update(restored, as_update_buffer(real["rollout"]), MemorySettings(8))
     assert restored.learning_rate == pytest.approx(0.15)
     assert close(torch.cat(update.delta), real["delta"]) < 1e-4
     results = analyze(restored, SMALL)
@@ -79,7 +79,7 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analyzed, prompts: int) -> None:
     rollout = analyzed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # so that it costs nothing
-    sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).batch.fold_sizes.tolist()
+    sizes = make_update(restored, with_prompts(idle, prompts), MemorySettings(32)).batch.fold_sizes.tolist()
     assert len(sizes) == min(prompts, 16)
     assert sum(sizes) == prompts
     assert max(sizes) - min(sizes) <= 1
@@ -90,12 +90,12 @@ def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTr
     rollout = with_prompts(analyzed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
-    update = make_update(restored, UpdateBuffer(rollout, 18, 1), Memory(32))
+    update = make_update(restored, UpdateBuffer(rollout, 18, 1), MemorySettings(32))
     assert update.batch.fold_sizes.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
     for fold, prompts in ((8, {9, 10}), (9, {11})):
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
-        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
+        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), MemorySettings(32))
         without = update.without
         delta = torch.cat([piece.delta(without.clipped.without(fold, piece)).total for piece in without.pieces])
         assert close(delta, torch.cat(of_others.delta)) < 1e-4
@@ -178,8 +178,8 @@ def test_the_gradient_of_u_equals_that_of_trls_loss(run: Path, settings: list[st
     restored = restored_at(run, 1, *settings)
     trainer = restored.trainer
     trainer.current_gradient_accumulation_steps = 1
-    buffer = sample_update(restored, UpdateConfig(8), 64)
-    update = make_update(restored, buffer, Memory(8))
+    buffer = sample_update(restored, UpdateSettings(8), 64)
+    update = make_update(restored, buffer, MemorySettings(8))
     rollout = buffer.rollout
     losses = []
     for rows in torch.arange(32).split(8):
@@ -195,10 +195,10 @@ def test_the_gradient_of_u_equals_that_of_trls_loss(run: Path, settings: list[st
 def test_the_step_of_a_vllm_run_is_analyzed_without_a_sampler_correction(run: Path) -> None:
     """TRL's loss then includes a ratio to that sampler, which is 1."""
     restored = restored_at(run, 1)
-    buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []
+    buffer, gradients = sample_update(restored, UpdateSettings(8), 64), []
     for use_vllm in (False, True):
         restored.trainer.use_vllm = restored.trainer.vllm_importance_sampling_correction = use_vllm
-        gradients.append(torch.cat(make_update(restored, buffer, Memory(8)).gradient))
+        gradients.append(torch.cat(make_update(restored, buffer, MemorySettings(8)).gradient))
     assert torch.equal(*gradients)
 
 

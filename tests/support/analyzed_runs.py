@@ -20,7 +20,7 @@ from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.training import build_run
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
+from rl_training.offline.settings import EvaluationSettings, MemorySettings, Settings, UpdateSettings
 
 RUN = [
     *QUICK, "batch.microbatch_size=8", "probe=none",
@@ -28,7 +28,7 @@ RUN = [
     "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
     "trainer.max_completion_length=24", "+probes.recorder._target_=analyzed_runs.Recorder",
 ]  # fmt: skip
-SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
+SMALL = Settings(EvaluationSettings(prompts=24), UpdateSettings(prompts=8), memory=MemorySettings(microbatch_size=8))
 SEEN: dict[int, dict[str, Any]] = {}
 
 

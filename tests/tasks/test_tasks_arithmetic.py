@@ -97,6 +97,13 @@ def test_the_name_of_the_reward_metric_is_fixed(task: Task) -> None:
     assert task.reward.__name__ == "arithmetic_reward"
 
 
+def test_more_chains_than_there_are_is_refused_with_how_many_were_found() -> None:
+    """Of 810 chains of three operands, 106 are held out."""
+    assert len(arithmetic(1, 106, max_operands=3).eval_dataset) == 106
+    with pytest.raises(ValueError, match=r"gave only 106 different prompts .*: ask for fewer by data\.num_eval"):
+        arithmetic(1, 107, max_operands=3)
+
+
 def test_chains_have_the_requested_number_of_operands_and_at_least_three() -> None:
     longer = arithmetic(num_train=100, num_eval=10, min_operands=8, max_operands=9)
     for dataset in (longer.train_dataset, longer.eval_dataset):

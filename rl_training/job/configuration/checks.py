@@ -13,19 +13,21 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import INVALID_IN_FOLDER_NAME
+from rl_training.job.configuration.overrides import folder_name
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import check_allowed, check_kinds, quote_override
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import Settings, check_name
 from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
 
-PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name")
+# Settings of all commands that are a path, or a list of paths.
+PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "output", "runs_dir", "log.directory")
+PATH_LIST_KEYS = ("checkpoint", "checkpoints")
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -34,12 +36,12 @@ DERIVED_FIELDS = {
 
 
 def check_run(cfg: DictConfig) -> int:
-    """Run all checks that are possible without torch, and return the number of microbatches per step and process."""
+    """Run all checks that are possible without torch, and return the number of microbatches per step and process.
+
+    It normalizes the settings first, as the checks of analyses and evaluations do.
+    """
+    normalize(cfg)
     check_resume(cfg)
-    for key in PATH_KEYS:  # the shell does not expand `~` after `=`
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.startswith("~"):
-            OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
     dashboards = cfg.trainer.get("report_to") or []
     for library in EXTRA_OF:
@@ -54,15 +56,33 @@ def check_run(cfg: DictConfig) -> int:
     )
 
 
+def normalize(cfg: DictConfig) -> None:
+    """Expand `~` in paths, and make numbers of digits that came as text; in place.
+
+    Not every shell expands `~` after `=`, and none after a dotted key. Text comes from the environment:
+    seed=${oc.env:SLURM_ARRAY_TASK_ID}.
+    """
+    for key in (*PATH_KEYS, *PATH_LIST_KEYS):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str):
+            expanded: Any = os.path.expanduser(value)  # unlike pathlib's, it keeps a ~ that names no user
+        elif isinstance(value, ListConfig) and key in PATH_LIST_KEYS:
+            expanded = [os.path.expanduser(path) if isinstance(path, str) else path for path in value]
+        else:
+            continue
+        if expanded != value:
+            OmegaConf.update(cfg, key, expanded)
+    for key in ranges("train"):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.isdecimal():
+            OmegaConf.update(cfg, key, int(value))
+
+
 def check_settings(cfg: DictConfig) -> None:
     """Raise UserError for settings that are out of range, do not exist, or contradict another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise UserError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
     check_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # their contents are checked below
-    for key in ranges("train"):
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
-            OmegaConf.update(cfg, key, int(value))
     _check_probes(cfg.get("probes"))
     check_values(cfg, "train")
     for key in ("data.path", "model.name"):
@@ -146,7 +166,7 @@ def check_resume(cfg: DictConfig) -> None:
             "resume=auto continues the run in run_dir, or starts it there, but run_dir is named by the time: give "
             "run_dir=PATH"
         )
-    run = Path(str(cfg.run_dir)).expanduser()
+    run = Path(str(cfg.run_dir))
     if cfg.resume == "latest" and is_dir_given and not (run / TRAINING_STATE).is_dir():
         runs = {path.parent.name: f"run_dir={path.parent}" for path in run.parent.glob(f"*/{TRAINING_STATE}")}
         raise UserError(
@@ -190,12 +210,10 @@ def check_analysis(cfg: DictConfig) -> Settings:
     Raises:
         UserError: For values that are missing or invalid.
     """
+    normalize(cfg)
     check_values(cfg, "offline")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     analysis_folder_name(str(values["name"]))
-    source = values["evaluation"]["source"]
-    if isinstance(source, str) and source not in ("train", "eval"):
-        raise UserError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
     makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
     return Settings(**{key: values[key] if make is MISSING else make(**values[key]) for key, make in makers.items()})
 
@@ -203,16 +221,16 @@ def check_analysis(cfg: DictConfig) -> Settings:
 def analysis_folder_name(name: str) -> str:
     """Return the folder for an analysis of this name, or raise UserError if it is not a valid folder name.
 
-    Text after a comma names a sweep job by its settings; characters that are invalid in folder names are removed.
+    Text after a comma names a sweep job by its settings, which may hold what no folder name can: see `folder_name`.
     """
-    typed = name.partition(",")[0]
-    if INVALID_IN_FOLDER_NAME.search(typed) or typed.startswith(".") or not typed:
-        raise UserError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
-    return INVALID_IN_FOLDER_NAME.sub("", name)
+    typed, comma, swept = name.partition(",")
+    check_name(typed)
+    return f"{typed}{comma}{folder_name(swept)}"
 
 
 def check_evaluation(cfg: DictConfig) -> None:
     """Raise UserError for settings of an evaluation that are missing or invalid."""
+    normalize(cfg)
     check_values(cfg, "evaluate")
     options = cfg.evaluation
     if options.k is not None and options.k > options.responses_per_prompt:

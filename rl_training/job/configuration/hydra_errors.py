@@ -40,7 +40,7 @@ def explain(error: Exception) -> str:
         typed_keys = (re.split("[=@]", word.lstrip("+~"))[0] for word in sys.argv[1:])
         key = next((typed for typed in typed_keys if f"{typed}.".startswith(f"{key}.")), key)
         return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings())}"
-    typed_probes = next((word for word in sys.argv[1:] if word.startswith("probes=")), "")
+    typed_probes = next((word.lstrip("+") for word in sys.argv[1:] if word.lstrip("+").startswith("probes=")), "")
     if key == "probes" and typed_probes:
         return choose_probes(typed_probes.removeprefix("probes="))
     if cause and not is_group:

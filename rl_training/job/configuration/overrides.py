@@ -68,12 +68,16 @@ def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -
     if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
         return run_dir
     values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
-    name = _folder_name(",".join(values))
+    name = folder_name(",".join(values))
     return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
 
 
-def _folder_name(values: str) -> str:
-    """Return the part of a folder's name for values: with a digest of them if it lacks more of them than syntax."""
+def folder_name(values: str) -> str:
+    """Return the part of a folder's name for values, with a digest if more than quotes and brackets had to be removed.
+
+    >>> folder_name("layers=[1,2]"), folder_name("path=/a/b")
+    ('layers=1,2', 'path=ab,3927b1')
+    """
     name = INVALID_IN_FOLDER_NAME.sub("", values)
     is_whole = INVALID_IN_FOLDER_NAME.search(SYNTAX.sub("", values)) is None
     return name if is_whole else f"{name},{hashlib.sha256(values.encode()).hexdigest()[:6]}"

@@ -10,7 +10,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value
+from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize
 from rl_training.job.configuration.nested import differences, flatten
 from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
 from rl_training.job.configuration.shipped import CONF
@@ -35,7 +35,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     Raises:
         UserError: For a setting that does not exist, or if model or data must be named and are not.
     """
-    config_file = checkpoint.resolve().parents[1] / CONFIG_FILE
+    config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not config_file.is_file():
         missing = [f"{group}=…" for group in ("model", "data") if group not in {key_of(word) for word in changes}]
         if missing:
@@ -43,13 +43,16 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
                 f"{checkpoint} is not in a run (there is no {config_file}): give {' '.join(missing)}, and "
                 "adapter=lora if it is an adapter; see --help"
             )
-        return compose("train", overrides=[force_add(word) for word in changes])
+        cfg = compose("train", overrides=[force_add(word) for word in changes])
+        normalize(cfg)
+        return cfg
     cfg = with_overrides(load_settings(config_file), changes, f"the run in {config_file.parent}")
     missing = [key for key in REQUIRED_KEYS if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
         raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: fix the file{give}")
+    normalize(cfg)
     return cfg
 
 
@@ -85,6 +88,7 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     if cfg.get("branch") is None:
         return cfg
+    normalize(cfg)
     checkpoint = checkpoint_in_a_run("branch", cfg.branch)
     config_file = checkpoint.parents[1] / CONFIG_FILE
     stored = load_settings(config_file)
@@ -92,6 +96,7 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
+    normalize(settings)
     before, now = (
         {key: unmarked(value) for key, value in flatten(cfg).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
         for cfg in (stored, settings)
@@ -103,7 +108,7 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         )
     refuse_marked(settings, *TRAINER_KEYS, "probes")  # before anything is written
     settings.merge_with({key: as_given[key] for key in BRANCH_OWN_KEYS})
-    if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
+    if Path(str(settings.run_dir)).resolve().is_relative_to(checkpoint.parent):
         raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # in config.yaml, ${seed} is resolved
@@ -124,7 +129,7 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
 
     if str(value) in ("", "latest", "auto", "none"):
         raise UserError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
-    checkpoint = find_checkpoint(str(Path(str(value)).expanduser()), Path(), setting=setting).resolve()
+    checkpoint = find_checkpoint(str(value), Path(), setting=setting).resolve()
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
         raise UserError(
             f"{setting}={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import ListConfig
 
 from rl_training.errors import UserError
+from rl_training.options import check_choice
 
 INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # as written in ranges.yaml
 
@@ -26,8 +27,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
     rl_training.errors.UserError: top_p=2.0 must be above 0 and at most 1, or null for the run's
     """
     if not isinstance(allowed, str):
-        if value not in allowed:
-            raise UserError(f"{key}={value}: choose from {', '.join(map(str, allowed))}")
+        check_choice(key, value, allowed)
         return
     interval = INTERVAL.fullmatch(allowed)
     assert interval, allowed

@@ -62,6 +62,8 @@ def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
 def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     """Return the result file of each checkpoint: in RUN/offline, or in `offline` next to a checkpoint outside a run."""
     named = values["checkpoint"]
+    if not named:
+        raise UserError(f"checkpoint={named} names no checkpoint: give RUN, RUN/training_state or a checkpoint folder")
     for path in [named] if isinstance(named, str) else named:
         if is_attached(Path(path)):
             raise UserError(
@@ -89,7 +91,7 @@ def is_attached(named: Path) -> bool:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    run = checkpoint.resolve().parents[1]
+    run = checkpoint.resolve().parent.parent
     return run if (run / CONFIG_FILE).is_file() else None
 
 

@@ -76,7 +76,7 @@ class Evaluation:
     problems: list[str] = field(default_factory=list)  # what failed, and why
 
     def __post_init__(self) -> None:
-        if "/" in self.name or self.name.startswith("."):
+        if not self.name or "/" in self.name or self.name.startswith("."):  # overwriting removes this folder
             raise UserError(f"evaluation.name={self.name} names a folder: use letters, digits and dashes")
         for metric in self.metrics:
             if metric in BUILT_IN:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from rl_training.errors import UserError
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.hosts.trl.trainer import DrGRPOConfig
+from rl_training.job.configuration.overrides import key_of
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import escape_interpolations
 from rl_training.job.objects.trainer_checks import check_number_of_processes
@@ -145,7 +146,7 @@ def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
+    if any(key_of(word) == "run_dir" for word in overrides) and run != run_dir.resolve():
         raise UserError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
     return run, checkpoint
 

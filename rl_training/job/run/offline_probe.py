@@ -186,7 +186,7 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter_overrides(checkpoint: Path) -> list[str]:
     """Return overrides for the adapter of a checkpoint outside a run, read from its adapter_config.json."""
     file = checkpoint / "adapter_config.json"
-    if not file.is_file() or (checkpoint.resolve().parents[1] / CONFIG_FILE).is_file():
+    if not file.is_file() or (checkpoint.resolve().parent.parent / CONFIG_FILE).is_file():
         return []
     try:
         adapter = json.loads(read_text(file))

@@ -18,6 +18,7 @@ from rl_training.hosts.trl.announcements import how_it_ended
 from rl_training.hosts.trl.run_folder import RunFolder
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
+from rl_training.job.configuration.overrides import key_of
 from rl_training.job.configuration.run_settings import prompt_order_changes
 from rl_training.job.configuration.values import quote_override
 from rl_training.job.errors import Interrupted, as_user_errors
@@ -115,7 +116,7 @@ class TrainingRun:
         is_plain = re.fullmatch(r"[\w./-]+", run_dir, re.ASCII)
         folder = f"run_dir={run_dir}" if is_plain else quote_override("run_dir", run_dir)
         words = [folder, "resume=latest"]
-        if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added again
+        if any(key_of(word) == "additional_steps" for word in sys.argv[1:]):  # would be added again
             words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
         return " ".join(words)
 

@@ -25,8 +25,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.errors import UserError
-
 COLUMNS = 2**16  # columns to hash at once
 # The constants of SplitMix64.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -44,16 +42,11 @@ class CountSketches:
         buckets: m, a power of two.
         repeats: S, at least 2.
         seed: Seed of the hash. Only sketches with the same seed can be multiplied.
-
-    Raises:
-        UserError: If `buckets` is not a power of two, or `repeats` is below 2.
     """
 
     def __init__(self, sizes: Mapping[str, int], buckets: int = 512, repeats: int = 8, seed: int = 0) -> None:
-        if buckets < 1 or buckets & (buckets - 1):
-            raise UserError(f"sketch.buckets={buckets} must be a power of two: use {1 << max(buckets, 1).bit_length()}")
-        if repeats < 2:
-            raise UserError(f"sketch.repeats={repeats} leaves no error bar: use at least 2, 8 is usual")
+        assert buckets.bit_count() == 1, "settings.py refuses other numbers"
+        assert repeats >= 2, "settings.py refuses fewer"
         self.sizes = dict(sizes)
         self.buckets = buckets
         self.repeats = repeats

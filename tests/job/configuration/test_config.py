@@ -23,7 +23,7 @@ from rl_training import Probe
 from rl_training.errors import UserError
 from rl_training.job.commands import analyze, evaluate, train
 from rl_training.job.configuration import composition
-from rl_training.job.configuration.checks import accumulation_steps, check_settings
+from rl_training.job.configuration.checks import accumulation_steps, check_settings, normalize
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import sweep_folder, with_all_loggers
 from rl_training.job.configuration.run_settings import refuse_other_settings
@@ -118,6 +118,7 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
 def test_the_seed_may_be_a_slurm_array_task_id_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
     cfg = composed("train", "seed=${oc.env:SLURM_ARRAY_TASK_ID}")
+    normalize(cfg)
     check_settings(cfg)
     assert cfg.seed == cfg.trainer.seed == 7
 

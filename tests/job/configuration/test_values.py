@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,20 @@ import pytest
 from configs import REFUSED, composed, composing
 from omegaconf import OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.job.configuration.checks import analysis_folder_name, check_analysis, check_evaluation, check_run
+from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.run_settings import run_settings
+from rl_training.job.configuration.shipped import CONF
+from rl_training.offline.settings import (
+    EvaluationSettings,
+    KernelSettings,
+    LogSettings,
+    Settings,
+    SweepSettings,
+    TruthSettings,
+    UpdateSettings,
+)
 
 CHECKS: dict[str, Any] = {
     "train": (check_run, "run_dir=somewhere"),
@@ -39,6 +55,31 @@ def test_invalid_settings_are_refused(command: str, overrides: str, message: str
         check(composed(command, *needed, *overrides.split()))
 
 
+def test_settings_of_an_analysis_have_the_defaults_of_its_file() -> None:
+    defaults = json.loads(json.dumps(dataclasses.asdict(Settings())))
+    written = load_plain(CONF / "offline.yaml")
+    assert defaults == {key: written[key] for key in defaults}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EvaluationSettings(overlap="forbiden"), "evaluation.overlap=forbiden: choose from forbidden, allowed"),
+        (lambda: EvaluationSettings(source="test"), "evaluation.source=test: choose train, eval, or a list of rows"),
+        (lambda: EvaluationSettings(source=[]), "evaluation.source=[]: choose train, eval, or a list of rows"),
+        (lambda: UpdateSettings(filtered="false"), "update.filtered='false' must be true or false"),
+        (lambda: TruthSettings(etas=[1.0, -1.0]), "truth.etas=-1.0 must be above 0: a multiple of the step"),
+        (lambda: KernelSettings(source="fixd"), "kernel.source=fixd: choose from own, fixed"),
+        (lambda: KernelSettings(memory_gb=0), "kernel.memory_gb=0 must be above 0"),
+        (lambda: LogSettings(level="all"), "log.level=all: choose from none, minimal, standard, detailed, debug"),
+        (lambda: SweepSettings(update_prompts=[1]), "sweep.update_prompts=1 must be a whole number, at least 2"),
+    ],
+)
+def test_settings_of_an_analysis_made_in_python_are_checked_too(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        make()
+
+
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     fix = r"logger=trackio: trackio is not installed: pip install 'rl-training\[trackio\]', or choose another logger"
@@ -50,6 +91,31 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_loaded(mon
 def test_null_and_boundary_values_are_accepted_where_allowed() -> None:
     taken = ("++trainer.epsilon_high=null", "++trainer.top_p=1", "++trainer.min_p=0", "trainer.max_steps=-1")
     assert check_run(composed("train", *taken, "run_dir=somewhere")) == 8
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides"),
+    {
+        "train": ["model=hub", "data=gsm8k", "run_dir='~/a'", "branch='~/a'", "model.name='~/a'", "data.path='~/a'"],
+        "offline": ["checkpoint=['~/a','~/a']", "output='~/a'", "runs_dir='~/a'", "log.directory='~/a'"],
+        "evaluate": ["run='~/a'", "checkpoints=['~/a']", "output='~/a'", "+model.name='~/a'", "+data.path='~/a'"],
+    }.items(),
+)
+def test_a_tilde_is_expanded_in_every_path(
+    command: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = composed(command, *overrides)
+    CHECKS[command][0](cfg)
+    read = OmegaConf.to_yaml(cfg)
+    assert "~" not in read
+    assert read.count(f"{tmp_path}/a\n") == str(overrides).count("~")
+
+
+def test_a_tilde_before_the_name_of_no_user_is_kept() -> None:
+    cfg = composed("train", "run_dir='~nobody-of-this-name/r'")
+    check_run(cfg)
+    assert cfg.run_dir == "~nobody-of-this-name/r"
 
 
 def test_a_mistyped_folder_of_a_resumed_run_does_not_start_a_new_run(tmp_path: Path) -> None:
@@ -66,7 +132,11 @@ def test_the_name_of_a_sweep_job_is_sanitized_without_changing_its_settings() ->
         3,
         4,
     ]
-    assert analysis_folder_name("default,run=['data.path=/x/y z']") == "default,run=data.path=xyz"
+    assert analysis_folder_name("default,evaluation.source=[3,4]") == "default,evaluation.source=3,4"
+    folders = [analysis_folder_name(f"default,data.path={path}") for path in ("/a/b", "/ab", "ab")]
+    assert len({*folders}) == 3, folders
+    assert folders[2] == "default,data.path=ab"
+    assert not any("/" in folder for folder in folders)
     assert analysis_folder_name("mine-2_a.b") == "mine-2_a.b"
 
 

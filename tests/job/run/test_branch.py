@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from safetensors.torch import load_file
 
 from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.run_settings import resolve_branch
+from rl_training.job.errors import Interrupted
 from rl_training.job.run.training import TrainingRun, build_run
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics
@@ -85,15 +89,26 @@ def test_optimizer_and_schedule_have_the_settings_of_the_branch(original: Path, 
     assert sorted(path.name for path in kept) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_branch_resumes_exactly_from_its_own_checkpoints(original: Path, tmp_path: Path) -> None:
+def test_a_stopped_branch_ends_at_its_own_last_step_when_resumed_as_it_says(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both additional steps count from the original's checkpoint, also where the command is repeated."""
     changed = ["intervention=[psr,lr:0.5]", "++trainer.entropy_coef=0.1", "probe=none"]
     whole = branch(original, tmp_path / "whole", *changed).run_dir
     assert load_file(checkpoint(whole, 3) / "model.safetensors").keys()
     config = yaml.safe_load((whole / CONFIG_FILE).read_text())
     assert config["provenance"]["loss"] == "Dr-GRPO except for entropy_coef=0.1, intervention=psr, intervention=lr:0.5"
-    stopped = Path(shutil.copytree(whole, tmp_path / "stopped"))
-    shutil.rmtree(checkpoint(stopped, 3))
-    branch(original, stopped, *changed, "resume=latest")
+    stopped, typed = tmp_path / "stopped", [*changed, "additional_steps=2"]
+    run = run_of(stopped, f"branch={checkpoint(original, 1)}", *typed)
+    run.stop._on_signal(signal.SIGTERM, None)
+    run.train()
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(force_add, typed)])  # as the command makes them
+    with pytest.raises(Interrupted) as ended:
+        run.end()
+    said, words = str(ended.value).split("; to continue, repeat the command with this appended: ")
+    assert said == "ended by SIGTERM after step 2 of 3"
+    branch(original, stopped, *typed, *shlex.split(words))
+    assert not checkpoint(stopped, 4).exists()
     ends = [load_file(checkpoint(run, 3) / "model.safetensors") for run in (whole, stopped)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     plain = load_file(checkpoint(original, 3) / "model.safetensors")

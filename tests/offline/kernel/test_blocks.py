@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_training.offline.kernel.blocks import plan_blocks, row_products, weighted_sum
 from rl_training.offline.kernel.sketches import COLUMNS, CountSketches, cosines, inner_products
+from rl_training.offline.settings import KernelSettings
 
 
 def rows(count: int, length: int, seed: int) -> Tensor:
@@ -163,6 +164,6 @@ def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_differenc
 
 def test_invalid_sketch_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"buckets=500 .* 512"):
-        CountSketches(SIZES, buckets=500)
-    with pytest.raises(ValueError, match="no error bar"):
-        CountSketches(SIZES, repeats=1)
+        KernelSettings(sketch_buckets=500)
+    with pytest.raises(ValueError, match=r"sketch_repeats=1 .*at least 2: they give the error bars"):
+        KernelSettings(sketch_repeats=1)

@@ -35,7 +35,14 @@ from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
 from rl_training.offline.kernel.sketches import cosines
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
 from rl_training.offline.restored import RestoredTrainer, restored_trainer
-from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import (
+    EvaluationSettings,
+    KernelSettings,
+    MemorySettings,
+    Settings,
+    TruthSettings,
+    UpdateSettings,
+)
 from rl_training.offline.update import make_update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView
@@ -84,7 +91,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
-    update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), Memory(4))
+    update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), MemorySettings(4))
     scores = policy.score_rollout(of_e)
     evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1))
     direction = restored.whole(predict(restored, evaluation, update, 4).direction[TOKEN])
@@ -353,7 +360,7 @@ def test_a_block_of_another_kernel_is_refused_by_all_processes_at_the_start(case
 
 def test_fixed_texts_are_kept_over_checkpoints_and_estimate_only_their_own_policys_entropy(run, tmp_path) -> None:
     asked = Settings(
-        Evaluation(prompts=6), UpdateConfig(prompts=2), truth=TruthSettings(enabled=False), conditioning=False
+        EvaluationSettings(prompts=6), UpdateSettings(prompts=2), truth=TruthSettings(enabled=False), conditioning=False
     )
     fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / step / "kernel" for step in "12"]
     for step, folder in enumerate(folders, start=1):
