@@ -112,6 +112,11 @@ class TermsCheck:
         count = self.count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
+    @property
+    def turn(self) -> int:
+        """The number of comparisons at measured steps so far, counted from 1."""
+        return self.count.bit_length() if self.count < EVERY else EVERY.bit_length() - 1 + self.count // EVERY
+
     def check(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
         """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
 
@@ -124,7 +129,7 @@ class TermsCheck:
         if is_due:
             batch, gradients = step.batch, step.gradients
             squares = sums[3:] if gradients.sq_norms is None else gradients.sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
-            group = batch.folds[self.count % len(batch.folds)]
+            group = batch.folds[self.turn % len(batch.folds)]
             norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding

@@ -110,9 +110,10 @@ def test_folds_are_checked_in_turn(monkeypatch: Any) -> None:
         return compare(batch, passes, rows, group, squares)
 
     monkeypatch.setattr(gradient_check, "_compare_group", kept)
-    monkeypatch.setattr(gradient_check, "EVERY", 1)
-    loop_with(nothing, steps=3)
-    assert len({*compared}) == 3
+    monkeypatch.setattr(gradient_check, "EVERY", 2)
+    loop_with(nothing, steps=6, probes=[GradientNoiseScaleProbe(split_prompts=2)])
+    assert len(compared) == 4
+    assert len({*compared}) == 4
 
 
 def test_dropout_neither_hides_an_undeclared_loss_term_nor_is_one() -> None:
