@@ -251,9 +251,7 @@ def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlie
         return
     drawn = current.logps if rollout.sampling_logps is None else rollout.sampling_logps
     log_ratios = (earlier.logps.double() - drawn[rows].double()).masked_fill(earlier.mask == 0, 0.0)
-    new = test.are_new(rows)
-    scores = Scores(earlier.logps[new], earlier.entropies[new], earlier.mask[new], earlier.varentropies[new])
-    test.add(rows[new], scores, log_ratios[new], rollout.untested)
+    test.add(rows, earlier, log_ratios, rollout.untested)
     test.decide(ctx.ranks.reduce, ctx.step.reasons.reused, rollout.sampling_logps is not None)
 
 

@@ -101,17 +101,14 @@ class ResidualTest:
         """Begin a step. The sums of a step that was not taken are dropped."""
         # Of this rank's tokens, in the order of `decide`. A rank may have none.
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._added_rows: list[Tensor] = []
+        self._pending_rows: list[Tensor] = []  # added since the last `decide`
+        self._tested_rows: list[Tensor] = []
         self._step: ResidualSums | None = None
         self._missing: Unavailable | None = None  # why the step's tokens cannot be tested
         self.reason = self._reason(ResidualSums())  # of the run so far, until the step's tokens are known
 
-    def are_new(self, rows: Tensor) -> Tensor:
-        """Return which of these rows of the step have not been added yet: (rows,) bool."""
-        return ~torch.isin(rows, torch.cat([rows[:0], *self._added_rows]))
-
     def add(self, rows: Tensor, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
-        """Add rows of the step on this rank.
+        """Add rows of the step on this rank. Those that were added before count once.
 
         Args:
             rows: Their numbers in the step, (rows,).
@@ -123,9 +120,10 @@ class ResidualTest:
         x = scores.logps.detach().double() + scores.entropies.detach().double()
         weight = torch.ones_like(x) if log_ratios is None else log_ratios[:, : x.shape[1]].exp()
         columns = [weight * x, scores.varentropies.double(), (weight * x).square(), weight * x.square()]
+        is_new = ~torch.isin(rows, torch.cat([rows[:0], *self._pending_rows, *self._tested_rows]))
         # A policy that has diverged has no scores.
-        is_token = scores.mask.bool() & torch.stack(columns).isfinite().all(dim=0)
-        self._added_rows.append(rows)
+        is_token = scores.mask.bool() & is_new.unsqueeze(1) & torch.stack(columns).isfinite().all(dim=0)
+        self._pending_rows.append(rows)
         sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
 
@@ -143,11 +141,12 @@ class ResidualTest:
         """
         residual, variance, squares, single, tokens, num_untested = reduce(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
+        pending, self._pending_rows = self._pending_rows, []
         missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)
         if missing:
             self._missing = missing
-            self._added_rows = []
             return self.reason
+        self._tested_rows += pending
         variance *= max(1.0, squares / single) if single else 1.0
         sums = ResidualSums(residual, variance, squares, tokens, steps=0 if self._step else 1)
         self._step, self._is_sampler = (self._step or ResidualSums()) + sums, is_sampler

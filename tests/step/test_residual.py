@@ -349,6 +349,10 @@ def all_probes() -> list[Any]:
     return [SimpleEntropyProbe(responses_per_prompt=G), MeasuredStepProbe(), EffectiveSampleSizeProbe(), SamplerProbe()]
 
 
+class MeasuredAgain(MeasuredStepProbe):
+    name = "again"
+
+
 ASSUME = ("entropy/token", "delta_h/forward", "measured/delta_h", "ess/importance", "sampler/ess")
 
 
@@ -363,8 +367,13 @@ def test_a_sampler_at_another_temperature_is_noticed_even_if_it_reports_raw_log_
 
 
 def test_a_policy_that_draws_itself_is_measured_and_its_sums_are_the_twins() -> None:
-    """The sum is that of each step's tokens at the weights before the step. Its state resumes exactly."""
-    measured, estimates, _ = train(all_probes(), 2)
+    """The sum is that of each step's tokens at the weights before the step. Its state resumes exactly.
+
+    Each token counts once, although a second probe scores it by the policy before the step too.
+    """
+    measured, estimates, models = train([*all_probes(), MeasuredAgain()], 2)
+    tokens = [drawn(model, number).completion_mask.sum() for number, model in enumerate(models, 1)]
+    assert [step[residual.MEAN].num_samples for step in estimates] == tokens
     assert not [name for name in ASSUME for step in estimates[1:] if math.isnan(step[name].value)]
     first = load_tiny()[0].float()
     sums = twin(first, drawn(first, 1), [*range(PROMPTS * G)])
