@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_training.engine.costs import ENGINE
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.step_checks import StepChecks
@@ -68,7 +69,8 @@ class Requirements:
         duplicates = [name for name, count in names.items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")
-        reserved = [name for name in (ENGINE, ResidualTest.name, StepChecks.name) if name in names]
+        of_engine = ENGINE, ResidualTest.name, StepChecks.name, KLBound.name  # keys of its states and estimates
+        reserved = [name for name in of_engine if name in names]
         if reserved:
             raise UserError(f"the name {reserved[0]} is reserved: give the probe another one")
         needs = needs_of(probes)

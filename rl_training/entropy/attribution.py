@@ -89,8 +89,8 @@ def module_kind(name: str) -> str:
 def layer(name: str) -> str:
     """Return the number of a parameter's layer, or the kind of its module if it lies outside the layers.
 
-    >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
-    ('11', 'norm')
+    >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("layers.0.mlp.weight"), layer("norm.weight")
+    ('11', '0', 'norm')
     """
-    number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
+    number = re.search(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.", name)
     return number.group(1) if number else module_kind(name)

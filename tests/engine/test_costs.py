@@ -16,6 +16,7 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
 from rl_training.engine.costs import ENGINE, Costs
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.policy.padding_check import PaddingCheck
@@ -100,7 +101,7 @@ def test_probes_that_allocate_vectors_in_turn_need_the_buffers_of_the_largest_al
     assert cost["buffer_bytes"] == 5 * 4 * entries
 
 
-@pytest.mark.parametrize("reserved", [ENGINE, ResidualTest.name, StepChecks.name])
+@pytest.mark.parametrize("reserved", [ENGINE, ResidualTest.name, StepChecks.name, KLBound.name])
 def test_a_probe_must_not_have_a_name_of_the_engine(reserved: str) -> None:
     class Engine(Seen):
         name = reserved
