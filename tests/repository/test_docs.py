@@ -317,7 +317,7 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
     """4 (K + 3) P/N bytes at K = 8, or 4 (K/4 + 2) in 8 bits, to 5 %. at_size.md counts it, with working slices."""
     adapter, whole = 4 * 11 * 18_464_768 / 1e9, 4 * 4 * 7_615_616_512 / 8 / 1e9  # LoRA of Qwen2.5-1.5B; all of 7B
     said = {
-        "../README.md": [(r"should add\s+([\d.]+)\s+GB\s+to\s+LoRA", adapter)],
+        "../README.md": [(r"in memory\s+([\d.]+)\s+GB\s+for\s+LoRA", adapter)],
         "reference/costs.md": [
             (r"\| LoRA of rank 16 on 1.5B, one GPU \|.*\| ([\d.]+) GB \|", adapter),
             (r"\| all weights of 7B, 8 GPUs \|.*\| ([\d.]+) GB \|", whole),
