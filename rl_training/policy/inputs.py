@@ -32,42 +32,42 @@ class ModelInputs:
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
-def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
+def right_padded_inputs(rollout: Rollout, rows: Tensor) -> ModelInputs:
     """Return some rows right-padded: every sequence starts in the first column."""
-    prompt_mask = sequences.prompt_mask[rows]
-    mask = sequences.completion_mask[rows]
+    prompt_mask = rollout.prompt_mask[rows]
+    mask = rollout.completion_mask[rows]
     prompt_length = prompt_mask.sum(dim=1)
-    length = sequences.token_mask[rows].sum(dim=1)
-    padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
+    length = rollout.token_mask[rows].sum(dim=1)
+    padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
     width, longest, num_sampled = torch.stack([(prompt_length + length).max(), length.max(), mask.sum()]).tolist()
     columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
     columns = columns.clamp(max=padded.shape[1] - 1)
     before = (prompt_length - 1).unsqueeze(1) + torch.arange(longest, device=padded.device)
     return ModelInputs(
         ids=padded.gather(1, columns),
-        inputs=_further_inputs(sequences, rows, columns),
+        inputs=_further_inputs(rollout, rows, columns),
         columns=before.clamp(max=width - 1),
-        targets=sequences.completion_ids[rows][:, :longest],
+        targets=rollout.completion_ids[rows][:, :longest],
         mask=mask[:, :longest],
         num_sampled=num_sampled,
     )
 
 
-def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
+def left_padded_inputs(rollout: Rollout, rows: Tensor) -> ModelInputs:
     """Return some rows left-padded, with an attention mask and without position ids."""
-    ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-    attention = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
-    targets = sequences.completion_ids[rows]
-    mask = sequences.completion_mask[rows]
+    ids = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
+    attention = torch.cat([rollout.prompt_mask[rows], rollout.token_mask[rows]], dim=1)
+    targets = rollout.completion_ids[rows]
+    mask = rollout.completion_mask[rows]
     columns = torch.arange(ids.shape[1] - targets.shape[1] - 1, ids.shape[1] - 1, device=ids.device)
-    inputs = {"attention_mask": attention, **_further_inputs(sequences, rows, None)}
+    inputs = {"attention_mask": attention, **_further_inputs(rollout, rows, None)}
     return ModelInputs(ids, inputs, columns.expand_as(targets), targets, mask, int(mask.sum()))
 
 
-def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
+def _further_inputs(rollout: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
     """Return the model's inputs other than tokens for some rows. Token types move to `columns`, as tokens do."""
     inputs: dict[str, Any] = {}
-    for name, values in (sequences.images or {}).items():
+    for name, values in (rollout.images or {}).items():
         if not isinstance(values, Tensor):
             of_rows = [values[row] for row in rows.tolist()]
             if isinstance(of_rows[0], Tensor):  # otherwise it counts a row's images and is not a model input

@@ -183,7 +183,7 @@ def logit_chunks(
     """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
     exact = torch.promote_types(dtype, torch.float32)
     # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
-    factor = dtype if _sums_in(exact, dtype, hidden.device) else exact
+    factor = dtype if _mm_allows(exact, dtype, hidden.device) else exact
     matrix = weight.to(dtype).to(factor)
     for start in range(0, max(1, len(hidden)), rows):  # one empty chunk if there are no positions
         part = slice(start, start + rows)
@@ -196,14 +196,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total` in place, summed in the precision of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif _adds_in(total.dtype, a.dtype, a.device):
+    elif _addmm_allows(total.dtype, a.dtype, a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(a, b, out_dtype=total.dtype)
 
 
 @functools.cache
-def _sums_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+def _mm_allows(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch.mm multiplies factors of a dtype and sums in another on this device. A small one decides.
 
     Versions of torch and devices differ in which products they allow.
@@ -217,8 +217,8 @@ def _sums_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bo
 
 
 @functools.cache
-def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return the same for torch.addmm, which torch has allowed later than torch.mm."""
+def _addmm_allows(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch.addmm does so too: newer versions of torch only."""
     a, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, dtype=exact, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=exact, out=total)

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from rl_training.policy.policy import Policy
+from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
 from rl_training.policy.rollout import Rollout, first_tokens
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.statistics.unavailable import Unavailable
 
 ROWS = 4  # responses per rank: those with the most padding
 TOKENS = 128  # the first tokens of each response
-MAX_DIFFERENCE = 0.01  # nats: largest mean difference per token
-MAX_DIFFERENCE_ROUNDED = 0.1  # the same for weights below fp32
 PADDING_MATTERS = Unavailable(
     "padding_matters",
     "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
@@ -50,6 +49,6 @@ class PaddingCheck:
         mask = unpadded.mask.bool()
         difference = (unpadded.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
         total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
-        tolerance = MAX_DIFFERENCE_ROUNDED if policy.scorer.rounding_reason else MAX_DIFFERENCE
+        tolerance = SAME_SCORES_ROUNDED if policy.scorer.rounding_reason else SAME_SCORES
         self.reason = PADDING_MATTERS if count and not total / count <= tolerance else None
         return self.reason

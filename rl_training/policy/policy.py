@@ -84,8 +84,9 @@ class Policy(abc.ABC):
         if batches is None:
             batches = self.batches_of(torch.arange(rollout.num_sequences, device=mask.device))
         with preserve_rotary_tables(self.model), context, torch.no_grad():
-            options = {"graph": False} | ({"varentropy": True} if varentropy else {})
-            parts = self.run_passes(batches, lambda rows: scorer.score(rollout, rows, **options))
+            parts = self.run_passes(
+                batches, lambda rows: scorer.score(rollout, rows, graph=False, varentropy=varentropy)
+            )
         if not parts:
             nothing = torch.zeros(0, width, device=mask.device)
             return Scores(nothing, nothing, mask[:0], nothing if varentropy else None)
@@ -126,7 +127,7 @@ class Policy(abc.ABC):
 
     def batches_of(self, rows: Tensor) -> list[Tensor]:
         """Split rows into the batches of forward passes without graph."""
-        return batches_of(rows, self._batch_size)
+        return split_rows(rows, self._batch_size)
 
     def run_passes(self, batches: Sequence[Tensor], run: Callable[[Tensor], Result]) -> list[Result]:
         """Call `run` with the rows of each pass, and return the results. Collective if weights are sharded.
@@ -198,7 +199,7 @@ class Policy(abc.ABC):
         """Return the text of one sequence of tokens, without special tokens."""
 
 
-def batches_of(rows: Tensor, size: int) -> list[Tensor]:
+def split_rows(rows: Tensor, size: int) -> list[Tensor]:
     """Split rows into batches of at most `size`; none for no rows, for which torch.split returns an empty one."""
     return list(rows.split(size)) if len(rows) else []
 

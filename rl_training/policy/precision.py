@@ -19,6 +19,9 @@ DROPOUT = (
     "another policy's log-probabilities are noticed only where they change more than dropout does, and a loss term not "
     "at all if microbatches mix prompts: declare it"
 )
+# Largest mean difference per token, in nats, of log-probabilities that two passes compute for the same policy.
+SAME_SCORES = 0.01
+SAME_SCORES_ROUNDED = 0.1  # the same if passes compute in less than fp32
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32
 
 

@@ -61,8 +61,7 @@ class Rollout:
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
     # (B,) each: values of several reward functions by name, whether or not they are part of `rewards`; nan: no value
     rewards_by_name: Mapping[str, Tensor] = field(default_factory=dict)
-    # Do not test whether the policy drew the tokens: responses were chosen by what had been drawn (groups of mixed
-    # rewards), or are given.
+    # Skip the test whether the policy drew the tokens: the responses were selected by their content, or were given.
     untested: bool = False
 
     @property

@@ -15,7 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,10 @@ class Scorer:
         run_inside_forward: bool = False,
         whole_logits: bool = False,
     ) -> None:
-        wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UserError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
         self._model = model
-        self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+        self._lm: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
         self.temperature = temperature
         self._logit_map = LogitMap.from_config(self._lm.config, temperature)
         self._autocast = autocast
@@ -91,7 +90,7 @@ class Scorer:
             autocast = torch.is_autocast_enabled(self._device.type)
         return self.rounding_reason or ("training's forward pass runs under autocast" if autocast else "")
 
-    def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True, varentropy: bool = False) -> Scores:
+    def score(self, rollout: Rollout, rows: Tensor, *, graph: bool = True, varentropy: bool = False) -> Scores:
         """Score the completions of some rows, (B, T), with T the longest of these rows.
 
         Autocast and dropout are training's; inside `measuring()` there is neither, and arithmetic is IEEE fp32. RNG
@@ -99,21 +98,21 @@ class Scorer:
         scores have varentropies, from the same logits.
         """
         with preserve_rng(self._device):
-            self.verify()
+            self.full_logits_reason()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
-                batch = right_padded_inputs(sequences, rows)
+                batch = right_padded_inputs(rollout, rows)
                 logps, entropies, *varentropies = self._calculate(batch, varentropy)
         return Scores(logps, entropies, batch.mask, *(values.detach() for values in varentropies))
 
-    def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
+    def token_logits(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Return the logits, divided by the temperature, behind each sampled token of some rows: (tokens, V), no graph.
 
         All of them are held at once, in at least fp32, so pass few rows.
         """
-        return torch.cat(self.map_logits(sequences, rows, lambda z: z))
+        return torch.cat(self.map_logits(rollout, rows, lambda z: z))
 
-    def map_logits(self, sequences: Rollout, rows: Tensor, convert: Callable[[Tensor], Converted]) -> list[Converted]:
+    def map_logits(self, rollout: Rollout, rows: Tensor, convert: Callable[[Tensor], Converted]) -> list[Converted]:
         """Convert the logits behind the sampled tokens of some rows chunk by chunk, without a graph.
 
         Args:
@@ -123,8 +122,8 @@ class Scorer:
             What `convert` has returned for each chunk, in the order of the tokens.
         """
         with preserve_rng(self._device), torch.no_grad():
-            self.verify()
-            batch = right_padded_inputs(sequences, rows)
+            self.full_logits_reason()
+            batch = right_padded_inputs(rollout, rows)
             # Half a chunk of logits at once: what `convert` makes of them takes as much again.
             parts = batch.at_tokens(batch.sampled_tokens()).split(max(1, self._chunk // (2 * self._vocabulary)))
             converted: list[Converted] = self._gathered(lambda: list(map(convert, self._logit_chunks(batch, parts))))
@@ -134,16 +133,16 @@ class Scorer:
         """Call `calculate`, with `run_inside_forward` inside the model's forward pass."""
         return run_inside_forward(self._model, calculate) if self._inside_forward else calculate()
 
-    def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
+    def score_padded(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Score some rows left-padded, with an attention mask and no position ids, as trainers pass them.
 
         This is a measurement without graph, (B, T), as wide as the rollout's completions.
         """
-        batch = left_padded_inputs(sequences, rows)
+        batch = left_padded_inputs(rollout, rows)
         # Half-precision layers accept fp32 inputs only under autocast.
         rounded = self._autocast() if self.rounding_reason else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
-            self.verify()
+            self.full_logits_reason()
             logps, entropies = self._calculate(batch)
         return Scores(logps, entropies, batch.mask)
 
@@ -157,7 +156,7 @@ class Scorer:
         finally:
             self._measuring -= 1
 
-    def verify(self) -> str:
+    def full_logits_reason(self) -> str:
         """Return why the model's full logits are used; "" if its body and head are used instead.
 
         The answer is cached. The first score calls this. Call it before hooking modules, because it runs two small

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver, Rows, adding_to
 from rl_training.parallel.vectors import Layout, Vector
-from rl_training.policy.policy import Policy, batches_of
+from rl_training.policy.policy import Policy, split_rows
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
@@ -179,7 +179,7 @@ class Passes:
         group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
         sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
         rows_of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
-        parts_of_groups = [batches_of(group_rows, chunk_size) for group_rows in rows_of_groups]
+        parts_of_groups = [split_rows(group_rows, chunk_size) for group_rows in rows_of_groups]
         counts = torch.tensor([len(parts) for parts in parts_of_groups], dtype=torch.float64, device=is_chosen.device)
         for group, parts, count in zip(batch.folds, parts_of_groups, self.ranks.max(counts).tolist(), strict=True):
             yield group, parts, int(count)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.policy.policy import Policy, batches_of
+from rl_training.policy.policy import Policy, split_rows
 from rl_training.policy.precision import draws_noise, has_dropout
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
@@ -76,7 +76,7 @@ class ScoreCheck:
         Takes all of them if a row's scores depend on its batch. Collective if weights are sharded.
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
-        batches = batches_of(rows, max(map(len, self._batch.microbatch_rows)))
+        batches = split_rows(rows, max(map(len, self._batch.microbatch_rows)))
         scorer, rollout, is_tested = self._policy.scorer, self._batch.rollout, self._test is not None
         scored = self._policy.run_passes(
             batches, lambda part: scorer.score(rollout, part, graph=False, varentropy=is_tested)
@@ -145,7 +145,7 @@ class ScoreCheck:
         over independent rows is 0 within its error.
         """
         rows = response_index(self._batch.rollout.prompt_index).argsort(stable=True)[:SHIFT_ROWS]
-        parts = batches_of(rows, max(map(len, self._batch.microbatch_rows)))
+        parts = split_rows(rows, max(map(len, self._batch.microbatch_rows)))
         sums = self._sums.new_zeros(9)
         for part, fresh in zip(parts, self._score_with_other_masks(parts), strict=True):
             lengths = fresh.mask.sum(dim=1).double()

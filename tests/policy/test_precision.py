@@ -140,7 +140,7 @@ def product_of_torch(product: Callable[..., Tensor], is_allowed: bool, used: set
 
 
 @pytest.mark.parametrize("allowed", [set(), {"mm"}, {"mm", "addmm"}], ids=["none", "mm", "mm and addmm"])
-def test_scores_do_not_depend_on_which_products_torch_sums_in_fp32(
+def test_scores_do_not_depend_on_which_products_torch_mm_allows_fp32(
     allowed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, mm was allowed before addmm. The factors have the same bits in all cases."""
@@ -148,7 +148,7 @@ def test_scores_do_not_depend_on_which_products_torch_sums_in_fp32(
     used: set[str] = set()
     for name in ("mm", "addmm"):
         monkeypatch.setattr(torch, name, product_of_torch(getattr(torch, name), name in allowed, used))
-    for decide in (linear_head._sums_in, linear_head._adds_in):  # anew, and not for the tests that follow
+    for decide in (linear_head._mm_allows, linear_head._addmm_allows):  # anew, and not for the tests that follow
         monkeypatch.setattr(linear_head, decide.__name__, decide.__wrapped__)
     for score, other in zip(half_precision_scores(), expected, strict=True):
         torch.testing.assert_close(score, other, rtol=1e-2, atol=1e-2)  # gradients of logits are rounded to bf16

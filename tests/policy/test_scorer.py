@@ -136,7 +136,7 @@ def assert_like_plain(model: Any, scorer: Scorer, sequences: Sampled, tolerance:
 def test_scores_and_gradients_equal_those_of_all_logits_in_float64(family: str, call_head: bool) -> None:
     model = model_of(family).double()
     scorer = Scorer(model, TEMPERATURE, call_head=call_head, chunk_logits=3 * VOCABULARY)
-    assert scorer.verify() == ""
+    assert scorer.full_logits_reason() == ""
     assert_like_plain(model, scorer, sampled())
 
 
@@ -187,7 +187,7 @@ def test_four_bit_weights_are_scored_like_the_model_does() -> None:
             model.set_submodule(name, quantised)
     model = with_adapter(model.to("cpu"), target_modules=["q_proj", "v_proj"]).train()
     scorer = Scorer(model, TEMPERATURE, chunk_logits=2 * 3 * 64)
-    assert scorer.verify() == "" == scorer.rounding_reason
+    assert scorer.full_logits_reason() == "" == scorer.rounding_reason
     measurement(scorer, sampled())  # no layer may repack its weights
     assert_like_plain(model, scorer, sampled(), tolerance=1e-5)
     next(m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)).compute_dtype = torch.bfloat16
@@ -201,7 +201,7 @@ def test_token_types_are_passed_to_the_model_and_image_counts_are_not() -> None:
     sizes = torch.arange(5)
     images = {"mm_token_type_ids": tokens, "image_sizes": sizes, "num_images": [1] * 5}
     scorer = Scorer(model)
-    scorer.verify()
+    scorer.full_logits_reason()
     given: dict[str, Any] = {}
     model.model.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
     scorer.score(dataclasses.replace(sequences, images=images), ROWS, graph=False)
@@ -249,7 +249,7 @@ def test_a_model_with_its_own_head_computation_is_scored_by_its_logits(family: A
     model = family(config).double().eval()
     scorer = Scorer(model, TEMPERATURE)
     with pytest.warns(UserWarning, match="all logits of a batch"):
-        scorer.verify()
+        scorer.full_logits_reason()
     assert_like_plain(model, scorer, sampled())
 
 
@@ -292,7 +292,7 @@ def test_forward_and_backward_hold_one_chunk_of_logits_at_a_time(call_head: bool
     model = model_of("untied", vocab_size=3000)
     rows = ROWS.repeat(6)
     scorer = Scorer(model, call_head=call_head, chunk_logits=len(rows) * 3000)  # one column if the head is called
-    scorer.verify()
+    scorer.full_logits_reason()
     weights, logits = model.lm_head.weight.numel(), int(sampled().completion_mask[rows].sum()) * 3000
     model.requires_grad_(False).model.embed_tokens.weight.requires_grad_()
     with Largest() as largest:
@@ -304,7 +304,7 @@ def test_forward_and_backward_hold_one_chunk_of_logits_at_a_time(call_head: bool
 def test_logits_are_converted_one_chunk_at_a_time_in_the_order_of_the_tokens(call_head: bool) -> None:
     model, rows = model_of("untied", vocab_size=3000), ROWS.repeat(6)
     scorer = Scorer(model, call_head=call_head, chunk_logits=10 * 3000 + 1)
-    scorer.verify()
+    scorer.full_logits_reason()
     with Largest() as largest:
         parts = scorer.map_logits(sampled(), rows, lambda z: (len(z), z.logsumexp(dim=1)))
     assert {length for length, _ in parts[:-1]} == {5}
@@ -328,7 +328,7 @@ def test_a_graph_can_be_used_twice_and_unrelated_parameters_get_zero() -> None:
 def test_hooks_on_a_called_head_see_each_sequence_separately() -> None:
     model = model_of("untied").double()
     scorer = Scorer(model, call_head=True, chunk_logits=2 * 3 * VOCABULARY)
-    scorer.verify()
+    scorer.full_logits_reason()
     rows: list[Tensor] = []
 
     def on_forward(module: nn.Module, args: tuple[Tensor], y: Tensor) -> None:
@@ -393,7 +393,7 @@ def test_checkpointing_stays_on_in_a_measurement_unless_there_is_dropout(dropout
     expected = gradients(model, of_tokens(Scorer(model).score(sampled(), ROWS)))
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     scorer = Scorer(model)
-    scorer.verify()
+    scorer.full_logits_reason()
     calls = []
     handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda *of: calls.append(of))
     with scorer.measuring():
@@ -422,7 +422,7 @@ def tf32() -> Iterator[None]:
 def test_a_measurement_is_in_ieee_fp32_and_restores_the_settings(tf32: None, fails: bool) -> None:
     model = model_of("untied").train()
     scorer = Scorer(model)
-    scorer.verify()
+    scorer.full_logits_reason()
     before = {name: setting.fp32_precision for name, setting in SETTINGS.items()}
     assert before["cuda.matmul"] == "tf32"
     seen = []

@@ -90,7 +90,7 @@ class OtherSampler:
 
     def __call__(self, prompts: list, trainer: DrGRPOTrainer) -> dict[str, Any]:
         policy = TrainerPolicy(trainer, call_head=self.name in HEADS)
-        policy.scorer.verify()  # before the head has a hook
+        policy.scorer.full_logits_reason()  # before the head has a hook
         weights = self.fixed or {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
         with pointing_to(trainer.model, COPIES.get(self.name, dict)(weights)), self._changed_head(trainer):
             prompt_ids, *images = trainer._tokenize_prompts(prompts)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.padding_check import MAX_DIFFERENCE, MAX_DIFFERENCE_ROUNDED
 from rl_training.policy.policy import Policy
+from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, take_rows
 
-DROPOUT_FACTOR = 1.5  # how many times farther than two passes of the policy are another policy's log-probabilities
+# Old log-probabilities at most this many times as far away as two passes of the policy are its own.
+DROPOUT_FACTOR = 1.5
 ROWS = 32  # per rank, scored twice to measure the distance of two passes
 SEED = 26  # for the masks of these passes; any seed but training's
 
@@ -56,7 +57,7 @@ def own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
 
 
 def _tolerance(policy: Policy) -> float:
-    return MAX_DIFFERENCE_ROUNDED if policy.scorer.training_rounding else MAX_DIFFERENCE
+    return SAME_SCORES_ROUNDED if policy.scorer.training_rounding else SAME_SCORES
 
 
 def _differences(some: Tensor, others: Tensor, is_token: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class KernelRows:
         head = self._model.get_output_embeddings()
         trained = any(p is weight for weight in head.parameters() for p in parameters.values())
         self._policy = TrainerPolicy(trainer, call_head=trained)
-        self._policy.scorer.verify()  # before hooks are registered
+        self._policy.scorer.full_logits_reason()  # before hooks are registered
         is_autocast = trainer.accelerator.mixed_precision != "no"
         self.tolerance_factor = AUTOCAST_TOLERANCE_FACTOR if is_autocast else 1.0  # factor on limits set for fp32
         self._recorder = SequenceGradients(self._model, parameters)
