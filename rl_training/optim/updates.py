@@ -241,7 +241,9 @@ class StepUpdate:
     def factor(self) -> Tensor | None:
         """The clipping factor as a tensor, (). None if nothing is clipped, which saves an uncompiled pass."""
         layout = self.pieces.layout
-        return None if self.clip == 1.0 and not layout.fusion.is_on else layout.number(self.clip)
+        if self.clip == 1.0 and not layout.fusion.is_on:
+            return None
+        return torch.full((), self.clip, dtype=layout.dtype, device=layout.device)
 
     def gradient(self, piece: OptimizerPiece) -> Tensor:
         """Return a piece's entries of the clipped gradient, (n,)."""

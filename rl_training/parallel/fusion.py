@@ -26,12 +26,14 @@ TOLERANCE = 1e-3  # relative to the norm: largest distance of a compiled functio
 MAX_GRAPHS = 64  # of all functions together: for kinds of optimizer state, first steps and dtypes
 NOT_COMPILED = "probes run their passes over vectors uncompiled, which takes longer and changes no result: {reason}"
 OTHER_RESULT = "compiled, {name} gives other results, by {distance:.1g} of their norm"
-# Values are used more than once within a kernel. Without these, some would be written to memory in between.
-ONE_KERNEL = {"realize_reads_threshold": 64, "realize_acc_reads_threshold": 64, "realize_opcount_threshold": 1024}
 OPTIONS: dict[str, Any] = {
-    **ONE_KERNEL,
+    # Values are used more than once within a kernel. Without these, some would be written to memory in between.
+    "realize_reads_threshold": 64,
+    "realize_acc_reads_threshold": 64,
+    "realize_opcount_threshold": 1024,
+    # Rounding to bf16 is part of some steps.
     "emulate_precision_casts": True,
-}  # the latter: rounding to bf16 is part of some steps
+}
 
 
 class Product(NamedTuple):
@@ -46,9 +48,10 @@ Products = Callable[..., Iterable[Product]]
 
 
 class Fusion:
-    """Runs functions of vectors. Now and then the results of a compiled function are compared with uncompiled ones.
+    """Runs functions of vectors.
 
-    That is at calls 1, 2, 4, 8, … of each, because a compiler may take a number that changes for a constant.
+    At calls 1, 2, 4, 8, … of each, compiled results are compared with uncompiled ones, because a compiler may take a
+    number that changes for a constant.
 
     Where the compiler is missing or fails, functions run uncompiled from then on, and one line says so.
 
@@ -74,7 +77,7 @@ class Fusion:
             is_rough: A relative precision of about 1e-5 is enough for sums over one long span.
         """
         if self.is_on and all(size % BLOCK == 0 for size in sizes):
-            blocks = self._run(_block_sums, BLOCK, products, *arguments)
+            blocks = self._run(products, _block_sums, BLOCK, products, *arguments)
             if blocks is not None:
                 return sums_of_blocks(blocks, tuple(size // BLOCK for size in sizes))
         return uncompiled_sums(products(*arguments), tuple(sizes), is_rough)
@@ -88,11 +91,17 @@ class Fusion:
             length: The number of entries. If it is not a multiple of `block`, the function is not compiled.
             *arguments: As for `sums`.
         """
-        return self._run(function, block, *arguments) if self.is_on and length % block == 0 else None
+        return self._run(function, function, block, *arguments) if self.is_on and length % block == 0 else None
 
-    def _run(self, function: Callable[..., Any], block: int, *arguments: Any) -> Any:
-        """Return the results of a compiled function, or None if it cannot be compiled."""
-        key = arguments[0] if function is _block_sums else function
+    def _run(self, key: Callable[..., Any], function: Callable[..., Any], block: int, *arguments: Any) -> Any:
+        """Return the results of a compiled function, or None if it cannot be compiled.
+
+        Args:
+            key: The function whose calls are counted, and which a warning names.
+            function: The function to compile, of `key` or `key` itself.
+            block: The length of a block.
+            *arguments: As for `sums`.
+        """
         values = [in_blocks(value, block) for value in arguments]
         try:
             self._calls[key] += 1

@@ -109,10 +109,6 @@ class Rows:
         return num_bytes(self._parts) + num_bytes(self._scales)
 
     @property
-    def device(self) -> torch.device:
-        return self._parts[0].device
-
-    @property
     def rounding(self) -> float:
         """A generous bound on the distance that rounding moves a row, relative to its norm."""
         return 0.05 if self.dtype == torch.int8 else 0.0
@@ -155,7 +151,10 @@ class Rows:
         return entries[..., columns.start - first * BLOCK : columns.stop - first * BLOCK]
 
     def encoded(self, bucket: int, columns: slice, fold: int) -> Tensor | EncodedRow:
-        """Return a fold's entries as they are stored, for compiled functions; those of `of` unless blocks are whole."""
+        """Return a fold's entries as they are stored, for compiled functions.
+
+        Where `columns` cut a block, return what `of` returns.
+        """
         if self.dtype != torch.int8 or columns.start % BLOCK or columns.stop % BLOCK:
             return self.of(bucket, columns, fold)
         scales = self._scales[bucket][fold, columns.start // BLOCK : columns.stop // BLOCK].to(self.layout.device)

@@ -6,7 +6,6 @@ that two ranks wrote, whichever entries they keep.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,8 +43,8 @@ class ShardedVector:
             UserError: The vector belongs to another model, or lacks entries of this rank.
         """
         sizes = {name: shard.numel(name) for name in shard.trained}
-        # Empty parts have no slice.
-        names_here = {name for name in sizes if operator.lt(*shard.entry_range(name, shard.rank))}
+        ranges = {name: shard.entry_range(name, shard.rank) for name in sizes}
+        names_here = {name for name, (start, stop) in ranges.items() if start < stop}  # empty parts have no slice
         is_other_model = not names_here <= self.slices.keys() <= sizes.keys()
         if is_other_model or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(

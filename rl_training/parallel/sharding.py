@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from rl_training.parallel.vectors import LARGE, Layout
 
+ClippingNorm = float | Callable[[], float | None] | None  # the threshold, or a function that returns the current one
+
 
 def chunk_of(length: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Return the start and stop of chunk `index` when torch.chunk cuts a vector; the last chunks may be empty.
@@ -42,9 +44,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-ClippingNorm = float | Callable[[], float | None] | None
-
-
 def clipping_threshold(max_grad_norm: float | None) -> float:
     """Return the norm that gradients are clipped to; inf for None and for numbers that are not positive."""
     return float(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else math.inf
@@ -58,7 +57,6 @@ class Shard:
         optimizer: The torch optimizer whose `step` is called.
         max_grad_norm: The threshold at which gradients are clipped, or a function that returns the current one. None or
             not positive: no clipping.
-        replicated: Keep every entry on this rank instead of a shard.
     """
 
     gathers_weights = False  # whether forward passes gather weights, so that all ranks must run equally many
@@ -66,16 +64,13 @@ class Shard:
     layer_rounding = ""  # why forward passes compute with fewer bits than the weights have; "" if they do not
     readable_optimizers: Collection[str] | None = None  # full names of classes whose states can be read; None: all
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: ClippingNorm, replicated: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: ClippingNorm) -> None:
         self.model = model
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        is_sharded = dist.is_initialized() and not replicated
-        self.num_ranks = dist.get_world_size() if is_sharded else 1
-        self.rank = dist.get_rank() if is_sharded else 0
+        self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         # `leaves`: the tensors that autograd delivers whole gradients to. `optimized`: the tensors that the optimizer
         # updates, which hold at least this rank's entries of a parameter. Both by name, and always the same objects.
         self.leaves: Mapping[str, Tensor] = self.trained

@@ -105,12 +105,6 @@ def _parts(state: Any, path: str) -> Mapping[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
-def _rebuild(state: Any, parts: dict[str, Any]) -> Any:
-    if isinstance(state, Mapping):
-        return type(state)(parts)  # type: ignore[call-arg]
-    return dataclasses.replace(state, **parts)
-
-
 def _read(template: Any, path: str, unread: dict[str, Tensor]) -> Any:
     """Return the state at a path, and remove its tensors from `unread`."""
     if template is None:
@@ -136,7 +130,8 @@ def _read(template: Any, path: str, unread: dict[str, Tensor]) -> Any:
     if isinstance(template, Mapping):
         for name in [name for name in unread if name.startswith(f"{path}." if path else "")]:
             del unread[name]
-    return _rebuild(template, parts)
+        return type(template)(parts)  # type: ignore[call-arg]
+    return dataclasses.replace(template, **parts)
 
 
 def _read_vector(path: str, unread: dict[str, Tensor]) -> ShardedVector:

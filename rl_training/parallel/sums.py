@@ -30,12 +30,8 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (…).
     """
-    return _products(a, b).double()
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
     exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return (a.to(exact) * b).sum(dim=-1)
+    return (a.to(exact) * b).sum(dim=-1).double()
 
 
 def square_norm(values: Tensor) -> Tensor:

@@ -146,10 +146,6 @@ class Layout:
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
         ]
 
-    def number(self, value: float) -> Tensor:
-        """Return a number as a tensor, (), with these vectors' dtype and device."""
-        return torch.full((), value, dtype=self.dtype, device=self.device)
-
     def zeros(
         self, *leading: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Vector:

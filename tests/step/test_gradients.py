@@ -362,7 +362,7 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
         shard.layout = Layout(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
         recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
-        assert recorder.rows.device.type == lies_on
+        assert recorder.rows._parts[0].device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
 
 

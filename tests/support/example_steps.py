@@ -55,7 +55,9 @@ def drawn_adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamW
 def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
     """Return the shard of a rank that holds all of these parameters."""
     held = nn.ParameterDict(parameters)
-    return Shard(held, torch.optim.SGD(held.parameters()), None, replicated=True)
+    shard = Shard(held, torch.optim.SGD(held.parameters()), None)
+    shard.num_ranks, shard.rank = 1, 0  # also where several processes train
+    return shard
 
 
 def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
