@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError, wrap_user_errors
-from rl_training.interventions.loss import Function, LossInputs
+from rl_training.interventions.loss import LossInputs, Reweighting
 from rl_training.step.loss_weights import LossWeights
 
 
-def load_custom(place: str, name: str) -> Function:
+def load_custom(place: str, name: str) -> Reweighting:
     """Load a function from a file or an importable module, and wrap it so that its result is checked.
 
     Args:
@@ -46,7 +46,7 @@ def load_custom(place: str, name: str) -> Function:
     return functools.partial(_checked_weights, name, function)
 
 
-def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
+def _checked_weights(name: str, function: Reweighting, loss: LossInputs, strength: float) -> LossWeights:
     """Call the function with a copy of the loss's inputs, and check the weights that it returns."""
     with wrap_user_errors(f"intervention {name}"):
         weights: Any = function(copy.deepcopy(loss), strength)

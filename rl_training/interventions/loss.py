@@ -26,8 +26,8 @@ from rl_training.step.loss_weights import LossWeights
 
 # Relative distance within which a loss's weights count as Dr-GRPO's: in bf16, ratios of 1 are rounded, and a few tokens
 # may fall on the other side of a clip.
-DR_GRPO = 0.1
-SIGNS = 1e-6  # relative to the largest weight; smaller weights of the wrong sign are rounding
+MAX_DEVIATION = 0.1
+SIGN_TOLERANCE = 1e-6  # relative to the largest weight; smaller weights of the wrong sign are rounding
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,33 @@ class LossInputs:
         weights = -self.unit * ratios * advantages * passes * self.scores.mask * (1.0 if factors is None else factors)
         return weights.to(self.weights.logps)
 
-    def corrected(self, correction: Correction | None) -> Tensor:
-        """Return Dr-GRPO's weights, (b, T), with the clip that is set and the given correction for the sampler."""
+    def dr_grpo_weights(self, correction: Correction | None, high: float | None = None) -> Tensor:
+        """Return Dr-GRPO's weights, (b, T), with the given correction for the sampler.
+
+        Ratios are clipped as set, or above at 1 + `high`.
+        """
         assert self.settings is not None
+        high = self.settings.epsilon_high if high is None else high
         factors = None if correction is None else correction.factors(self.log_sampler_ratios)
-        return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
+        return self.clipped(self.ratios, self.settings.epsilon_low, high, factors)
 
     def with_loss_facts(self) -> LossInputs:
         """Return the inputs with `is_dr_grpo` and `is_of_advantages` read from the weights."""
         weights = self.weights.logps.double()
         advantages = self.advantages_of_tokens.double()
         size = weights.abs().max() * advantages.abs().max()
-        has_wrong_sign = (weights * advantages).clamp(min=0.0).max() > SIGNS * size
-        weighs_zero_advantages = weights.where(advantages == 0, 0.0).abs().max() > SIGNS * weights.abs().max()
+        has_wrong_sign = (weights * advantages).clamp(min=0.0).max() > SIGN_TOLERANCE * size
+        weighs_zero_advantages = weights.where(advantages == 0, 0.0).abs().max() > SIGN_TOLERANCE * weights.abs().max()
         is_dr_grpo = False
         if self.settings is not None:
-            deviation = weights - self.corrected(self.settings.correction).double()
-            is_dr_grpo = bool(deviation.norm() <= DR_GRPO * weights.norm())
+            deviation = weights - self.dr_grpo_weights(self.settings.correction).double()
+            is_dr_grpo = bool(deviation.norm() <= MAX_DEVIATION * weights.norm())
         return dataclasses.replace(
             self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(has_wrong_sign | weighs_zero_advantages)
         )
 
 
-Function = Callable[[LossInputs, float], LossWeights]
+Reweighting = Callable[[LossInputs, float], LossWeights]  # (the loss, strength) → new weights
 
 
 def loss_inputs(

@@ -24,7 +24,7 @@ from rl_training.entropy.changed_steps import Change
 from rl_training.errors import UserError
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.custom import load_custom
-from rl_training.interventions.loss import Function, LossInputs
+from rl_training.interventions.loss import LossInputs, Reweighting
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.loss_weights import LossWeights
 
@@ -62,7 +62,7 @@ class Intervention:
     """A change of the loss's weights or of an optimizer setting, with its strength."""
 
     name: str  # in its metrics' names
-    function: Function | None  # maps a loss's inputs and the strength to new weights; None: an optimizer setting
+    function: Reweighting | None  # maps a loss's inputs and the strength to new weights; None: an optimizer setting
     needs: tuple[str, ...] = ("advantages",)  # keys of NEEDS
     strength: float = math.nan  # nan: it has none
     low: float = 0.0  # strengths must be larger
@@ -79,12 +79,6 @@ class Intervention:
     overwrites_weights: bool = False
 
     @property
-    def unnamed_strength(self) -> dict[str, float]:
-        """The strength as a detail for records; {} if there is none, or if the name already says it."""
-        is_named = ":" in self.name or math.isnan(self.strength)
-        return {} if is_named else {"strength": self.strength}
-
-    @property
     def lr_factor(self) -> float:
         """The factor on every learning rate."""
         return self.strength if self.sets == "lr_factor" else 1.0
@@ -96,7 +90,10 @@ class Intervention:
 
     @property
     def differs(self) -> str:
-        """Its entry in LossSettings.differs; "beta" stands for terms that are not weighted advantages."""
+        """What training with it adds to `LossSettings.differs`.
+
+        "beta" stands for any term that is no weighted advantage.
+        """
         if self.is_entropy_bonus:
             return "entropy_coef"
         return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"

@@ -132,7 +132,6 @@ def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
     """
     if loss.old_logps is None:
         return loss.weights
-    assert loss.settings is not None
     penalty = loss.ratios.log().sign() * _most_covariant(loss, strength)
     return LossWeights(loss.weights.logps + loss.unit * penalty, loss.weights.entropies)
 
@@ -180,10 +179,7 @@ def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
     if loss.old_logps is None:
         return loss.weights
     assert loss.settings is not None
-    correction = loss.settings.correction
-    factors = None if correction is None else correction.factors(loss.log_sampler_ratios)
-    weights = loss.clipped(loss.ratios, loss.settings.epsilon_low, strength, factors)
-    return LossWeights(weights, loss.weights.entropies)
+    return LossWeights(loss.dr_grpo_weights(loss.settings.correction, high=strength), loss.weights.entropies)
 
 
 def no_correction(loss: LossInputs, strength: float) -> LossWeights:
@@ -237,7 +233,7 @@ def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
 
 def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
     """Return Dr-GRPO's weights with the given correction for the sampler instead of the loss's own."""
-    return LossWeights(loss.corrected(correction), loss.weights.entropies)
+    return LossWeights(loss.dr_grpo_weights(correction), loss.weights.entropies)
 
 
 def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
