@@ -14,7 +14,13 @@ from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector
-from rl_training.statistics.estimate import FEW_FOLDS, NOT_FINITE_GRADIENT, Estimate, stderr_reason
+from rl_training.statistics.estimate import (
+    FEW_FOLDS,
+    NOT_FINITE_GRADIENT,
+    Estimate,
+    effective_samples,
+    stderr_reason,
+)
 from rl_training.statistics.unavailable import Unavailable
 
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
@@ -81,9 +87,7 @@ class Quantity:
             missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
             error = math.nan if missing or self.name.split("/")[0] in NO_STDERR else stderr
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
-            num_samples = (
-                num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(self.batches[unit]) + 1e-9)
-            )
+            num_samples = num_folds if math.isnan(error) else effective_samples(num_folds, float(self.batches[unit]))
             detail: dict[str, str | float] = {}
             if not math.isnan(error) and self.stderr_of_batch is not None:
                 detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])

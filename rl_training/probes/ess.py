@@ -52,11 +52,11 @@ class EffectiveSampleSizeProbe(Probe):
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
         if of_tokens is not None:
             advantages = of_tokens[order].abs().sum(dim=1) / lengths.clamp(min=1)
-        num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
+        local_prompts, local_zero_prompts = 0, advantages.new_zeros(())
         if not split:  # otherwise only exact 0 counts: rounding looks like a small advantage
             by_prompt = advantages.view(-1, batch.responses_per_prompt)
             by_prompt = without_rounding(by_prompt) if of_tokens is None else by_prompt
-            num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
+            local_prompts, local_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
         ratio_sums = advantages.new_full((2,), torch.nan)
         if logs is not None:
@@ -66,8 +66,8 @@ class EffectiveSampleSizeProbe(Probe):
             for values in (advantages, advantages.double() * lengths)
         )
         sizes = [ratio_sums, *map(kish_sums, of_loss)]
-        counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
-        zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])
+        counts = advantages.new_tensor([len(advantages), local_prompts], dtype=torch.float64)
+        zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), local_zero_prompts)])
         sums = ctx.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
         *size_sums, num_sequences, num_prompts, num_zero, num_zero_prompts = sums
 

@@ -104,7 +104,6 @@ class MeasuredChange:
 
     before: Scores  # at θ
     after: Scores  # at θ', of the same tokens
-    sequences: JackknifeUnits  # each sequence is a unit
     units: JackknifeUnits  # independent units
     fresh: Tensor | None  # (N, 3), totals of responses drawn at θ'; None if importance weights are trusted
     true: Replicates  # by per-decision importance sampling, or from paired samples if E was drawn again
@@ -139,7 +138,7 @@ def change_between(
     """Measure the change of entropy between two scorings of the same sequences. Collective."""
     totals_before, totals_after = (_totals(scores, sequences) for scores in (before, after))
     return MeasuredChange(
-        before, after, sequences, units, fresh,
+        before, after, units, fresh,
         true=true_change(before, after, sequences, units, fresh),
         snis=reweighted_replicates(totals_before, totals_after, _global_units(units, sequences)),
         weights=importance_weights(totals_before, totals_after),

@@ -180,12 +180,18 @@ class InterventionsProbe(Probe):
             pair.times(factor).estimate(0, unknown or delta.reason),
             reward,
             Estimate.missing(TOO_SMALL) if is_small and not no_reward else price,
-            replace(mean_delta, detail={"measured_steps": running.num_steps, **intervention.unnamed_strength}),
+            replace(mean_delta, detail={"measured_steps": running.num_steps, **_unnamed_strength(intervention)}),
             mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,
             kept_halving(intervention, mean_kept, means[PLAIN].mean()),
         ]
+
+
+def _unnamed_strength(intervention: Intervention) -> dict[str, float]:
+    """Return an intervention's strength as a detail for records; {} if it has none, or if its name says it."""
+    is_named = ":" in intervention.name or math.isnan(intervention.strength)
+    return {} if is_named else {"strength": intervention.strength}
 
 
 def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:

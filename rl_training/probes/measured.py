@@ -45,7 +45,7 @@ from rl_training.probes.previous_policy import (
     sums_of_responses,
 )
 from rl_training.probes.running_sum import RunningSum
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate, effective_samples
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
@@ -175,7 +175,7 @@ class MeasuredStepProbe(Probe):
             (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.reasons.copied_on_ranks
         )
         num_rewarded = ctx.ranks.reduce(by_prompt[:, -rewards.shape[1] :].sum(dim=0)).tolist()
-        for name, count in zip(names[len(CHANGES) - 1 :], num_rewarded, strict=True):
+        for name, count in zip(names_of_rewards(rollout), num_rewarded, strict=True):
             if not count:
                 estimates[name] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if ctx.reasons.relative_rewards:
@@ -203,7 +203,12 @@ class MeasuredStepProbe(Probe):
 
 def names_of_changes(rollout: Rollout) -> tuple[str, ...]:
     """Return the names of the measured changes: of entropy, length, the trained reward, and each reward function."""
-    return (*CHANGES, *(f"{REWARD}/{name}" for name in rollout.rewards_by_name))
+    return (*ENTROPY, LENGTH, *names_of_rewards(rollout))
+
+
+def names_of_rewards(rollout: Rollout) -> tuple[str, ...]:
+    """Return the names of the changes of reward, in the order of `rewards_of`."""
+    return (REWARD, *(f"{REWARD}/{name}" for name in rollout.rewards_by_name))
 
 
 def with_sums(names: Sequence[str]) -> tuple[str, ...]:
@@ -291,7 +296,7 @@ def _with_averaged_errors(
         averaged[name] = dataclasses.replace(
             estimate,
             stderr=math.sqrt(variance),
-            num_samples=1 + int((estimate.num_samples - 1) * count + 1e-9),
+            num_samples=effective_samples(estimate.num_samples, count),
             reason=estimate.reason or remark,
             detail={"stderr_of_batch": estimate.stderr},
         )

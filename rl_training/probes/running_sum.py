@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate, effective_samples
 from rl_training.statistics.unavailable import Unavailable
 
 SOME_STEPS = Unavailable("some_steps", "over {count} of {num_steps} steps: the others could not be measured")
@@ -68,7 +68,7 @@ class RunningSum:
                 continue
             batches = variance**2 / squares if squares else 1.0
             remark = "" if count == num_steps else SOME_STEPS.formatted(count=int(count), num_steps=num_steps)
-            num_samples = 1 + int((max(change.num_samples, 2) - 1) * batches + 1e-9)
+            num_samples = effective_samples(max(change.num_samples, 2), batches)
             estimates[name] = Estimate(total, math.sqrt(variance), num_samples, remark)
         return estimates
 

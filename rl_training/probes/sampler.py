@@ -31,6 +31,7 @@ from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import Batch
 from rl_training.step.reasons import NO_REWARDS, NO_SAMPLING_LOGPS, NOT_DRAWN
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
@@ -65,9 +66,8 @@ class SamplerProbe(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         batch = ctx.step.batch
-        logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
+        logs = batch.log_ratios()
         names = tuple(f"sampler/{name}" for name in METRICS)
-        correction = None if batch.loss_settings is None else batch.loss_settings.correction
         sampler_reason = ctx.reasons.sampling_mismatch
         is_reported = batch.rollout.sampling_logps is not None
         if sampler_reason and is_reported and sampler_reason.code != NOT_DRAWN.code:
@@ -75,26 +75,15 @@ class SamplerProbe(Probe):
         if logs is None or sampler_reason:  # without this, an unknown sampler's ratios would be 1
             estimates = dict.fromkeys(names, Estimate.missing(sampler_reason or NO_SAMPLING_LOGPS))
         else:
-            corrected, old = torch.zeros_like(logs), batch.rollout.old_logps
-            if correction is not None:  # the loss corrects π_old/μ, π_old before the rollout's first step
-                loss_log_ratios = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
-                corrected = (correction.factors(loss_log_ratios) != correction.ratios(loss_log_ratios)).to(logs) * mask
-            ratios = logs.sum(dim=1).exp()
-            known_rewards = torch.full_like(ratios, torch.nan) if rewards is None else rewards.to(logs)
-            has_reward, known_rewards = (~known_rewards.isnan()).to(logs), known_rewards.nan_to_num(nan=0.0)
-            by_sequence = [
-                *_token_sums(logs, mask), corrected.sum(dim=1), torch.ones_like(ratios), ratios, ratios.square(),
-                has_reward, known_rewards, ratios * has_reward, ratios * known_rewards,
-            ]  # fmt: skip
             estimates = estimates_over_units(
-                names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
+                names, _statistic, batch.sum_by_prompt(_sums_of_sequences(batch, logs)), ctx.ranks.reduce,
                 ctx.reasons.split_prompts or ctx.reasons.copied_on_ranks,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 estimates = {
                     name: Estimate(estimate.value, reason=SAMPLED_BY_POLICY) for name, estimate in estimates.items()
                 }
-            no_gap = NO_REWARDS if rewards is None else ctx.reasons.relative_rewards
+            no_gap = NO_REWARDS if batch.rollout.rewards is None else ctx.reasons.relative_rewards
             if no_gap:
                 estimates["sampler/reward_gap"] = Estimate.missing(no_gap)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
@@ -150,6 +139,24 @@ def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
     ratios = logs.exp()
     outside = ((ratios < LOW) | (ratios > HIGH)).to(logs)
     return [mask.sum(dim=1).to(logs), (torch.expm1(logs) - logs).sum(dim=1), outside.sum(dim=1)]
+
+
+def _sums_of_sequences(batch: Batch, logs: Tensor) -> Tensor:
+    """Return what each sequence adds to the sums of `_statistic`, (B, 10), given log ratios to the sampler, (B, T)."""
+    mask, rewards, old = batch.scores.mask, batch.rollout.rewards, batch.rollout.old_logps
+    correction = None if batch.loss_settings is None else batch.loss_settings.correction
+    corrected = torch.zeros_like(logs)
+    if correction is not None:  # the loss corrects π_old/μ, π_old before the rollout's first step
+        loss_log_ratios = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
+        corrected = (correction.factors(loss_log_ratios) != correction.ratios(loss_log_ratios)).to(logs) * mask
+    ratios = logs.sum(dim=1).exp()
+    known_rewards = torch.full_like(ratios, torch.nan) if rewards is None else rewards.to(logs)
+    has_reward, known_rewards = (~known_rewards.isnan()).to(logs), known_rewards.nan_to_num(nan=0.0)
+    columns = [
+        *_token_sums(logs, mask), corrected.sum(dim=1), torch.ones_like(ratios), ratios, ratios.square(),
+        has_reward, known_rewards, ratios * has_reward, ratios * known_rewards,
+    ]  # fmt: skip
+    return torch.stack(columns, dim=1)
 
 
 def _statistic(sums: Tensor) -> Tensor:

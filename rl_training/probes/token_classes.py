@@ -30,7 +30,7 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.options import check_flag, check_num_folds
-from rl_training.probes import top_tokens
+from rl_training.probes import top_tokens as single_tokens
 from rl_training.probes.top_tokens import TokenSums
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair, RunningPair
@@ -81,7 +81,7 @@ class TokenClassesProbe(Probe):
     def init(self) -> dict[str, Any]:
         """Return an empty mean over steps for each class, and empty sums by token for each half of the steps."""
         means = {f"{kind}/{name}": RunningPair() for kind, names in CLASSES.items() for name in names}
-        return {**means, **{top_tokens.key(half): TokenSums() for half in (0, 1)}}
+        return {**means, **{single_tokens.key(half): TokenSums() for half in (0, 1)}}
 
     def measure(self, ctx: StepContext, state: dict[str, Any]) -> Reading:
         kinds = self.kinds(ctx)
@@ -91,13 +91,13 @@ class TokenClassesProbe(Probe):
             reason = BY_SIGN if ctx.step.optimizer.has_sign_based_step else ctx.reasons.other_terms
         pairs = {} if reason else _pairs(ctx, kinds, sums)
         means = dict(state)
-        no_tokens = reason or top_tokens.reason_of(ctx)
+        no_tokens = reason or single_tokens.reason_of(ctx)
         predicted = dict[str, Estimate]()
         if self.top_tokens and no_tokens:
-            predicted = dict.fromkeys(top_tokens.NAMES, Estimate.missing(no_tokens))
+            predicted = dict.fromkeys(single_tokens.NAMES, Estimate.missing(no_tokens))
         elif self.top_tokens:
-            means |= top_tokens.add_step(ctx, state)
-            predicted = top_tokens.estimates(ctx, means)
+            means |= single_tokens.add_step(ctx, state)
+            predicted = single_tokens.estimates(ctx, means)
         shares = dict[str, Estimate]()
         for kind, names in CLASSES.items():
             for index, name in enumerate(names):
@@ -168,14 +168,18 @@ def text_class(text: str) -> int:
     >>> [CLASSES["text"][text_class(text)] for text in ("", "</think>", " 12", "x2", "+", "\n")]
     ['end', 'tag', 'number', 'word', 'sign', 'space']
     """
+    return CLASSES["text"].index(_name_of_text_class(text))
+
+
+def _name_of_text_class(text: str) -> str:
     stripped = text.strip()
-    if stripped:
-        if TAG.fullmatch(stripped):
-            return 1
-        if any(map(str.isalpha, stripped)):
-            return 3
-        return 2 if any(map(str.isdigit, stripped)) else 4
-    return 5 if text else 0
+    if not stripped:
+        return "space" if text else "end"
+    if TAG.fullmatch(stripped):
+        return "tag"
+    if any(map(str.isalpha, stripped)):
+        return "word"
+    return "number" if any(map(str.isdigit, stripped)) else "sign"
 
 
 def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate, effective_samples
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.unavailable import Unavailable
 
@@ -58,8 +58,8 @@ class TokenSums:
             return Estimate(0.0, 0.0, num_folds), 0.0
         value, variance, squares, occurrences = self.table[rows[0]].tolist()
         batches = variance**2 / squares if squares > 0 else 1.0
-        num_samples = 1 + int((num_folds - 1) * batches + 1e-9)
-        return Estimate(value / self.num_steps, math.sqrt(variance) / self.num_steps, num_samples), occurrences
+        stderr, num_samples = math.sqrt(variance) / self.num_steps, effective_samples(num_folds, batches)
+        return Estimate(value / self.num_steps, stderr, num_samples), occurrences
 
 
 def key(half: int) -> str:

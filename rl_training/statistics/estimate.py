@@ -25,6 +25,17 @@ def stderr_reason(num_units: int, few: Unavailable = FEW_FOLDS) -> Unavailable |
     return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 
+def effective_samples(num_samples: int, batches: float) -> int:
+    """Return the degrees of freedom plus 1 of an error averaged over batches, rounded down.
+
+    Args:
+        num_samples: Independent units of each batch.
+        batches: The number of batches with equal variances that the average has as many degrees of freedom as
+            (Satterthwaite).
+    """
+    return 1 + int((num_samples - 1) * batches + 1e-9)  # 1e-9: a product that is whole may be rounded below it
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A measured number with its standard error, or nan with a reason."""
