@@ -36,7 +36,7 @@ class Alerts(TrainerCallback):
         UserError: If the run is not written to a folder, or the extra `report` is not installed.
     """
 
-    def __init__(self, run: AttachedRun | object) -> None:
+    def __init__(self, run: object) -> None:
         if not isinstance(run, AttachedRun):
             raise UserError("alerts=True reads the records of a run: attach(trainer, FOLDER, alerts=True)")
         with require_extra():
