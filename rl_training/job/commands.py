@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
+from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.overrides import (
+    is_of_run,
     key_of,
     parse_overrides,
-    select_run_overrides,
     sweep_folder,
     with_all_loggers,
 )
@@ -57,13 +58,12 @@ def _swept(overrides: list[str]) -> list[str]:
 
 def analyze() -> None:
     """Analyze checkpoints: predict and measure what the next step of each does to entropy."""
-    run_composed("offline", _analyze, lambda word: not select_run_overrides([word]))
+    run_composed("offline", _analyze, lambda word: not is_of_run(word))
 
 
 def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
-    run_overrides = select_run_overrides(overrides)
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
-    cfg.run = [*cfg.run, *run_overrides]
+    cfg.run = [*cfg.run, *filter(is_of_run, overrides)]
     if "name" not in map(key_of, overrides):  # in a sweep, all jobs would write into one folder otherwise
         cfg.name = ",".join([cfg.name, *(word for word in _swept(overrides) if key_of(word) != "checkpoint")])
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
@@ -76,7 +76,7 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
 def evaluate() -> None:
     """Evaluate the checkpoints of a run."""
     # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
-    run_composed("evaluate", _evaluate, lambda word: key_of(word) not in ("data", "model", "adapter", "metrics"))
+    run_composed("evaluate", _evaluate, lambda word: key_of(word) not in (*OF_EVALUATION, "metrics"))
 
 
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:

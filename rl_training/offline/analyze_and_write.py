@@ -1,4 +1,4 @@
-"""Runs one checkpoint analysis with everything that its settings ask for, and writes its results."""
+"""Runs one checkpoint analysis with everything that its settings ask for, and writes its results and pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report import write_report
+from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
+from rl_training.records.report.series import read_run
 
 
 def analyze_and_write(
@@ -43,3 +47,17 @@ def analyze_and_write(
         print_table(analysis, restored, path)
     restored.passes.reduction.close()
     return analysis
+
+
+def write_pages(folder: Path, run: Path | None) -> None:
+    """Rewrite the page of the analyses in a folder, print its path, and rewrite the report of their run.
+
+    Args:
+        folder: Folder of all analyses of one name.
+        run: Run folder; None for checkpoints outside a run. Without metrics it has no report.
+    """
+    logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
+    section = describe_analyses(folder, read_run(logged) if logged else None)
+    print(f" {write_analyses_page(folder, section)}")
+    if logged:
+        write_report(logged)

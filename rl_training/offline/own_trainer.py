@@ -17,14 +17,13 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
-from rl_training.offline.analyze_and_write import analyze_and_write
+from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.folder import LOGS_FOLDER, OFFLINE
+from rl_training.records.folder import OFFLINE
 from rl_training.records.frames import RESULT_FILE
 from rl_training.records.json_values import plain_settings
-from rl_training.records.jsonl import METRICS_FILE
 
 
 def analyze(
@@ -68,18 +67,6 @@ def analyze(
     values = plain_settings({"offline": offline_settings, "run": settings_of_trainer(trainer, {})})
     analysis = analyze_and_write(restored, path, analysis_settings, values, start)
     if restored.rank == 0:
-        _write_pages(Path(folder), path.parents[1])
+        write_pages(path.parents[1], Path(folder))
     restored.trainer.accelerator.wait_for_everyone()
     return dict(analysis.results)
-
-
-def _write_pages(run: Path, folder: Path) -> None:
-    """Write the page of all analyses of this name and, if the run has metrics, its report again."""
-    from rl_training.records.report import write_report
-    from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
-    from rl_training.records.report.series import read_run
-
-    is_logged = (run / LOGS_FOLDER / METRICS_FILE).is_file()
-    print(f" {write_analyses_page(folder, describe_analyses(folder, read_run(run) if is_logged else None))}")
-    if is_logged:
-        write_report(run)

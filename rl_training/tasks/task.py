@@ -44,7 +44,7 @@ class Task:
                 _refuse_without_prompts(name, dataset)
 
 
-def as_task(returned: object) -> Task:
+def require_task(returned: object) -> Task:
     """Return the result of a task's function unchanged.
 
     Raises:

@@ -232,7 +232,7 @@ def test_the_suggested_quoting_of_a_path_gives_hydra_that_path(value: str) -> No
     try:
         parser.parse_overrides([f"run_dir={value}"])
     except Exception as error:
-        explanation = explain(error)
+        explanation = explain(error, "train")
     else:
         pytest.skip("needs no quotes")
     typed = shlex.split(explanation.split("need quotes: ")[1])

@@ -21,7 +21,7 @@ from hydra import compose
 
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.errors import UserError
-from rl_training.job.configuration.overrides import select_run_overrides
+from rl_training.job.configuration.overrides import is_of_run
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.analysis import analyze_checkpoints
@@ -202,7 +202,7 @@ def test_without_any_advantage_directions_without_momentum_are_nan_with_the_reas
 
 def test_results_hold_the_settings_of_the_run_and_of_the_analysis() -> None:
     words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
-    assert select_run_overrides(words) == ["trainer.beta=0", 'data.path="a b.jsonl"']
+    assert [*filter(is_of_run, words)] == ["trainer.beta=0", 'data.path="a b.jsonl"']
 
 
 def test_an_analysis_uses_the_settings_of_the_run_except_overridden_ones(run: Path) -> None:

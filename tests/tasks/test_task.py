@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from rl_training.tasks.task import Task, as_task
+from rl_training.tasks.task import Task, require_task
 
 GOOD = Dataset.from_dict({"prompt": ["a", "b"]})
 
@@ -35,10 +35,10 @@ def test_data_without_prompts_is_refused_with_split_and_row(split: str, data: An
 @pytest.mark.parametrize("returned", [None, [GOOD, GOOD, reward], (GOOD, reward)])
 def test_a_function_that_returns_no_task_is_refused_with_what_to_return(returned: Any) -> None:
     with pytest.raises(ValueError, match=r"not a Task: .*Task\(train_dataset"):
-        as_task(returned)
+        require_task(returned)
 
 
 def test_prompts_may_be_messages_and_the_evaluation_split_may_be_missing() -> None:
     messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]})
     task = Task(messages, None, reward)  # type: ignore[arg-type]
-    assert as_task(task) is task
+    assert require_task(task) is task

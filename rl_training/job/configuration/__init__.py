@@ -2,6 +2,7 @@
 
 composition.py    composes conf/ and the command line with Hydra
 shipped.py        locates conf/, launch/ and probe_configs/; the commands that copy them
+groups.py         the groups of conf/ that make a run
 overrides.py      parses settings as typed, KEY=VALUE, and applies them
 run_settings.py   settings of a stored run: to branch from, resume or analyze it
 stored.py         reads files of settings that may come from somebody else, so that nothing in them runs

@@ -62,7 +62,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
                 add_custom_code_to_path(cfg)
                 task(cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:
-            failures.append(UserError(explain(error)).with_traceback(error.__traceback__))
+            failures.append(UserError(explain(error, name)).with_traceback(error.__traceback__))
         except Exception as error:
             failures.append(error)
 
@@ -72,7 +72,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         with _settings_shown_masked():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
     except Exception as error:
-        if line := explain(error):
+        if line := explain(error, name):
             raise UserError(line) from error
         raise
     if failures:

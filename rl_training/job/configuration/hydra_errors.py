@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from rl_training.job.configuration.checks import choose_probes
+from rl_training.job.configuration.groups import KEY_OF
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.job.configuration.values import quote_override
 from rl_training.options import did_you_mean
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, name: str) -> str:
     """Explain in one line what was mistyped, and suggest what may have been meant.
+
+    Args:
+        error: The error.
+        name: File in conf/ that was composed, without `.yaml`.
 
     Returns:
         The line, or "" if the error was caused by a bug rather than by a setting.
@@ -29,17 +33,17 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return _explain_quotes(error.override.removeprefix("++"))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
+        group, _, option = error.missing_cfg_file.rpartition("/")
         options = _options_of(group)
-        hint = did_you_mean(name, options)
-        return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{hint}"
+        hint = did_you_mean(option, options)
+        return f"{group}={option}: there is no such {group}. Choose from {', '.join(options)}{hint}"
     cause = error.__cause__
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     is_group = (CONF / key).is_dir()
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and not is_group:
         typed_keys = (re.split("[=@]", word.lstrip("+~"))[0] for word in sys.argv[1:])
         key = next((typed for typed in typed_keys if f"{typed}.".startswith(f"{key}.")), key)
-        return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings())}"
+        return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings(name))}"
     typed_probes = next((word.lstrip("+") for word in sys.argv[1:] if word.lstrip("+").startswith("probes=")), "")
     if key == "probes" and typed_probes:
         return choose_probes(typed_probes.removeprefix("probes="))
@@ -72,18 +76,16 @@ def _options_of(group: str) -> list[str]:
     return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
 
 
-def _known_settings() -> dict[str, str]:
-    """Return the settings of this command and of all options of its groups.
+def _known_settings(name: str) -> dict[str, str]:
+    """Return the settings of conf/NAME.yaml and of all options of its groups.
 
     Returns:
         By setting, its name in a hint, which includes the GROUP=OPTION that defines it, if any.
     """
-    command = Path(sys.argv[0]).stem.replace("analyze", "offline")
-    main_file = CONF / f"{command}.yaml" if command in ("offline", "evaluate") else CONF / "train.yaml"
     known = {path.name: path.name for path in CONF.iterdir() if path.is_dir()}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, content = path.parent.name, load_plain(path)
         content = content.get(group, content)  # under the group's name or without it
-        for name in flatten({"probes" if group == "probe" else group: content}):
-            known.setdefault(name, f"{name} (of {group}={path.stem})")
-    return known | {name: name for name in flatten(load_plain(main_file))}
+        for key in flatten({KEY_OF.get(group, group): content}):
+            known.setdefault(key, f"{key} (of {group}={path.stem})")
+    return known | {key: key for key in flatten(load_plain(CONF / f"{name}.yaml"))}

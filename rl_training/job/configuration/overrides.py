@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -13,18 +14,14 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
+from rl_training.job.configuration.groups import CHANGEABLE, OPEN, SINGLE_OPTION
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.options import did_you_mean
 
-# Groups whose option can be changed, with their key in the settings.
-GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
-          "logger": "logger"}  # fmt: skip
-SINGLE_OPTION_GROUPS = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
 OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
-OPEN_GROUPS = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
 
 
 def key_of(word: str) -> str:
@@ -42,10 +39,14 @@ def force_add(word: str) -> str:
     return f"++{word}" if is_plain else word
 
 
-def select_run_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of an analysis that are meant for its run: those that conf/offline.yaml does not define."""
-    offline_keys = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
-    return [word for word in overrides if key_of(word) not in offline_keys]
+def is_of_run(word: str) -> bool:
+    """Return whether an override of an analysis is meant for its run: conf/offline.yaml does not define its key."""
+    return key_of(word) not in {*_settings_of_analysis(), "hydra", ""}
+
+
+@functools.cache
+def _settings_of_analysis() -> dict[str, Any]:
+    return load_plain(CONF / "offline.yaml")
 
 
 def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -> str:
@@ -55,7 +56,7 @@ def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -
     settings. A folder that is typed without that holds the jobs' folders.
 
     Args:
-        run_dir: The run folder of a job whose sweep does not count.
+        run_dir: The folder that the settings name, without the sweep's values.
         overrides: The job's overrides.
         swept: Those that the command sweeps over; [] outside of a sweep.
 
@@ -99,14 +100,15 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
     changes = [change for change in parse_overrides(overrides) if not change.key_or_group.startswith("hydra")]
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
         key, value = change.key_or_group, cast("Any", change.value())
-        if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
+        if change.is_delete() or ((CONF / key).is_dir() and key not in CHANGEABLE):
             raise UserError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
-        if key in GROUPS:
+        if key in CHANGEABLE:
             _apply_options(settings, key, [value] if isinstance(value, str) else value)
             continue
-        is_open = key_of(f"{key}=") in OPEN_GROUPS and settings.get(key_of(f"{key}="))
+        group = key.partition(".")[0]
+        is_open = group in OPEN and settings.get(group)
         if not is_open and OmegaConf.select(settings, key, default=...) is ...:
-            hint = did_you_mean(key, [*flatten(settings), *flatten(load_plain(CONF / "offline.yaml"))])
+            hint = did_you_mean(key, [*flatten(settings), *flatten(_settings_of_analysis())])
             raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
         OmegaConf.update(settings, key, value, merge=False, force_add=True)
     return settings
@@ -114,7 +116,7 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
 
 def _apply_options(settings: DictConfig, group: str, names: Sequence[str]) -> None:
     options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
-    chosen, node = cast("DictConfig", OmegaConf.merge(*options)), GROUPS[group]
+    chosen, node = cast("DictConfig", OmegaConf.merge(*options)), CHANGEABLE[group]
     is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
     if node in chosen:
         settings[node] = chosen.pop(node)
@@ -132,7 +134,7 @@ def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         UserError: If several options are given for a group that takes exactly one.
     """
     typed = {change.key_or_group: cast("Any", change.value()) for change in parse_overrides(overrides)}
-    for group in SINGLE_OPTION_GROUPS:
+    for group in SINGLE_OPTION:
         if isinstance(typed.get(group), list) and len(typed[group]) > 1:
             raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: only one is possible, give {group}=NAME")
     names = typed.get("logger")

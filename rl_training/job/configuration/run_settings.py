@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize
+from rl_training.job.configuration.groups import REQUIRED_KEYS, TRAINER_KEYS
 from rl_training.job.configuration.nested import differences, flatten
 from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
 from rl_training.job.configuration.shipped import CONF
@@ -18,8 +19,6 @@ from rl_training.job.configuration.stored import load_settings, refuse_marked, u
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 
-REQUIRED_KEYS = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # that an analysis needs
-TRAINER_KEYS = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # from which the trainer is made
 BRANCH_OWN_KEYS = ("run_dir", "resume", "branch", "additional_steps")  # that a branch does not take from its run
 UNCHANGEABLE_PREFIXES = ("model.", "adapter.", "data.", "trainer.optim")  # of settings that a branch must not change
 # Settings that determine which prompts each step learns from.

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
+from rl_training.job.configuration.groups import KEY_OF, WITH_TARGET
 from rl_training.job.configuration.nested import Keys, dotted_key, leaves, load_plain, map_strings
 from rl_training.job.configuration.shipped import conf_folders
 from rl_training.records.files.links import refuse_links_out
@@ -32,12 +33,9 @@ from rl_training.records.files.masking import without_masks
 from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE
 
-MARK = "not named on this command line: "
+MARK = "not named on this command line: "  # prefix of a stored value that counts only if it is typed again
 PROVENANCE = "provenance"  # no objects are made from it, so the command line in it may contain any text
-# By group of conf/, the key of a run's settings that holds its `_target_`, directly or (probes) one level below.
-KEY_OF_GROUP = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
-                "probe": "probes"}  # fmt: skip
-OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
+NESTED_KEYS = (*KEY_OF.values(), "batch", "rollouts", PROVENANCE)  # settings that hold further settings
 HYDRA_KEYS = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys that change how Hydra calls a target
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is literal text
 
@@ -57,7 +55,7 @@ def load_settings(path: Path) -> DictConfig:
     if not isinstance(settings, DictConfig) or not settings:
         raise UserError(f"{path} holds no settings: fix or delete it")
     plain: dict[Any, Any] = without_masks(OmegaConf.to_container(settings))
-    for name in (*KEY_OF_GROUP.values(), *OTHER_GROUPS):
+    for name in NESTED_KEYS:
         if not isinstance(plain.get(name) or {}, Mapping):
             raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: fix or delete it")
     for keys, value in leaves(plain):
@@ -154,7 +152,7 @@ def must_be_typed(keys: Keys, value: Any) -> bool:
 def _shipped_targets(place: Keys) -> frozenset[str]:
     """Return the targets that the files of conf/ and --config-dir use at this place of the settings."""
     depths = {"probes": 2}
-    group = next((group for group, key in KEY_OF_GROUP.items() if place[:1] == (key,)), None)
+    group = next((group for group, key in WITH_TARGET.items() if place[:1] == (key,)), None)
     if group is None or len(place) != depths.get(place[0], 1):
         return frozenset()
     return _targets_of(tuple(folder / group for folder in conf_folders()))

@@ -16,6 +16,7 @@ from rl_training.errors import UserError
 from rl_training.extras import require_extra
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import format_error, is_refusal
+from rl_training.tasks.task import Task, require_task
 
 
 def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
@@ -43,6 +44,15 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
             raise UserError(f"{key}: {format_error(error)} (--debug shows where)") from error
         error.add_note(f"while {key} was made")
         raise
+
+
+def make_task(node: Mapping[str, Any]) -> Task:
+    """Make the task that the node `data` describes.
+
+    Raises:
+        UserError: As for `make`, or if its function returns no Task.
+    """
+    return require_task(make("data", node))
 
 
 def _instantiate(node: Mapping[str, Any], values: Mapping[str, Any]) -> Any:

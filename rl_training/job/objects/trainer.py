@@ -12,10 +12,10 @@ from transformers.utils import logging
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.configuration.checks import check_settings
-from rl_training.job.configuration.run_settings import TRAINER_KEYS
+from rl_training.job.configuration.groups import TRAINER_KEYS
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import as_user_errors
-from rl_training.job.objects.make import make
+from rl_training.job.objects.make import make, make_task
 from rl_training.job.objects.trainer_checks import (
     check_fields,
     check_longest_prompt,
@@ -29,7 +29,6 @@ from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.tasks.adapter_patterns import refuse_endless_patterns
-from rl_training.tasks.task import as_task
 
 logger = logging.get_logger(__name__)
 
@@ -41,7 +40,6 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         UserError: If the checkpoint does not match the configuration; the message names the fix. See restored.py.
     """
     with as_user_errors(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
-        # A single microbatch suffices: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
         silent = {
@@ -52,6 +50,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         refuse_marked(cfg, *TRAINER_KEYS)
         check_settings(cfg)
         check_fields(cfg.trainer)
+        # One microbatch suffices: how a step is split does not change its gradient.
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
         trainer = make_trainer(cfg, args, [], None, with_evaluation=True)
@@ -64,7 +63,7 @@ def make_trainer(
     """Return the trainer. `with_evaluation` also gives it the evaluation split of its task."""
     interventions = cfg.intervention or []
     set_seed(cfg.seed)  # before the model is made: an adapter's weights are random
-    task = as_task(make("data", cfg.data))
+    task = make_task(cfg.data)
     model, tokenizer = make("model", cfg.model)
     adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
     refuse_endless_patterns(adapter, "adapter", (name for name, _ in model.named_modules()))

@@ -18,19 +18,16 @@ from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
-from rl_training.offline.analyze_and_write import analyze_and_write
+from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.settings import Settings
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, OFFLINE
+from rl_training.records.folder import CONFIG_FILE, OFFLINE
 from rl_training.records.frames import RESULT_FILE, read_analysis
-from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report import write_report
-from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
-from rl_training.records.report.series import read_run
+from rl_training.records.report.checkpoint_analyses import core_numbers
 
 
 def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
@@ -52,7 +49,9 @@ def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
         _analyze(checkpoint, path, settings, values)
     if PartialState().is_main_process:
         if values["report"]:
-            _write_pages(results)
+            runs = {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}
+            for folder, run in runs.items():
+                write_pages(folder, run)
         if values["dashboards"]:
             _log_to_dashboards(results)
     PartialState().wait_for_everyone()
@@ -104,16 +103,6 @@ def _analyze(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
     analyze_and_write(restored, path, settings, values, start)
     del restored
     gc.collect()  # reference cycles would keep this model in memory while the next one is loaded
-
-
-def _write_pages(results: Mapping[Path, Path]) -> None:
-    """Rewrite each run's report and the page of its analyses with this name, and print the paths of the pages."""
-    for folder, run in {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}.items():
-        logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
-        section = describe_analyses(folder, read_run(logged) if logged else None)
-        print(f" {write_analyses_page(folder, section)}")
-        if logged:
-            write_report(logged)
 
 
 def _log_to_dashboards(results: Mapping[Path, Path]) -> None:

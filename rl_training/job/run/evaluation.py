@@ -7,7 +7,7 @@ main process measures and writes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.hosts.trl.run_folder import on_main_process
 from rl_training.job.configuration.checks import check_evaluation
+from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
-from rl_training.job.objects.make import make
+from rl_training.job.objects.make import make, make_task
 from rl_training.job.run.evaluation_results import OUTPUT_HINT, Evaluation
 from rl_training.job.run.evaluation_worker import Work, merge_results
 from rl_training.records.checkpoints import steps_taken
@@ -30,9 +31,7 @@ from rl_training.records.files.links import leads_out_of_its_run, refuse_links_o
 from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
-from rl_training.tasks.task import as_task
 
-GROUPS = ("model", "adapter", "data")
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
 
@@ -48,19 +47,25 @@ def evaluate(cfg: DictConfig) -> int:
     evaluation = read_evaluation(cfg)
     state = PartialState(cpu=True, timeout=PATIENCE)  # on the CPU: worker processes do the work, these only communicate
     with contextlib.ExitStack() as lock:
-        with contextlib.ExitStack() as progress:
-
-            def start() -> dict[int, Path]:
-                lock.enter_context(locked(evaluation.folder.parent, OUTPUT_HINT))
-                pending = evaluation.start()
-                progress.enter_context(evaluation.progress(pending, state.num_processes))
-                return pending
-
-            for step, checkpoint in on_main_process(start).items():
-                result = merge_results(gather_object([_work(evaluation, checkpoint, state).run(evaluation.show)]))
-                if state.is_main_process:
-                    evaluation.finish(step, result)
+        pending = on_main_process(lambda: _begin(evaluation, lock))
+        _evaluate_all(evaluation, pending, state)
         return on_main_process(evaluation.close)
+
+
+def _begin(evaluation: Evaluation, lock: contextlib.ExitStack) -> dict[int, Path]:
+    """Lock the folder of evaluations until `lock` is closed, and return the checkpoints to evaluate, by step."""
+    lock.enter_context(locked(evaluation.folder.parent, OUTPUT_HINT))
+    return evaluation.start()
+
+
+def _evaluate_all(evaluation: Evaluation, pending: Mapping[int, Path], state: PartialState) -> None:
+    """Evaluate these checkpoints one after another. Collective; the main process measures and writes."""
+    with evaluation.progress(pending, state.num_processes, shown=state.is_main_process) as progress:
+        for step, checkpoint in pending.items():
+            result = merge_results(gather_object([_work(evaluation, checkpoint, state).run(progress.add_responses)]))
+            if state.is_main_process:
+                evaluation.finish(step, result)
+            progress.add_checkpoint()
 
 
 def _work(evaluation: Evaluation, checkpoint: Path, state: PartialState) -> Work:
@@ -103,12 +108,12 @@ def read_evaluation(cfg: DictConfig) -> Evaluation:
         raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
     refuse_links_out(root, *(() if root == run else (EVALUATIONS,)))
     metrics = values["metrics"]
-    settings = {"metrics": metrics, **{group: unmarked(config.get(group)) for group in GROUPS}}
+    settings = {"metrics": metrics, **{group: unmarked(config.get(group)) for group in OF_EVALUATION}}
     return Evaluation(
         root=root,
         name=name,
         checkpoints=checkpoints,
-        task=as_task(make("data", config["data"])),
+        task=make_task(config["data"]),
         metrics={metric: make(f"metrics.{metric}", node, _partial_=True) for metric, node in metrics.items()},
         options=options,
         settings=without_masks(without_secrets(settings)),
@@ -124,7 +129,7 @@ def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[d
     A group chosen on the command line replaces the run's. Single values override those of the run's group.
     """
     merged = dict(config)
-    for group in GROUPS:
+    for group in OF_EVALUATION:
         given, stored = options.get(group) or {}, config.get(group) or {}
         is_replaced = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
         merged[group] = given if is_replaced else {**stored, **given}

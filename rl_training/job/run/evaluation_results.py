@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -23,6 +22,7 @@ from rl_training.job.configuration.nested import differences
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.job.run.evaluation_worker import CheckpointResponses
+from rl_training.job.run.progress import EvaluationProgress
 from rl_training.limited_files import MAX_STATE_BYTES, read_bytes
 from rl_training.records.evaluated import (
     SETTINGS,
@@ -68,12 +68,13 @@ class Evaluation:
     task: Task
     metrics: Mapping[str, Metric]  # the user's own
     options: DictConfig  # `evaluation` of conf/evaluate.yaml, with a temperature and a length
-    settings: dict[str, Any]  # with `options`, must be equal for results to share a table; contains no secrets
+    settings: dict[str, Any]  # must be equal too for results to share a table; contains no secrets
     run: Path | None = None  # whose dashboards and report get the numbers
     config: Mapping[str, Any] = field(default_factory=dict)  # of the run
     prefix: str = ""  # of metric names in dashboards
     ways_out: tuple[str, str] = ("evaluation.name=NAME", "evaluation.overwrite=true")  # what to type if settings differ
-    problems: list[str] = field(default_factory=list)  # what failed, and why
+    problems: list[str] = field(default_factory=list, init=False)  # what failed, and why
+    _loggers: list[MetricsLogger] | None = field(default=None, init=False)  # None until the first numbers
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):  # overwriting removes this folder
@@ -83,12 +84,20 @@ class Evaluation:
                 raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
         if len(self.task.eval_dataset) == 0:
             raise UserError("the evaluation split has no rows: give data of your own, data.path=FILE or eval_dataset=…")
-        self.folder = self.root / EVALUATIONS / self.name
-        self.rows = choose_rows(len(self.task.eval_dataset), self.options.fraction, self.options.seed)
-        compared = {str(key): value for key, value in self.options.items() if key not in NOT_COMPARED}
-        self.settings = compared | self.settings
-        self._loggers: list[MetricsLogger] | None = None
-        self._bar: tqdm[NoReturn] | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.root / EVALUATIONS / self.name
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of the evaluation split whose prompts are answered."""
+        return choose_rows(len(self.task.eval_dataset), self.options.fraction, self.options.seed)
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """All settings that must be equal for results to share a table."""
+        return {str(key): value for key, value in self.options.items() if key not in NOT_COMPARED} | self.settings
 
     def batches(self, share: int = 0, num_shares: int = 1) -> list[list[tuple[int, int]]]:
         """Return the batches of process number `share` out of `num_shares`."""
@@ -115,29 +124,19 @@ class Evaluation:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
             (self.folder / SETTINGS).unlink(missing_ok=True)  # without results, the old settings do not matter
-        before = write_settings(self.folder, self.settings)
-        if changed := differences(before, self.settings):
+        before = write_settings(self.folder, self.compared)
+        if changed := differences(before, self.compared):
             raise UserError(
                 f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
                 f"{self.ways_out[0]}, or replace it with {self.ways_out[1]}"
             )
         return self.pending()
 
-    @contextmanager
-    def progress(self, pending: Mapping[int, Path], num_shares: int = 1) -> Iterator[None]:
-        """Show a progress bar of the responses that this process, one of `num_shares`, makes for these checkpoints."""
-        self._num_finished = len(self.checkpoints) - len(pending)
+    def progress(self, pending: Mapping[int, Path], num_shares: int = 1, shown: bool = True) -> EvaluationProgress:
+        """Return a bar of the responses that the main process, one of `num_shares`, makes for these checkpoints."""
         share = sum(map(len, self.batches(0, num_shares)))
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two updates of the bar
-        total = len(pending) * share
-        with tqdm(total=total, unit="response", mininterval=every, maxinterval=every) as self._bar:
-            self._show_finished()
-            yield
-
-    def show(self, num_responses: int) -> None:
-        """Move the progress bar, if there is one, on by this number of responses."""
-        if self._bar is not None:
-            self._bar.update(num_responses)
+        num_finished = len(self.checkpoints) - len(pending)
+        return EvaluationProgress(len(pending) * share, len(self.checkpoints), num_finished, shown)
 
     def finish(self, step: int, result: CheckpointResponses) -> None:
         """Measure and write the result of one checkpoint. A failure is reported and affects only this checkpoint."""
@@ -149,12 +148,6 @@ class Evaluation:
                 reason = reason_of(error)
         if reason:
             self._report(f"step {step} failed: {reason} ({self.checkpoints[step]})")
-        self._num_finished += 1
-        self._show_finished()
-
-    def _show_finished(self) -> None:
-        assert self._bar is not None
-        self._bar.set_description(f"{self._num_finished} of {len(self.checkpoints)} checkpoints")
 
     def _report(self, problem: str) -> None:
         problem = printable(mask_line(problem))

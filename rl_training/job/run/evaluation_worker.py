@@ -20,8 +20,7 @@ from transformers.utils import logging
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
-from rl_training.job.objects.make import make
-from rl_training.tasks.task import as_task
+from rl_training.job.objects.make import make, make_task
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Work:
             dtype=self.model.get("dtype", "float32"),
             quantization=self.model.get("quantization"),
         )
-        task = as_task(make("data", self.data))
+        task = make_task(self.data)
         seconds = {"load": time.perf_counter() - start}
         for responses in generate_responses(policy, task, self.batches, self.options.seed, seconds):
             send((responses, seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,21 @@ RUN_EXISTS = "run_dir={} already holds a run: continue it with resume=latest, ch
 RUN_SUBFOLDERS = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
 
 
-def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
+@dataclass(frozen=True)
+class FoundRun:
+    """Where a training writes, and what it continues."""
+
+    folder: RunFolder  # locked
+    checkpoint: Path | None  # to continue from: of this run, or of the one that it branches from
+    steps_taken: int  # number of optimizer steps behind the checkpoint; 0 without one
+    is_resumed: bool  # whether the folder already belongs to this run
+
+
+def find_run_folder(cfg: DictConfig) -> FoundRun:
     """Create and lock the run folder, the same on every process, and find the checkpoint to continue from. Collective.
 
-    `additional_steps`, if given, is added to the checkpoint's steps, written to trainer.max_steps and reset to None, so
-    config.yaml contains the final number of steps.
-
-    Returns:
-        The locked run folder; the checkpoint to continue from, or None; and whether the folder already belongs to this
-        run because the run is resumed.
+    Raises:
+        UserError: If the folder holds another run, is locked or cannot be written to, or there is nothing to resume.
     """
     state = _join_processes(cfg)
     # The default run folder is named after the time, which differs between processes: use the main process's.
@@ -68,7 +75,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists()) and not is_damaged
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
-    taken = 0 if checkpoint is None else steps_taken(checkpoint)
+    found = FoundRun(folder, checkpoint, 0 if checkpoint is None else steps_taken(checkpoint), is_resumed)
     has_run = (run / LOGS_FOLDER / METRICS_FILE).exists() or ((run / CONFIG_FILE).exists() and not is_damaged)
     if not is_resumed and has_run:
         raise UserError(RUN_EXISTS.format(run))
@@ -78,10 +85,10 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
         refuse_a_file(run / name)
     if is_resumed:
         refuse_other_settings(cfg, run)
-        _say_where_it_continues(run, checkpoint, taken, state.num_processes)
+        _say_where_it_continues(found, state.num_processes)
     state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
     if is_resumed and state.is_main_process:
-        set_aside_later(run, taken)
+        set_aside_later(run, found.steps_taken)
     if is_damaged and state.is_main_process:
         (run / CONFIG_FILE).replace(run / DAMAGED)
         logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
@@ -89,15 +96,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={run} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
-    if checkpoint is not None and cfg.additional_steps is not None:
-        cfg.trainer.max_steps = taken + cfg.additional_steps
-        cfg.additional_steps = None
-    if not is_resumed and 0 < cfg.trainer.max_steps <= taken:
-        raise UserError(
-            f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
-            "larger one, or additional_steps=20"
-        )
-    return folder, checkpoint, is_resumed
+    return found
 
 
 def _has_only_damaged_settings(run: Path) -> bool:
@@ -119,7 +118,8 @@ def _join_processes(cfg: DictConfig) -> PartialState:
     return state
 
 
-def _say_where_it_continues(run: Path, checkpoint: Path | None, taken: int, num_processes: int) -> None:
+def _say_where_it_continues(found: FoundRun, num_processes: int) -> None:
+    run, checkpoint = found.folder.folder, found.checkpoint
     if checkpoint is None:
         logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
         return
@@ -129,7 +129,7 @@ def _say_where_it_continues(run: Path, checkpoint: Path | None, taken: int, num_
             f"{checkpoint.name}: the number of processes changes from {written} to {num_processes}: "
             "random numbers differ, so it is not bitwise the uninterrupted run"
         )
-    logger.warning(f"continuing {run} from step {taken}")
+    logger.warning(f"continuing {run} from step {found.steps_taken}")
 
 
 def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flatten, load_plain
-from rl_training.job.configuration.overrides import select_run_overrides
+from rl_training.job.configuration.overrides import is_of_run
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind, quote_value
@@ -132,9 +132,8 @@ class OfflineEntropyProbe:
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             overrides = self.overrides(checkpoint_path)
-            run_overrides = select_run_overrides(overrides)
-            cfg = compose("offline", overrides=[word for word in overrides if word not in run_overrides])
-            cfg.run = run_overrides
+            cfg = compose("offline", overrides=[word for word in overrides if not is_of_run(word)])
+            cfg.run = [word for word in overrides if is_of_run(word)]
             paths = analyze_checkpoints(cfg)
         if len(paths) > 1:
             raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")

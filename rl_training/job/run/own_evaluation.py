@@ -116,10 +116,12 @@ def evaluate(
     )
     with locked(Path(folder), OUTPUT_HINT):
         pending = evaluation.start()
-        with _restoring_weights(trainer.model), evaluation.progress(pending):
+        with _restoring_weights(trainer.model), evaluation.progress(pending) as progress:
             reference = _initial_model(trainer.model) if evaluation.options.kl and pending else None
             for step, checkpoint in pending.items():
-                evaluation.finish(step, _responses(trainer, checkpoint, reference, evaluation))
+                result = _responses(trainer, checkpoint, reference, evaluation, progress.add_responses)
+                evaluation.finish(step, result)
+                progress.add_checkpoint()
         evaluation.close()
     if evaluation.problems:
         raise UserError("; ".join(evaluation.problems))
@@ -196,10 +198,19 @@ def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> Checkp
 
 
 def _responses(
-    trainer: GRPOTrainer, checkpoint: Path, reference: PreTrainedModel | None, evaluation: Evaluation
+    trainer: GRPOTrainer,
+    checkpoint: Path,
+    reference: PreTrainedModel | None,
+    evaluation: Evaluation,
+    on_responses: Callable[[int], None],
 ) -> CheckpointResponses:
-    """Return the responses of one checkpoint, or the reason why there are none."""
-    result, start = CheckpointResponses(), time.perf_counter()
+    """Return the responses of one checkpoint, or the reason why there are none.
+
+    Args:
+        on_responses: Called with the number of responses after each batch.
+    """
+    result = CheckpointResponses()
+    start = time.perf_counter()
     try:
         flaw = find_weights_flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
         if flaw:
@@ -211,7 +222,7 @@ def _responses(
         batches, seed = evaluation.batches(), evaluation.options.seed
         for responses in generate_responses(policy, evaluation.task, batches, seed, result.seconds):
             result.responses += responses
-            evaluation.show(len(responses))
+            on_responses(len(responses))
     except UserError as error:
         result.reason = reason_of(error)
     result.seconds["total"] = time.perf_counter() - start

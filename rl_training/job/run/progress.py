@@ -1,11 +1,13 @@
-"""The progress bar of a training, with reward, entropy and the predicted change of entropy."""
+"""Progress bars: of a training, with reward, entropy and the predicted change of entropy, and of an evaluation."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import ProgressCallback
 
@@ -16,7 +18,7 @@ SHOWN = {
     "entropy": (("entropy/token", "entropy"), ".3f"),
     "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
-Z_95 = 1.96  # half the 95 % interval, in standard errors
+Z_95 = 1.96  # half the 95 % interval, in standard errors (normal: log lines carry no degrees of freedom)
 # Without tqdm's rate and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
 SECONDS_OF_SILENCE = 10.0  # after which an unfinished step shows its progress
@@ -75,3 +77,39 @@ class StepProgress(ProgressCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)
         self._lines.close()
+
+
+class EvaluationProgress:
+    """A bar of the responses that this process makes, with the number of finished checkpoints. Use it in a `with`.
+
+    Args:
+        num_responses: How many responses this process makes.
+        num_checkpoints: All checkpoints of the evaluation.
+        num_finished: Those that were finished before.
+        shown: Whether to show the bar, as one process does.
+    """
+
+    def __init__(self, num_responses: int, num_checkpoints: int, num_finished: int, shown: bool) -> None:
+        self._num_checkpoints = num_checkpoints
+        self._num_finished = num_finished
+        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two updates
+        self._bar: tqdm[NoReturn] = tqdm(
+            total=num_responses, unit="response", mininterval=every, maxinterval=every, disable=not shown
+        )
+
+    def __enter__(self) -> EvaluationProgress:
+        self._show_finished()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.close()
+
+    def add_responses(self, count: int) -> None:
+        self._bar.update(count)
+
+    def add_checkpoint(self) -> None:
+        self._num_finished += 1
+        self._show_finished()
+
+    def _show_finished(self) -> None:
+        self._bar.set_description(f"{self._num_finished} of {self._num_checkpoints} checkpoints")

@@ -176,8 +176,8 @@ def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation
     monkeypatch.setattr(sys, "argv", ["train.py", *override.split()])
     with pytest.raises(HydraException) as raised:
         composed("train", *override.split())
-    assert explanation in explain(raised.value)
-    assert "\n" not in explain(raised.value)
+    assert explanation in explain(raised.value, "train")
+    assert "\n" not in explain(raised.value, "train")
 
 
 def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
