@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, sample_evaluation, sample_update
-from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, condition, covariance_of, predict
+from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, compare_preconditioners, covariance_of, predict
 from rl_training.offline.phases import Phases, explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
@@ -86,7 +86,7 @@ def analyze(restored: RestoredTrainer, settings: Settings) -> Analysis:
         ]
     if settings.conditioning and first_order is not None:
         with explain_out_of_memory("conditioning"):
-            tables["conditioning"] = condition(restored, update, first_order.direction)
+            tables["conditioning"] = compare_preconditioners(restored, update, first_order.direction)
         pointless = [row["name"] for row in tables["conditioning"] if math.isnan(row["delta_h1"])]
         reasons |= {f"conditioning/{name}": NO_DIRECTION for name in pointless}
     return Analysis(

@@ -45,9 +45,9 @@ RESPONSES = 1
 class SampledBuffer(EvaluationBuffer):
     """E with the scores of all processes' sequences, and what is needed to sample its responses again."""
 
-    rows: tuple[dict[str, Any], ...] = ()  # (N,), each sequence's row of the data set; responses to one are adjacent
-    seed: int = 0  # of its prompts and responses
-    chunk_size: int = 128  # sequences generated at once
+    rows: tuple[dict[str, Any], ...]  # (N,), each sequence's row of the data set; responses to one are adjacent
+    seed: int  # of its prompts and responses
+    chunk_size: int  # sequences generated at once
 
 
 def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeUnits]:
@@ -155,7 +155,7 @@ def sample_evaluation(
         update: U, whose prompts `settings.overlap` allows, forbids or requires in E. None allows any.
     """
     rows = tuple(row for row in _rows_of_evaluation(restored, settings, update) for _ in range(settings.responses))
-    rollout, score_rows = respond(restored, rows, settings.seed, chunk_size, progress)
+    rollout, score_rows = respond_in_chunks(restored, rows, settings.seed, chunk_size, progress)
     scores = gather_scores(restored, restored.policy.score_rollout(rollout), score_rows, len(rows))
     units = units_of(scores, settings.responses)
     return SampledBuffer(rollout, score_rows, scores, *units, rows, settings.seed, chunk_size)
@@ -163,7 +163,7 @@ def sample_evaluation(
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
     """Sample and score new responses to E's prompts at the current parameters, with E's random numbers. Collective."""
-    rollout, score_rows = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
+    rollout, score_rows = respond_in_chunks(restored, buffer.rows, buffer.seed, buffer.chunk_size)
     return gather_scores(restored, restored.policy.score_rollout(rollout), score_rows, buffer.num_sequences)
 
 
@@ -210,7 +210,7 @@ def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, 
     return {"prompt": prompt, "response": response}
 
 
-def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
+def evaluation_rewards(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
     """Return the rewards of E's responses to these rows of the data set, (N_E,). Collective."""
     completions = [tokens_of(rollout, row)[1] for row in range(rollout.num_sequences)]
     return batches.rewards_of(restored.trainer, list(rows), completions).cpu().float()
@@ -251,7 +251,7 @@ def _in_update(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequenc
     return (restored.reduce(is_found) > 0).tolist()
 
 
-def respond(
+def respond_in_chunks(
     restored: RestoredTrainer, data_rows: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
     progress: Progress = silent,
 ) -> tuple[Rollout, Tensor]:  # fmt: skip

@@ -61,12 +61,12 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
         raise UserError(
-            f"G1: {format_sample(stored.keys() - trained)} is not trainable: another adapter is active, or it is "
+            f"{format_sample(stored.keys() - trained)} is not trainable: another adapter is active, or it is "
             "frozen; load an adapter with is_trainable=True, and leave it active and unmerged"
         )
     if trained - stored.keys():
         raise UserError(
-            f"G1: {format_sample(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the "
+            f"{format_sample(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the "
             "adapter's target_modules, or the model, as the run had them"
         )
 

@@ -8,9 +8,9 @@ variances: one leaves out a block of E's prompts at a time, the other a fold of 
 Leaving out a block keeps the mean entropy H_tok inside X and its sequences' baselines fixed. Leaving out a fold
 recomputes the optimizer's step, clipping included.
 
-`condition` shows how much of δH₁ is due to the optimizer: it repeats the prediction with the same X̄ and U under other
-preconditioners. With g the clipped gradient of U, m ← β1 m + (1−β1) g, and v̂ and P = 1/(√v̂ + ε) those of this step,
-the directions are
+`compare_preconditioners` shows how much of δH₁ is due to the optimizer: it repeats the prediction with the same X̄ and U
+under other preconditioners. With g the clipped gradient of U, m ← β1 m + (1−β1) g, and v̂ and P = 1/(√v̂ + ε) those of
+this step, the directions are
 
     adam                the real step, weight decay included
     momentum-free adam  −P g                     the step that this batch alone would make
@@ -162,7 +162,9 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 # --- other preconditioners --------------------------------------------------------------------------------------------
 
 
-def condition(restored: RestoredTrainer, update: Update, direction: Sequence[Vector]) -> list[dict[str, Any]]:
+def compare_preconditioners(
+    restored: RestoredTrainer, update: Update, direction: Sequence[Vector]
+) -> list[dict[str, Any]]:
     """Predict δH₁ under each preconditioner, in nats. See the module docstring. Collective.
 
     Args:

@@ -61,6 +61,14 @@ class RestoredTrainer:
     policy: TrainerPolicy
     passes: Passes  # sums the gradients of further passes over all processes
 
+    @classmethod
+    def of(cls, trainer: GRPOTrainer, checkpoint: Path, step: int, policy: TrainerPolicy) -> RestoredTrainer:
+        """Return a trainer that holds a checkpoint's weights and optimizer as an analysis uses it."""
+        shard = shard_of(trainer)
+        policy.shard = shard
+        passes = Passes(policy, all_ranks(), FoldReduction(shard))
+        return cls(trainer, checkpoint, step, view_optimizer(shard), policy, passes)
+
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The trainable parameters by name."""
@@ -124,14 +132,6 @@ class RestoredTrainer:
             yield
 
 
-def restored_trainer(trainer: GRPOTrainer, checkpoint: Path, step: int, policy: TrainerPolicy) -> RestoredTrainer:
-    """Return a trainer that holds a checkpoint's weights and optimizer as an analysis uses it."""
-    shard = shard_of(trainer)
-    policy.shard = shard
-    passes = Passes(policy, all_ranks(), FoldReduction(shard))
-    return RestoredTrainer(trainer, checkpoint, step, view_optimizer(shard), policy, passes)
-
-
 def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Restore a trainer at a checkpoint.
 
@@ -142,7 +142,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     Raises:
         UserError: Checkpoint and trainer do not fit: see the module docstring. The message says how to fix it.
     """
-    _refuse_other_analyses(trainer)
+    _refuse_unsupported_trainer(trainer)
     _refuse_damaged(checkpoint)
     model = trainer.model
     refuse_other_weights(model, checkpoint)  # G1
@@ -163,12 +163,12 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     policy = TrainerPolicy(trainer)
     model.train()
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G2 and G3
-    restored = restored_trainer(trainer, checkpoint, steps_taken(checkpoint), policy)
-    _refuse_other_moments(restored.shard, restored.optimizer, checkpoint)
+    restored = RestoredTrainer.of(trainer, checkpoint, steps_taken(checkpoint), policy)
+    _refuse_unusable_optimizer(restored.shard, restored.optimizer, checkpoint)
     return restored
 
 
-def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
+def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise UserError(
             "a checkpoint is analyzed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
@@ -255,19 +255,19 @@ def refuse_without_gradients(
         raise
     except RuntimeError as error:
         raise UserError(
-            f"G2: the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
+            f"the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
             'trainer.gradient_checkpointing_kwargs={"use_reentrant": false}, and neither torch.no_grad() nor '
             "torch.inference_mode() around this call"
         ) from error
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
         raise UserError(
-            f"G3: {format_sample(unreached)} is trainable and gets no gradient from the scores: freeze what the loss "
+            f"{format_sample(unreached)} is trainable and gets no gradient from the scores: freeze what the loss "
             "does not reach"
         )
 
 
-def _refuse_other_moments(shard: Shard, optimizer: OptimizerView, checkpoint: Path) -> None:
+def _refuse_unusable_optimizer(shard: Shard, optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
         raise UserError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
     if optimizer.rounding_reason:

@@ -161,7 +161,9 @@ def write_log(
 
 def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary with the core numbers, and everything that the log's level asks for. Collective."""
-    core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
+    core = {
+        key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE
+    }  # the split drops _se, _sequence and _se_evaluation
     summary = {
         **_origin(restored),
         "level": log.level,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.offline.first_order import condition
+from rl_training.offline.first_order import compare_preconditioners
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, compute_update
 from rl_training.parallel.vectors import Layout
@@ -25,7 +25,7 @@ def vector(values: list[float]) -> Tensor:
 
 
 def asked() -> tuple[Any, Any, list[list[Tensor]]]:
-    """Return the arguments of `condition`: a trainer of two tensors, its step for the gradient G, and X̄."""
+    """Return a trainer of two tensors, its step for the gradient G, and X̄."""
     spans = {"first": slice(0, 2), "second": slice(2, 3)}
     parameters = {name: vector(THETA[span]) for name, span in spans.items()}
     states = {
@@ -62,7 +62,7 @@ def dot(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", written_out())
 def test_each_direction_is_scaled_to_the_real_steps_length_or_gain(name: str) -> None:
     restored, update, direction = asked()
-    row = {row["name"]: row for row in condition(restored, update, direction)}[name]
+    row = {row["name"]: row for row in compare_preconditioners(restored, update, direction)}[name]
     step, real, g = written_out()[name], update.delta[0].tolist(), [CLIP * value for value in G]
     length = math.sqrt(dot(real, real) / dot(step, step))
     assert row["delta_h1"] == pytest.approx(length * dot(X[0], step), rel=1e-9)

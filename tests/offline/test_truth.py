@@ -71,7 +71,7 @@ def evaluation(line: Line, responses: int = 1) -> SampledBuffer:
     ids = torch.zeros(8, 4, dtype=torch.long)
     rollout = Rollout(ids, ids, ids, mask.long(), torch.zeros(8), None, torch.arange(8), None, True)
     scores = line.score_rollout(rollout)
-    return SampledBuffer(rollout, torch.arange(8), scores, *units_of(scores, responses))
+    return SampledBuffer(rollout, torch.arange(8), scores, *units_of(scores, responses), rows=(), seed=0, chunk_size=1)
 
 
 def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
@@ -111,7 +111,7 @@ def test_blocks_are_whole_prompts_filling_a_microbatch_and_at_least_32_where_pos
     def blocks(prompts: int, responses: int, microbatch: int) -> list[int]:
         n = prompts * responses
         scores = Scores(*(torch.zeros(n, 1),) * 3)
-        e = SampledBuffer(None, torch.arange(n), scores, *units_of(scores, responses))  # type: ignore[arg-type]
+        e = SampledBuffer(None, torch.arange(n), scores, *units_of(scores, responses), rows=(), seed=0, chunk_size=1)  # type: ignore[arg-type]
         return e.blocks(microbatch).number.unique(return_counts=True)[1].tolist()
 
     assert blocks(32, 8, 32) == [8] * 32

@@ -19,7 +19,7 @@ from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.offline.analysis import Analysis
-from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
+from rl_training.offline.buffers import evaluation_rewards, gather_rollout, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel.calculate import calculate_kernel, token_hash
@@ -120,7 +120,7 @@ def write_sequences(
         data_rows: The row of the data set that each sequence of E answers, (N_E,).
         delta: The step δθ.
     """
-    rewards = rewards_of(restored, data_rows, evaluation)
+    rewards = evaluation_rewards(restored, data_rows, evaluation)
     assert update.rewards is not None
     rows = [
         *_lines(restored, EVALUATION, evaluation, rewards, delta),

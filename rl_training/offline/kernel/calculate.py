@@ -41,18 +41,16 @@ from rl_training.offline.kernel.blocks import (
     COLUMNS,
     KernelInputs,
     KernelRows,
-    check_identity,
-    check_row,
-    check_sum,
-    gradient_part,
     plan_blocks,
     row_products,
     weighted_sum,
 )
+from rl_training.offline.kernel.checks import check_identity, check_row, check_sum, gradient_part
 from rl_training.offline.kernel.sketches import CountSketches
 from rl_training.offline.kernel.structure import KERNEL_FILE
 from rl_training.offline.settings import KernelSettings
 from rl_training.optim.updates import CAUSES
+from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import Rollout
 from rl_training.records.files.atomic_write import write_atomically
@@ -77,24 +75,24 @@ def calculate_kernel(
     Raises:
         UserError: The folder holds another kernel, no row fits the memory budget, or a check fails.
     """
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = all_ranks()
     blocks = plan_blocks(
         inputs.evaluation.num_sequences,
         len(inputs.sqrt_metric),
         memory_bytes=settings.memory_gb * 1e9,
         microbatch=rows.microbatch,
         bytes_per_entry=getattr(torch, settings.dtype).itemsize,
-        num_ranks=num_ranks,
+        num_ranks=ranks.count,
     )
     calculation = _Calculation(rows, inputs, settings, folder, blocks)
     if not calculation.has(KERNEL_FILE):
-        if rank == 0:
+        if ranks.number == 0:
             sizes = f"{inputs.evaluation.num_sequences} × {inputs.update.num_sequences} sequences"
             parts = f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows"
             print(f"kernel: {sizes}, {len(inputs.sqrt_metric):,} parameters, {parts}")
-        calculation.calculate(range(rank, len(blocks), num_ranks))
+        calculation.calculate(range(ranks.number, len(blocks), ranks.count))
         _wait()
-        if rank == 0:
+        if ranks.number == 0:
             calculation.join(more_metadata or {})
     _wait()
     return folder / KERNEL_FILE
@@ -152,8 +150,8 @@ class _Calculation:
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Compute the kernel's rows of a block of E, and the other tensors that the block's file stores."""
         inputs = self._inputs
-        update = self._inputs.update
-        sqrt_metric = self._inputs.sqrt_metric
+        update = inputs.update
+        sqrt_metric = inputs.sqrt_metric
         w, x = (sqrt_metric.new_empty(len(block), len(sqrt_metric), dtype=self._dtype) for _ in range(2))
         tables = self._fill_held_rows(block, w, x, bar)
         kernel = [torch.empty(len(block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
@@ -220,16 +218,16 @@ class _Calculation:
 
     def _kernel_identity(self) -> dict[str, str]:
         """Return what must be equal in two runs for their blocks to belong to one kernel, as JSON by name."""
+        inputs = self._inputs
         settings = dataclasses.asdict(self._settings)
+        metric_norm = float(inputs.sqrt_metric.double().square().sum())
         content = {
-            "evaluation": _hashes(self._inputs.evaluation),
-            "update": _hashes(self._inputs.update),
-            "advantages": self._inputs.update.advantages.tolist(),
-            "max_length": self._inputs.max_length,
+            "evaluation": _hashes(inputs.evaluation),
+            "update": _hashes(inputs.update),
+            "advantages": inputs.update.advantages.tolist(),
+            "max_length": inputs.max_length,
             "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
-            "metric_norm": float(
-                f"{float(self._inputs.sqrt_metric.double().square().sum()):.5g}"
-            ),  # identifies this step's P
+            "metric_norm": float(f"{metric_norm:.5g}"),  # identifies this step's P
             "rows_per_block": len(self._blocks[0]),
             **{key: value for key, value in settings.items() if key not in ("enabled", "memory_gb")},
         }
@@ -242,7 +240,7 @@ class _Calculation:
         joined = _joined([load_file(path) for path in files])
         by_rows = joined.pop(GRADIENT_PART)
         joined["advantages"] = inputs.update.advantages.double().cpu()
-        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._inputs.parts)[0].tolist()
+        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), inputs.parts)[0].tolist()
         limit = min(self._rows.tolerance_factor, MAX_PAIRS_TOLERANCE_FACTOR) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
             **self._identity,

@@ -112,7 +112,7 @@ def _describe(s: Structure, distinct: Distinct) -> str:
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     """Return one row per distinct text, sorted by cluster."""
     rows = pd.DataFrame(distinct.rows).assign(
-        cluster=clusters.numpy(), text=lambda row: row["prompt"] + row["response"]
+        cluster=clusters.numpy(), text=lambda table: table["prompt"] + table["response"]
     )
     columns = ["cluster", "text", "times", "reward", "logp", "tokens", "buffer", "prompt_hash"]
     return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")  # type: ignore[return-value]  # column names are strings

@@ -30,11 +30,12 @@ from rl_training.offline.analysis import analyze
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel.at_checkpoint import add_kernel
-from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, check_identity
+from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
+from rl_training.offline.kernel.checks import check_identity
 from rl_training.offline.kernel.sketches import cosines
 from rl_training.offline.kernel.structure import Structure, headline, load_kernel
-from rl_training.offline.restored import RestoredTrainer, restored_trainer
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import (
     EvaluationSettings,
     KernelSettings,
@@ -87,13 +88,13 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     trainer.optimizer.zero_grad()
     trainer.current_gradient_accumulation_steps = 1  # restore() sets this too
     policy = TrainerPolicy(trainer)
-    restored = restored_trainer(trainer, Path(), 2, policy)
+    restored = RestoredTrainer.of(trainer, Path(), 2, policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
     update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), MemorySettings(4))
     scores = policy.score_rollout(of_e)
-    evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1))
+    evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1), rows=(), seed=0, chunk_size=1)
     direction = restored.whole(predict(restored, evaluation, update, 4).direction[TOKEN])
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
     return Case(trainer, restored, KernelInputs.of_step(restored, of_e, weights, direction, of_u, update))
