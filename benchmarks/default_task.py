@@ -15,9 +15,8 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.models import TINY_PATH, load_causal_lm
 from rl_training.tasks.task import Task
-from rl_training.tasks.tiny import TINY_PATH
 
 
 def default_trainer(

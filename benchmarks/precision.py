@@ -26,8 +26,7 @@ from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
-from rl_training.tasks.tiny import TINY_PATH
+from rl_training.tasks.models import TINY_PATH, load_tiny
 
 PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # frozen weights; autocast
     "fp32": (torch.float32, False),

@@ -18,10 +18,10 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rl_training.tasks.arithmetic import arithmetic, given_answer, worked_examples
-from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.models import TINY_PATH, load_causal_lm
 from rl_training.tasks.reasoning_gym import reasoning_gym
 from rl_training.tasks.task import Task, WorkedExample
-from rl_training.tasks.tiny import TINY_PATH, build_tokenizer, warm_start
+from rl_training.tasks.tiny import build_tokenizer, warm_start
 
 RESPONSES, HELD_OUT = 8, 128
 RATES = (3e-5, 1.3e-4, 5.5e-4, 2.3e-3, 1e-2)

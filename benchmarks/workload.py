@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.step.residual import ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.tiny import TINY_PATH
+from rl_training.tasks.models import TINY_PATH
 
 RolloutFunc = Callable[[list[str], Any], dict[str, Any]]
 # hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary

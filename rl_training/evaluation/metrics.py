@@ -63,7 +63,8 @@ def response_metrics(
     rewards = _value_table(sampled, lambda r: r.reward)
     is_right = rewards >= right_reward
     lengths = _value_table(sampled, lambda r: r.length)
-    num_right, num_responses = is_right.sum(dim=1), rewards.shape[1]
+    num_right = is_right.sum(dim=1)
+    num_responses = rewards.shape[1]
     mean_rewards = rewards.mean(dim=1)
     metrics = {
         "reward": share_over_prompts(mean_rewards, *reward_range) if reward_range else mean_over_prompts(mean_rewards),
@@ -75,7 +76,8 @@ def response_metrics(
         )
     for k in range(1, max_k + 1):
         metrics[f"pass_at_{k}"] = share_over_prompts(pass_at_k(num_right, num_responses, k))
-    metrics["majority"] = has_answer = Estimate.missing(NO_ANSWER)
+    metrics["majority"] = Estimate.missing(NO_ANSWER)
+    has_answer = Estimate.missing(NO_ANSWER)
     if can_read_answers:
         votes = [
             majority_vote([r.answer for r in group], right.tolist())

@@ -119,7 +119,7 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     return torch.tensor(ids)
 
 
-def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Tensor]) -> list[float]:
+def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], token_ids: Sequence[Tensor]) -> list[float]:
     """Return the task's reward of each response.
 
     Raises:
@@ -127,11 +127,11 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
     """
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    answers: list[Any] = list(texts)
+    completions: list[Any] = list(texts)
     if not isinstance(prompts[0], str):
-        answers = [[{"role": "assistant", "content": text}] for text in texts]
-    ids = [tokens.tolist() for tokens in completions]
-    rewards = list(task.reward(prompts=prompts, completions=answers, completion_ids=ids, **columns))
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    completion_ids = [ids.tolist() for ids in token_ids]
+    rewards = list(task.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns))
     if len(rewards) != len(texts):
         raise UserError(f"the task's reward function returned {len(rewards)} rewards for {len(texts)} responses")
     least, most = task.reward_range or (-np.inf, np.inf)

@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.statistics.estimate import NOT_FINITE, Estimate
-from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
+from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import NO_SAMPLING_LOGPS
 
@@ -100,3 +100,15 @@ def _sum_of_copies(weights: Tensor, distinct: Tensor | None) -> Tensor:
         return weights
     numbers, number_of_row = distinct.unique(return_inverse=True)
     return weights.new_zeros(len(numbers)).index_add_(0, number_of_row, weights)
+
+
+def without_rounding(advantages: Tensor) -> Tensor:
+    """Set a prompt's advantages to exactly 0 if all of them are the same number.
+
+    A prompt's advantages add up to zero, so equal ones are zero except for rounding: eight rewards of 0.1 minus their
+    mean are −7e-9 each in fp32, and would count as eight sequences of equal weight.
+
+    Args:
+        advantages: Advantages, (prompts, G).
+    """
+    return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

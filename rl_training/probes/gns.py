@@ -137,19 +137,19 @@ class GradientNoiseScaleProbe(Probe):
             name: noise.average(history.moments[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
         }
         everything, adam = averages["all"], averages["adam"]
-        estimates |= dict(zip(AVERAGED, noise.means(everything), strict=True))
-        signal, scale = noise.signal_to_noise(everything), noise.noise_scale(everything)
-        ends = [noise.bound(everything, end) for end in noise.signal_to_noise_interval(everything)]
+        estimates |= dict(zip(AVERAGED, noise.mean_estimates(everything), strict=True))
+        signal, scale = noise.signal_to_noise_estimate(everything), noise.noise_scale(everything)
+        ends = [noise.interval_end(everything, end) for end in noise.signal_to_noise_interval(everything)]
         estimates["gns/signal_to_noise"] = signal
         estimates |= noise.with_bounds("gns/noise_scale_prompts", scale)
         estimates |= noise.with_bounds("gns/noise_scale_sequences", scale, ctx.step.batch.responses_per_prompt)
         estimates |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
-        estimates["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
+        estimates["gns/adam_signal_to_noise"] = noise.signal_to_noise_estimate(adam)
         estimates |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
         kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
         estimates |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
-            split = [Estimate.missing(split_reason)] * 2 if split_reason else noise.means(averages["split"])
+            split = [Estimate.missing(split_reason)] * 2 if split_reason else noise.mean_estimates(averages["split"])
             estimates |= dict(zip(SPLIT, split, strict=True))
         return estimates
 

@@ -45,7 +45,7 @@ class Estimate:
     # Independent units behind the error, such as folds of prompts: Student's t has num_samples − 1 degrees of freedom.
     # For an error averaged over several steps, the average's degrees of freedom plus 1.
     num_samples: int = 0
-    reason: str = ""  # why `value` or `stderr` is nan, often an Unavailable; otherwise "" or a remark
+    reason: str = ""  # why one of both is nan, an Unavailable or text; without nan, "" or a remark on the value
     about_step: int | None = None  # the optimizer step it refers to, if measured at another one
     detail: Mapping[str, str | float] = field(default_factory=dict)  # further facts, written to probes.jsonl
     # The 95 % interval if it is not value ± half_width(), for example of a share near 1 or of a ratio.

@@ -136,13 +136,18 @@ def estimates_over_units(
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
     no_bar = no_bar or stderr_reason(num_units, few)
     return {
-        name: Estimate.missing(NOT_FINITE)
-        if not math.isfinite(value)
-        else Estimate(value, math.nan, num_units, no_bar or NONE_WITHOUT)
-        if no_bar or math.isnan(stderr)
-        else Estimate(value, stderr, num_units)
-        for name, value, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
+        name: _estimate(number, stderr, num_units, no_bar)
+        for name, number, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
     }
+
+
+def _estimate(value: float, stderr: float, num_units: int, no_bar: str | None) -> Estimate:
+    """Return a number with its error, or without one for the reason `no_bar`; missing if it is not finite."""
+    if not math.isfinite(value):
+        return Estimate.missing(NOT_FINITE)
+    if no_bar or math.isnan(stderr):
+        return Estimate(value, math.nan, num_units, no_bar or NONE_WITHOUT)
+    return Estimate(value, stderr, num_units)
 
 
 @dataclass(frozen=True)

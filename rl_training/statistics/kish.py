@@ -40,15 +40,3 @@ def kish_size(weights: Tensor) -> float:
     """
     total, total_of_squares = kish_sums(weights).tolist()
     return kish_size_of_sums(total, total_of_squares)
-
-
-def without_rounding(advantages: Tensor) -> Tensor:
-    """Set a prompt's advantages to exactly 0 if all of them are the same number.
-
-    A prompt's advantages add up to zero, so equal ones are zero except for rounding: eight rewards of 0.1 minus their
-    mean are −7e-9 each in fp32, and would count as eight sequences of equal weight.
-
-    Args:
-        advantages: Advantages, (prompts, G).
-    """
-    return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

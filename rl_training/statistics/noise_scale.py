@@ -159,13 +159,13 @@ def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
     return Estimate(value, stderr, num_samples)
 
 
-def means(averages: Averages) -> list[Estimate]:
+def mean_estimates(averages: Averages) -> list[Estimate]:
     """Return the estimates of tr Σ and |G|²."""
     stderrs = averages.covariance.diagonal().sqrt().tolist()
     return [_averaged(averages, *pair) for pair in zip(averages.means.tolist(), stderrs, strict=True)]
 
 
-def signal_to_noise(averages: Averages) -> Estimate:
+def signal_to_noise_estimate(averages: Averages) -> Estimate:
     """Return |G|² / tr Σ, with a remark if it is negative: the ratio cannot be, but its unbiased estimate can."""
     ratio = _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
     if not ratio.value < 0:
@@ -173,7 +173,7 @@ def signal_to_noise(averages: Averages) -> Estimate:
     return dataclasses.replace(ratio, reason="; ".join(filter(None, [f"below 0: {LOST}", ratio.reason])))
 
 
-def bound(averages: Averages, end: float) -> Estimate:
+def interval_end(averages: Averages, end: float) -> Estimate:
     """Return one end of an interval, which may be infinite; missing while there are too few steps for an error."""
     averaged = _averaged(averages, averages.signal_to_noise, 0.0)
     if math.isnan(averaged.stderr):
@@ -184,9 +184,9 @@ def bound(averages: Averages, end: float) -> Estimate:
 def noise_scale(averages: Averages) -> list[Estimate]:
     """Return tr Σ / |G|² in prompts and the ends of its interval. It has an error bar if the upper end is finite."""
     ends = noise_scale_interval(signal_to_noise_interval(averages))
-    bounds = [bound(averages, end) for end in ends]
+    bounds = [interval_end(averages, end) for end in ends]
     ratio = averages.signal_to_noise
-    scale = signal_to_noise(averages)
+    scale = signal_to_noise_estimate(averages)
     if ratio <= 0:
         scale = Estimate.missing(LOST)
     elif not math.isnan(ratio):

@@ -1,6 +1,6 @@
 """The reason why something cannot be measured, with a code that identifies it.
 
-A field or function named `…_reason` holds or returns the one why what it is named after is unavailable, or None.
+A field or function named `…_reason` holds or returns why the thing it is named after is unavailable, or None.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
         return Estimate.missing(NO_VALUES)
     count = len(values)
     # Rounding could move the mean of equal values off them, which would give them an error.
-    mean = min(max(math.fsum(values) / len(values), min(values)), max(values))
+    mean = min(max(math.fsum(values) / count, min(values)), max(values))
     if count == 1:
         return Estimate(mean, num_samples=1, reason=ONE_VALUE)
     squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan if a value is infinite

@@ -9,6 +9,8 @@ and LaTeX score 0: a policy learns whatever is rewarded, and no list of harmless
 compared exactly, as fractions.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import re
@@ -58,16 +60,16 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     else:
         rows = _file_rows(place)
         if len(rows) < 2:
-            raise UserError(f"{place} has one row: training and evaluation need one each.")
+            raise UserError(f"{place} has one row: training and evaluation need one each")
         cut = len(rows) - max(1, round(_HELD_OUT_SHARE * len(rows)))
         train, held_out = rows[:cut], rows[cut:]
     held_out_prompts = {row["prompt"] for row in held_out}
     unseen = [row for row in train if row["prompt"] not in held_out_prompts]
     if not unseen:
-        raise UserError("No training row is left: every prompt of the training rows is also held out.")
+        raise UserError("no training row is left: every prompt of the training rows is also held out")
     if len(unseen) < len(train):
-        logger.warning("%d training rows are left out: their prompts are held out.", len(train) - len(unseen))
-    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote, (0.0, 1.0))
+        logger.warning("%d training rows are left out: their prompts are held out", len(train) - len(unseen))
+    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, given_answer, (0.0, 1.0))
 
 
 def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -80,8 +82,8 @@ def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> li
     for completion, right in zip(completions, answer, strict=True):
         number = parse_number(right)
         if number is None:
-            raise UserError(f"The column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k().")
-        given = given_answer(completion)
+            raise UserError(f"the column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k()")
+        given = answer_text(completion)
         rewards.append(float(given is not None and parse_number(given) == number))
     return rewards
 
@@ -99,7 +101,7 @@ def parse_number(text: str) -> Fraction | None:
     return None if match is None else Fraction(match["sign"] + match["digits"].replace(",", ""))
 
 
-def given_answer(completion: str) -> str | None:
+def answer_text(completion: str) -> str | None:
     """Return the stripped content of the last complete `<answer>…</answer>`, or None if there is none."""
     start = completion.rfind("<answer>", 0, max(0, completion.rfind("</answer>")))
     if start == -1:
@@ -108,9 +110,9 @@ def given_answer(completion: str) -> str | None:
     return completion[start : completion.index("</answer>", start)].strip()
 
 
-def _vote(completion: str) -> str | None:
+def given_answer(completion: str) -> str | None:
     """Return the answer that the reward reads: numbers in one spelling (18 for $18.00), other text unchanged."""
-    given = given_answer(completion)
+    given = answer_text(completion)
     number = None if given is None else parse_number(given)
     return given if number is None else str(number)
 
@@ -120,8 +122,8 @@ def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[s
         splits = load_dataset(name, config)
     except OSError as error:  # no network, no such dataset and no access all raise OSError
         raise UserError(
-            f"The dataset {name} ({config}) could not be loaded: {error}. Without a network, or with data of "
-            "your own, give data.path=FILE.jsonl, lines of {'question': …, 'answer': '… #### 18'}."
+            f"the dataset {name} ({config}) could not be loaded: {error}; without a network, or with data of your own, "
+            "give data.path=FILE.jsonl, lines of {'question': …, 'answer': '… #### 18'}"
         ) from error
     train, held_out = (
         [_row(record, f"{name}, {split}, row {index}") for index, record in enumerate(splits[split])]
@@ -133,7 +135,7 @@ def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[s
 def _file_rows(file: Path) -> list[dict[str, str]]:
     if not file.is_file():
         raise UserError(
-            f"{file} does not exist. Give data.path=FILE.jsonl, or a folder with train.jsonl and test.jsonl."
+            f"{file} does not exist: give data.path=FILE.jsonl, or a folder with train.jsonl and test.jsonl"
         )
     rows = []
     with file.open("rb") as lines:
@@ -144,9 +146,9 @@ def _file_rows(file: Path) -> list[dict[str, str]]:
             try:
                 rows.append(_row(json.loads(line), where))
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{where} is not JSON ({error}); write one object on each line.") from error
+                raise UserError(f"{where} is not JSON ({error}); write one object on each line") from error
     if not rows:
-        raise UserError(f"{file} has no rows: give data.path=FILE.jsonl with a question and its answer on each line.")
+        raise UserError(f"{file} has no rows: give data.path=FILE.jsonl with a question and its answer on each line")
     return rows
 
 
@@ -154,9 +156,9 @@ def _row(record: Any, where: str) -> dict[str, str]:
     fields = record if isinstance(record, dict) else {}
     missing = [field for field in ("question", "answer") if not isinstance(fields.get(field), str)]
     if missing:
-        raise UserError(f"{where} has no text `{missing[0]}`; write {{'question': …, 'answer': '… #### 18'}}.")
+        raise UserError(f"{where} has no text `{missing[0]}`; write {{'question': …, 'answer': '… #### 18'}}")
     _, mark, number = record["answer"].rpartition("####")
     if not mark or parse_number(number) is None:
-        raise UserError(f"{where}: `answer` must end with #### and a number, such as '#### 18'.")
+        raise UserError(f"{where}: `answer` must end with #### and a number, such as '#### 18'")
     prompt = f"{_INSTRUCTION}\n\nUser: {record['question'].strip()}\n{_THOUGHT}"
     return {"prompt": prompt, "answer": number.strip()}

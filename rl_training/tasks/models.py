@@ -21,8 +21,8 @@ from transformers.utils import is_bitsandbytes_available, logging
 from rl_training.errors import UserError
 from rl_training.limited_files import read_text
 from rl_training.tasks.adapter_patterns import refuse_endless_patterns
-from rl_training.tasks.tiny import TINY_PATH
 
+TINY_PATH = Path(__file__).parent / "assets" / "tiny"  # the model that ships with the package: see tiny.py
 ADAPTER_CONFIG = "adapter_config.json"
 IMPLEMENTATION = "_implementation"  # end of the settings of a config.json that can name a kernel from the Hub
 

@@ -1,14 +1,16 @@
 """The default model: a Qwen2 with about 105k parameters that solves about half of the arithmetic task.
 
-`TINY_PATH` is its checkpoint in the package: no download, and a training step takes half a second on one CPU core. The
-model was warmed up on worked examples in two styles, with and without the running result, and uses each about half of
-the time; only answers in the first style are mostly right. This leaves something to learn for reinforcement learning,
-and entropy to reduce.
+`models.TINY_PATH` is its checkpoint in the package: no download, and a training step takes half a second on one CPU
+core. The model was warmed up on worked examples in two styles, with and without the running result, and uses each about
+half of the time; only answers in the first style are mostly right. This leaves something to learn for reinforcement
+learning, and entropy to reduce.
 
 `python -m rl_training.tasks.tiny` makes the checkpoint again. `--task NAME` makes the same model for a reasoning-gym
 task instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same kind of machine.
 Checkpoints of other seeds start and end at different rewards, which is why one checkpoint is shipped.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -33,10 +35,9 @@ from transformers import (
 
 from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import worked_examples
+from rl_training.tasks.models import TINY_PATH
 from rl_training.tasks.reasoning_gym import answered_examples
 from rl_training.tasks.task import WorkedExample
-
-TINY_PATH = Path(__file__).parent / "assets" / "tiny"
 
 _PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")

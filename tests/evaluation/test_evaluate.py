@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from tqdm import tqdm
 
 from rl_training.errors import UserError
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
+from rl_training.evaluation.load import load_policy, require_weights
+from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
 from rl_training.job.run.evaluation import evaluate, read_evaluation
@@ -42,9 +44,7 @@ QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
 
 
 def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
-    loaded = policy.load_policy(
-        checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36
-    )
+    loaded = load_policy(checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36)
     return [response for part in generate_responses(loaded, arithmetic(), batches, 0, {}) for response in part]
 
 
@@ -59,7 +59,7 @@ def test_an_adapter_with_an_incomplete_configuration_is_reported_as_that(
     (tmp_path / "adapter_config.json").write_text(config, encoding="utf-8")
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=why):
-        policy.load_policy(tmp_path, of_run, with_reference=False, temperature=1.0, max_completion_length=1)
+        load_policy(tmp_path, of_run, with_reference=False, temperature=1.0, max_completion_length=1)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
         "evaluation/gsm8k/",
         512,
     )
-    loaded = policy.load_policy(
+    loaded = load_policy(
         evaluation.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
     with pytest.raises(ValueError, match="it was made for another task"):
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_is_unfinished_or_has_no_weights_is_named(run: Path, t
     (tmp_path / "optimizer.pt").touch()
     reason = "it has no weights" if missing.endswith("tensors") else "it was not written completely"
     with pytest.raises(ValueError, match=reason):
-        policy.require_weights(tmp_path)
+        require_weights(tmp_path)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows(run: Path
 def test_tokens_are_sampled_with_the_policys_probabilities(run: Path) -> None:
     """χ² test of the first token of 3000 responses to one prompt at temperature 2, against its exact distribution."""
     checkpoint = run / "training_state" / "checkpoint-1"
-    loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=2.0, max_completion_length=1)
+    loaded = load_policy(checkpoint, None, with_reference=False, temperature=2.0, max_completion_length=1)
     prompt = torch.tensor(loaded.tokenizer(arithmetic().eval_dataset[0]["prompt"])["input_ids"])
     numbers = torch.stack([policy.uniforms_of(0, 0, number, 1) for number in range(3000)])
     drawn = torch.stack(loaded.generate([prompt] * 3000, numbers)).squeeze(1).bincount(minlength=103)
@@ -340,7 +340,7 @@ def test_tokens_are_sampled_with_the_policys_probabilities(run: Path) -> None:
 
 def test_greedy_responses_take_the_most_likely_token(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
-    loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=0.5, max_completion_length=36)
+    loaded = load_policy(checkpoint, None, with_reference=False, temperature=0.5, max_completion_length=36)
     prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
     for prompt, answer in zip(prompts, loaded.generate(prompts, None), strict=True):
         ids = prompt
@@ -352,7 +352,7 @@ def test_greedy_responses_take_the_most_likely_token(run: Path) -> None:
 
 def test_scores_equal_those_of_a_plain_forward_without_padding(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
-    loaded = policy.load_policy(checkpoint, load_tiny, with_reference=True, temperature=0.7, max_completion_length=36)
+    loaded = load_policy(checkpoint, load_tiny, with_reference=True, temperature=0.7, max_completion_length=36)
     prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
     answers = loaded.generate(prompts, torch.full((2, 36), 0.99, dtype=torch.float64))
     first = load_tiny()[0].eval()
@@ -432,6 +432,8 @@ def test_the_built_in_metrics_of_two_prompts_equal_those_by_hand() -> None:
     }  # fmt: skip
     assert {name: e.value for name, e in metrics.items()} == pytest.approx(expected)
     assert {e.num_samples for e in metrics.values()} == {2}
+    names = {re.sub(r"_\d+$|/.*", "", name) for name in metrics}
+    assert names == {*BUILT_IN}  # which no metric of a user can have
     assert metrics["reward"].stderr == pytest.approx(0.25)  # the prompts' means are 0.5 and 0
 
 

@@ -14,7 +14,8 @@ from trl import GRPOTrainer
 from rl_training import Estimate, attach
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe
-from rl_training.statistics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
+from rl_training.probes.ess import without_rounding
+from rl_training.statistics.kish import kish_size, kish_size_of_sums, kish_sums
 
 SIZES = ("ess/advantage", "ess/token_weight")
 FRACTIONS = tuple(f"{name}_fraction" for name in SIZES)

@@ -45,7 +45,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.tiny import TINY_PATH
+from rl_training.tasks.models import TINY_PATH
 
 STEPS = 3
 

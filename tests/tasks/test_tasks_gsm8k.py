@@ -11,7 +11,7 @@ import pytest
 
 from rl_training.errors import UserError
 from rl_training.tasks import gsm8k as gsm8k_module
-from rl_training.tasks.gsm8k import given_answer, gsm8k, gsm8k_reward, parse_number
+from rl_training.tasks.gsm8k import answer_text, given_answer, gsm8k, gsm8k_reward, parse_number
 
 ROWS = [
     {"question": "Ann's 4 hens lay 5 eggs. She eats 2. How many are left?", "answer": "4 * 5 = 20\n#### 18"},
@@ -82,7 +82,7 @@ def test_anything_but_the_number_scores_zero(kind: str) -> None:
 
 
 def test_responses_that_give_the_same_number_vote_together() -> None:
-    votes = [gsm8k_module._vote(f"<answer>{text}</answer>") for text in ("18", "$18.00", "18.", "17 or 18")]
+    votes = [given_answer(f"<answer>{text}</answer>") for text in ("18", "$18.00", "18.", "17 or 18")]
     assert votes == ["18"] * 3 + ["17 or 18"]
 
 
@@ -100,7 +100,7 @@ def test_responses_that_give_the_same_number_vote_together() -> None:
     ],
 )
 def test_the_last_complete_tag_is_the_answer(completion: str, given: str | None) -> None:
-    assert given_answer(completion) == given
+    assert answer_text(completion) == given
     assert gsm8k_reward([completion], answer=["18"]) == [float(given == "18")]
 
 
@@ -174,7 +174,7 @@ def test_a_held_out_prompt_is_not_in_training(tmp_path: Path, caplog: pytest.Log
     task = gsm8k(str(_write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])))
     assert list(task.train_dataset["answer"]) == ["1,080", "-3", "1.5"]
     assert "1 training rows are left out" in caplog.text
-    with pytest.raises(ValueError, match="No training row is left"):
+    with pytest.raises(ValueError, match="no training row is left"):
         gsm8k(str(_write(tmp_path / "same.jsonl", [ROWS[0], ROWS[0]])))
 
 

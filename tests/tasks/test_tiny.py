@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward, worked_examples
-from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
+from rl_training.tasks.models import TINY_PATH
+from rl_training.tasks.tiny import build_model, build_tokenizer, warm_start
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,84 @@
+"""Loads the policy of a checkpoint: a full model, or an adapter on the run's first model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_training.errors import UserError
+from rl_training.evaluation.policy import CheckpointPolicy
+from rl_training.limited_files import read_text
+from rl_training.records.checkpoint_states import NOT_WEIGHTS
+from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
+
+LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def load_policy(
+    checkpoint: Path,
+    load_initial: Callable[[], LoadedModel] | None,
+    *,
+    with_reference: bool,
+    temperature: float,
+    max_completion_length: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    quantization: str | None = None,
+) -> CheckpointPolicy:
+    """Load the policy of a checkpoint folder: a full model, or an adapter on the run's first model.
+
+    Args:
+        load_initial: Loads the model that the run started from. None if the run is unknown.
+
+    Raises:
+        UserError: The folder has no weights, or they cannot be loaded.
+    """
+    require_weights(checkpoint)
+    reference: PreTrainedModel | None = None
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        from peft import PeftModel
+
+        base, tokenizer = load_initial() if load_initial is not None else load_causal_lm(_base_of(checkpoint), dtype)
+        try:
+            refuse_code_in_adapter(checkpoint, (name for name, _ in base.named_modules()))
+            model = PeftModel.from_pretrained(base, str(checkpoint))
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises whatever error the library that reads it has
+            raise UserError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
+        reference = model if with_reference else None
+    else:
+        try:
+            model, tokenizer = load_causal_lm(checkpoint, dtype, quantization)
+        except ValueError as error:
+            raise UserError(f"its model cannot be loaded: {error.__cause__ or error}") from error
+        if with_reference and load_initial is not None:
+            reference = load_initial()[0].to(device).eval()
+    return CheckpointPolicy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
+
+
+def require_weights(checkpoint: Path) -> None:
+    """Raise a UserError if a checkpoint folder holds no weights, or was not written completely.
+
+    Training and analyses need a checkpoint that `records.checkpoints.find_weights_flaw` accepts. An evaluation needs
+    less: any folder with a model will do, from whatever trainer and without a trainer's state.
+    """
+    if not checkpoint.is_dir():
+        raise UserError("there is no such folder")
+    weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+    if all(path.name.startswith((*NOT_WEIGHTS, "training_args.bin")) for path in weights):
+        raise UserError("it has no weights (model.safetensors or adapter_model.safetensors)")
+    if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
+        raise UserError("it has no trainer_state.json, so it was not written completely")
+
+
+def _base_of(checkpoint: Path) -> str:
+    with contextlib.suppress(ValueError, OSError):
+        name = json.loads(read_text(checkpoint / ADAPTER_CONFIG)).get("base_model_name_or_path")
+        if name:
+            return str(name)
+    raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")
