@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from analyzed_runs import RUN, checkpoint
-from configs import REFUSED, composed, composing
+from configs import REFUSED, composed, composing, refusal
 from full_disk import files_of_at_most
 from hydra import compose
 from safetensors.torch import load_file
@@ -96,8 +96,8 @@ def test_the_example_configs_run_and_cover_every_option(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "says"), REFUSED["offline_probe"])
-def test_an_unknown_key_or_value_is_refused_with_the_closest_valid_one(config: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_an_unknown_key_or_value_is_refused_with_the_closest_valid_one(config: dict[str, Any], says: Any) -> None:
+    with pytest.raises(ValueError, match=refusal(says)):
         OfflineEntropyProbe(config)
 
 

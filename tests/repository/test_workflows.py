@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,11 @@ def test_the_weekly_workflow_runs_every_version_that_make_compat_runs() -> None:
     assert content[True]["schedule"]  # YAML 1.1 reads the key `on` as true
     (whole,) = re.findall(r"^WHOLE := ([\d. ]+)", makefile, re.MULTILINE)
     assert {*whole.split()} < {*versions.split()}
+
+
+def test_the_files_with_which_the_tests_begin_exist() -> None:
+    conftest = (ROOT / "tests/conftest.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^LONG = (\[.*?\])", conftest, re.MULTILINE | re.DOTALL)
+    first = ast.literal_eval(listed)
+    assert {*first} <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(first) == len({*first})

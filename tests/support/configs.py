@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,11 @@ QUICK = [
     "trainer.max_completion_length=12", "logger=none", "++trainer.disable_tqdm=true",
 ]  # fmt: skip
 REFUSED = yaml.safe_load(Path(__file__).parents[1].joinpath("refused.yaml").read_text(encoding="utf-8"))
+
+
+def refusal(parts: str | list[str]) -> str:
+    """Return the regular expression for an error of refused.yaml: its text, or its parts in their order."""
+    return ".*".join(map(re.escape, [parts] if isinstance(parts, str) else parts))
 
 
 def composing() -> initialize_config_dir:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import REFUSED, composed, composing, quick_run
+from configs import REFUSED, composed, composing, quick_run, refusal
 from hydra import compose
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -93,6 +93,13 @@ def test_every_built_in_probe_has_a_file_with_its_options_and_their_defaults(nam
     assert written == OmegaConf.create({"_target_": f"rl_training.probes.{probe.__name__}", **defaults})
 
 
+def test_every_setting_of_a_probe_is_explained_beside_it() -> None:
+    lines = [line for path in CONF.glob("probe/*.yaml") for line in path.read_text(encoding="utf-8").splitlines()]
+    settings = [line for line in lines if line.startswith("  ") and not line.startswith(("  - ", "  _target_"))]
+    assert len(settings) > 30
+    assert [line for line in settings if " # " not in line] == []
+
+
 @pytest.mark.parametrize(
     ("override", "names"),
     [
@@ -166,7 +173,7 @@ def test_an_indivisible_batch_is_refused_with_a_size_that_divides(sequences, mic
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["build"].items())
 def test_a_mistake_in_the_settings_is_named_with_the_fix(tmp_path: Path, overrides: str, message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=refusal(message)):
         built(tmp_path, *overrides.split())
 
 

@@ -71,7 +71,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     commands = {
         "train": ["train.py", *task, *TRAINED, *WORDS, f"run_dir={run}"],
         "analyze": ["offline.py", f"checkpoint={run}", *task, *ANALYZED, *WORDS],
-        "evaluate": ["tests/support/forking.py", "evaluate.py", f"run={run}", *task, *EVALUATED, *WORDS],
+        "evaluate": ["tests/support/with_forked_children.py", "evaluate.py", f"run={run}", *task, *EVALUATED, *WORDS],
         "report": [MAIN, "report", str(run)],
         "compare": [MAIN, "report", str(run), str(other), "--out", str(folder)],
         "wrong": ["train.py", f"trainer.hub_token={CANARY}", "seed=x"],

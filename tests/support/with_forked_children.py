@@ -1,6 +1,6 @@
 """Runs a program of the repository whose child processes are forks, so they need no imports.
 
-Usage: `python tests/support/forking.py PROGRAM …`.
+Usage: `python tests/support/with_forked_children.py PROGRAM …`.
 """
 
 from __future__ import annotations
