@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from rl_training.engine.copied_groups import Copies, find_copies
+from rl_training.engine.copied_groups import find_copies
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
@@ -16,7 +16,7 @@ from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.batch import Batch
+from rl_training.step.batch import NO_COPIES, Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -49,7 +49,7 @@ def build_step(
     mismatch = checks.sampling_reason(rollout, loop, edit_reason)
     reasons = step_recorder.reasons(loop, seen_prompts, mismatch)
     scores = step_recorder.join_scores(rollout)
-    copies = Copies() if reasons.split_prompts else find_copies(rollout, scores, ranks)
+    copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
     if copies.reason:
         shared = copies.reason if copies.on_several_ranks else None
         reasons = dataclasses.replace(
@@ -71,8 +71,7 @@ def build_step(
         fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
         responses_per_prompt=step_recorder.responses_per_prompt,
         loss_settings=step_recorder.loss_settings,
-        unit=copies.unit,
-        response=copies.response,
+        copies=copies,
     )
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
@@ -100,8 +99,8 @@ def _with_fold_gradients(
 ) -> StepData:
     """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
 
-    `gradients.rows_reason` says why if gradients cannot be split into folds: microbatches do not hold whole folds, or
-    the step's gradient is not that of its folds.
+    `gradients.rows_reason` says why they must not be used, if so: microbatches do not hold whole folds, or the step's
+    gradient is not that of its folds.
 
     Args:
         needs: What this step's probes need.

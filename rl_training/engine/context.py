@@ -31,6 +31,7 @@ from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
+from rl_training.step.residual import ResidualTest
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class StepContext:
     step: StepData
     passes: Passes
     prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
+    residual_test: ResidualTest | None = None  # whether the policy drew the responses; None: it is not tested
     gradient_remark: str = ""  # after the step: how the optimizer's gradient differs from the measured one
 
     @property
@@ -55,7 +57,7 @@ class StepContext:
     @property
     def reasons(self) -> Reasons:
         """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
-        test = self.passes.residual_test
+        test = self.residual_test
         seen = None if self.prediction_if_any is None else self.prediction_if_any.seen_in_scores
         seen = seen or (None if test is None or self.step.reasons.sampling_mismatch else test.reason)
         if not seen:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +22,11 @@ from torch import Tensor, nn
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout, response_index
 from rl_training.policy.scores import Scores
-from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import NO_COPIES, Copies
 from rl_training.step.reasons import COPIED_GROUPS
 
 MAX_CHANCE = 1e-4  # probability of as many repeated groups by chance, below which they are copies
 BASE, ROW_BASE = 6364136223846793005, 3202034522624059733  # odd factors of hashes mod 2^64
-
-
-class Copies(NamedTuple):
-    """Which groups of a step are copies of each other."""
-
-    unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
-    response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
-    on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
-    reason: Unavailable | None = None  # says how many groups are distinct; None: all
 
 
 def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
@@ -57,12 +47,12 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
     all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
     distinct, total = {tuple(key) for key in all_keys if any(key)}, sum(map(any, all_keys))
     if len(distinct) == total:
-        return Copies()
+        return NO_COPIES
     orders = logps.new_tensor(_log_orders(prompt_of_row.tolist(), of_rows.tolist()))
     logps = nn.functional.pad(orders.index_add(0, prompt_of_row, logps), padding)
     all_logps = ranks.gather(logps).flatten().tolist()
     if _is_chance([(tuple(key), logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]):
-        return Copies()
+        return NO_COPIES
     local_keys = [tuple(key) for key in keys.t().tolist()]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
     num_of_ranks = int(ranks.reduce(logps.new_tensor([len(numbers)])))

@@ -103,7 +103,7 @@ class StepDriver:
         self._residual_test = ResidualTest(
             values[ResidualTest.name], loop.policy.scorer.temperature, self._layout.device
         )
-        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed), self._residual_test)
+        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if self._bound is not None:
@@ -212,8 +212,12 @@ class StepDriver:
                 step, self._loop, self._requirements, self._passes, self._fold_recorder, self._checks, seen, edit_reason
             )
             predictions = self._predictions
-            prediction = None if predictions is None else predictions.predict(data, self._passes, step.probes)
-            step.context = ctx = StepContext(data, self._passes, prediction)
+            prediction = (
+                None
+                if predictions is None
+                else predictions.predict(data, self._passes, step.probes, self._residual_test)
+            )
+            step.context = ctx = StepContext(data, self._passes, prediction, self._residual_test)
             step.watch_gradient(data, self._loop.shard)
         for probe in step.probes:
             with self.costs.timed(probe.name):

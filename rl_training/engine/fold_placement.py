@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_training.engine.copied_groups import Copies
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.step.batch import NO_COPIES, Copies
 from rl_training.step.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
 
 
@@ -19,7 +19,7 @@ def choose_folds(
     rollout: Rollout,
     planned: Sequence[FoldGroup],
     num_folds: int | None,
-    copies: Copies | None = None,
+    copies: Copies = NO_COPIES,
     *,
     plan_fails: bool,
     can_recompute: bool,
@@ -39,7 +39,7 @@ def choose_folds(
             only, and no prompt is incomplete.
     """
     index = rollout.prompt_index
-    if copies is not None and copies.unit is not None:
+    if copies.unit is not None:
         index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
     wanted = num_folds or MIN_FOLDS_STEP
     if plan_fails or (can_recompute and planned[-1].folds.stop < wanted):

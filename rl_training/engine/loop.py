@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
 
 
@@ -39,16 +41,41 @@ class Loop:
 
     def one_fold_reason(self, probes: Sequence[Probe]) -> Unavailable:
         """Return why a step of one fold is not enough for these probes, and what to type for more folds."""
-        more = self.more_folds_fix(probes)
-        return ONE_FOLD.formatted(more=more)
+        return ONE_FOLD.formatted(more=self.more_folds_fix(probes))
 
     def more_folds_fix(self, probes: Sequence[Probe]) -> str:
-        """Return what to type to give a step that these probes measure enough folds."""
-        with_num_folds = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
-        return self.fixes.more_folds_fix(
-            self.responses_per_prompt,
+        """Return what to type to give a step that these probes measure DEFAULT_NUM_FOLDS folds."""
+        size, group_size, num_ranks, fixes = (
             self.microbatch_size,
-            self.microbatches,
+            self.responses_per_prompt,
             self.ranks.count,
-            next(with_num_folds, None),
+            self.fixes,
         )
+
+        def num_folds_of(size: int, count: int) -> int:
+            return plan_folds([size] * count, group_size, num_ranks)[-1].folds.stop
+
+        def setting(size: int, count: int) -> str:
+            return fixes.batch_setting.format(size=size, count=count, sequences=size * count * num_ranks)
+
+        local_size = size * self.microbatches
+        local_prompts = local_size // group_size
+        num_prompts = local_prompts * num_ranks
+        # Sizes of whole prompts, or of equal parts of one.
+        fitting = [n for n in range(1, size) if local_size % n == 0 and 0 in (n % group_size, group_size % n)]
+        smaller = [n for n in fitting if num_folds_of(n, local_size // n) >= DEFAULT_NUM_FOLDS]
+        advice = [f"smaller microbatches, {setting(smaller[-1], local_size // smaller[-1])}"] if smaller else []
+        probe = next((probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters), None)
+        if num_prompts >= DEFAULT_NUM_FOLDS and probe is not None:
+            num_folds = plan_prompt_folds(local_prompts, num_ranks)[-1].folds.stop
+            option = fixes.num_folds_setting.format(name=probe.name, probe=type(probe).__name__, folds=num_folds)
+            advice.append(f"{option}, which takes a step's forward passes and backwards once more")
+        if advice:
+            return ", or ".join(advice)
+        new_size = math.gcd(size, group_size)
+        new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group_size // new_size
+        larger = setting(new_size, new_count)
+        if new_size == size:
+            larger = fixes.steps_setting.format(count=new_count, sequences=size * new_count * num_ranks)
+        cost = f"{new_size * new_count / local_size:.3g} times as many responses a step"
+        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {larger} ({cost})"

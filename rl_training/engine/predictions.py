@@ -19,6 +19,7 @@ from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import FAILED
+from rl_training.step.residual import ResidualTest
 
 
 class Predictions:
@@ -58,11 +59,17 @@ class Predictions:
         """Return that the weights were changed since the step began, or None. Collective."""
         return self._verifier.edit_reason()
 
-    def predict(self, step: StepData, passes: Passes, probes: Sequence[Probe]) -> EntropyPrediction | None:
-        """Return what these probes need to know about the step's effect on entropy, or None. Collective."""
+    def predict(
+        self, step: StepData, passes: Passes, probes: Sequence[Probe], test: ResidualTest
+    ) -> EntropyPrediction | None:
+        """Return what these probes need to know about the step's effect on entropy, or None. Collective.
+
+        Args:
+            test: Receives the scores that the prediction is made of.
+        """
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = step.number if asking else None
-        prediction = predict_entropy(step, passes, self._previous, needs_of(asking)) if asking else None
+        prediction = predict_entropy(step, passes, self._previous, needs_of(asking), test) if asking else None
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
 

@@ -143,10 +143,10 @@ class StepRecorder:
         # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
         has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
         reasons = {
-            "mismatch": mismatch,
-            "no_sample": origin.sample_reason,
-            "no_groups": origin.groups_reason,
-            "no_fresh": loop.reasons.no_fresh_responses,
+            "sampling_mismatch": mismatch,
+            "sample": origin.sample_reason,
+            "groups": origin.groups_reason,
+            "no_fresh_responses": loop.reasons.no_fresh_responses,
         }
         facts = {
             "own_pass": self.other_terms == OWN_FORWARD_PASS,
@@ -167,14 +167,14 @@ class StepRecorder:
         def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
             return reason if anywhere[name] else None
 
-        mismatch, no_groups = reason_of("mismatch"), reason_of("no_groups")
+        mismatch, no_groups = reason_of("sampling_mismatch"), reason_of("groups")
         split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
         mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
         no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
         own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
         return Reasons(
-            sampling_mismatch=mismatch or reason_of("no_sample"),
-            no_fresh_responses=mismatch or reason_of("no_fresh"),
+            sampling_mismatch=mismatch or reason_of("sample"),
+            no_fresh_responses=mismatch or reason_of("no_fresh_responses"),
             reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group_size == 1 else split,

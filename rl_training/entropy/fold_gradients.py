@@ -95,7 +95,6 @@ def hand_on_fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    is_tested = passes.residual_test is not None
     gathering = passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext()
     with gathering:
-        passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=is_tested)
+        passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=check.is_tested)

@@ -81,28 +81,31 @@ from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Reasons
+from rl_training.step.residual import ResidualTest
 from rl_training.step.score_check import ScoreCheck
 
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
 
 
-def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, needs: Need) -> EntropyPrediction:
+def predict_entropy(
+    step: StepData, passes: Passes, previous: PreviousUpdate, needs: Need, test: ResidualTest | None = None
+) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-    Afterwards `previous` holds this step's δθ, for the next step's `backward`.
+    Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the scores.
     """
     batch, ranks = step.batch, passes.ranks
     settings, labels = previous.settings, previous.attribution.all_labels
     reason = _entropy_gradient_reason(batch, ranks, step.reasons)
     if reason:
-        return _without_entropy_gradient(step, passes, previous, reason)
+        return _without_entropy_gradient(step, previous, test, reason)
     ratios = prefix_ratios(batch, ranks)
     levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
-        return _without_entropy_gradient(step, passes, previous, NO_TOKENS)
+        return _without_entropy_gradient(step, previous, test, NO_TOKENS)
     update, leave_one_out = updates = _updates(step, ranks)
-    score_check = ScoreCheck(batch, passes.policy, passes.residual_test)
+    score_check = ScoreCheck(batch, passes.policy, test)
     products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, score_check)
     backward_reason = previous.reason(step.number) or step.reasons.reused
     intended, rounded = _compute_updates(step, update, previous)
@@ -125,12 +128,12 @@ def predict_entropy(step: StepData, passes: Passes, previous: PreviousUpdate, ne
 
 
 def _without_entropy_gradient(
-    step: StepData, passes: Passes, previous: PreviousUpdate, reason: Unavailable
+    step: StepData, previous: PreviousUpdate, test: ResidualTest | None, reason: Unavailable
 ) -> EntropyPrediction:
     """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
     previous.keep_nothing(step.number, reason)
-    if passes.residual_test is not None:
-        passes.residual_test.leave_untested(reason)
+    if test is not None:
+        test.leave_untested(reason)
     return EntropyPrediction(previous.settings, previous.attribution.all_labels, reason)
 
 

@@ -37,8 +37,7 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.records.jsonl import Records
 from rl_training.statistics.estimate import Estimate
-from rl_training.step import reasons
-from rl_training.step.reasons import Fixes, Reasons
+from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ def measured_loop(
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
         reasons=Reasons(
-            sampling_mismatch=reasons.sampling_mismatch(sampling_mismatch),
+            sampling_mismatch=reason_of_loop(sampling_mismatch),
             no_fresh_responses=None if sample is not None else NO_SAMPLE,
         ),
         fixes=Fixes(dr_grpo=DR_GRPO_FIX if dr_grpo else ""),

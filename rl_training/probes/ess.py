@@ -46,7 +46,7 @@ class EffectiveSampleSizeProbe(Probe):
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         batch, split = step.batch, ctx.reasons.split_prompts
-        distinct = batch.response
+        distinct = batch.copies.response
         order = batch.rollout.prompt_index.argsort()  # puts each prompt's responses next to each other
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages

@@ -147,7 +147,7 @@ class MeasuredStepProbe(Probe):
         """Return why the policy that probes score is not the trained one, or None. Collective."""
         if ctx.has_entropy_gradient:
             return None  # making the entropy gradient has already compared the scores with training's
-        score_check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.passes.residual_test)
+        score_check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.residual_test)
         score_check.score_and_compare(self._rows(ctx))
         return score_check.check(ctx.ranks.reduce, ctx.step.reasons)
 
@@ -242,7 +242,7 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         current = Scores(logps, entropies, current.mask)
     with policy.with_weights(before):
-        return current, policy.score_rollout(rollout, varentropy=ctx.passes.residual_test is not None)
+        return current, policy.score_rollout(rollout, varentropy=ctx.residual_test is not None)
 
 
 def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores) -> None:
@@ -251,7 +251,7 @@ def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlie
     These are scores by the policy before the step. Their residuals have mean 0 if tokens are weighted by the ratio of
     that policy to the one that drew them: the current one, or the sampler that reports log-probabilities.
     """
-    test, rollout = ctx.passes.residual_test, ctx.step.batch.rollout
+    test, rollout = ctx.residual_test, ctx.step.batch.rollout
     if test is None or earlier.varentropies is None:
         return
     drawn = current.logps if rollout.sampling_logps is None else rollout.sampling_logps

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import FoldGroup
 from rl_training.step.loss_weights import LossWeights
 
@@ -78,6 +79,19 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Which groups of responses of a step are copies of each other (engine/copied_groups.py)."""
+
+    unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
+    response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
+    on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
+    reason: Unavailable | None = None  # says how many groups are distinct; None: all
+
+
+NO_COPIES = Copies()
+
+
+@dataclass(frozen=True)
 class Batch:
     """All sequences of one optimizer step on this rank, and how they are divided into microbatches and folds."""
 
@@ -90,8 +104,7 @@ class Batch:
     fold_sizes: Tensor  # (K,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None if unknown
-    unit: Tensor | None = None  # (B,), like prompt_index, but equal for a group and its copies; None: no copies
-    response: Tensor | None = None  # (B,), a number, equal for a response and its copies; None: no copies
+    copies: Copies = NO_COPIES
 
     @property
     def num_folds(self) -> int:
@@ -126,7 +139,7 @@ class Batch:
 
         Copies of a group count with it, as one prompt.
         """
-        unit = self.rollout.prompt_index if self.unit is None else self.unit
+        unit = self.rollout.prompt_index if self.copies.unit is None else self.copies.unit
         prompts, prompt_of_row = unit.unique(return_inverse=True)
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, prompt_of_row, values)
 

@@ -106,7 +106,7 @@ class CaughtBackward(ABC):
         self._receiver = None  # it may hold vectors
 
     def _hand_on(self, index: int, before: Tensor | None = None) -> None:
-        """Hand on what is held of a bucket, a mean over ranks, minus `before`, for the only fold.
+        """Hand on N times (a bucket's mean over ranks − `before`): the sum over ranks, for the only fold.
 
         For a backward that reduces gradients itself, with all ranks in one fold. Missing gradients count as zeros.
         """

@@ -26,7 +26,8 @@ class Gradients:
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
     rows: Rows | None = None  # the mean gradient of each fold: rows.means(), (K, n) per bucket
-    rows_reason: Unavailable | None = None  # why `rows` is None although a probe asks for it
+    # Why `rows` and `sq_norms` must not be used; they may be present.
+    rows_reason: Unavailable | None = None
     # (K + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
 

@@ -54,8 +54,8 @@ def plan_folds(
 ) -> list[FoldGroup]:
     """Plan the folds of a step: sets of whole prompts over all ranks, each with backwards of its own in the loop.
 
-    A unit is the smallest number of consecutive microbatches that end with a whole prompt on every rank. A fold is one
-    or several units of all ranks. If there are too few units, each group of ranks gets separate folds.
+    A unit is the shortest run of consecutive microbatches that ends with a whole prompt on every rank. A fold is one or
+    several units of all ranks. If there are too few units, each group of ranks gets separate folds.
 
     With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a group of ranks instead. A further pass
     then serves all folds at once, and it does not matter how a rank's prompts are spread over its microbatches.

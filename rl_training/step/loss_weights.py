@@ -63,7 +63,7 @@ def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tenso
 
 
 def gradient_of(
-    fresh: Scores, logps: Tensor, entropies: Tensor | None, parameters: Sequence[Tensor], keep_graph: bool = False
+    fresh: Scores, logps: Tensor, entropies: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik by parameter, in one backward.
 
@@ -72,9 +72,6 @@ def gradient_of(
         logps: c, shaped like the scores.
         entropies: d, shaped like the scores. None for 0.
         parameters: The parameters whose gradients are returned, zeros if the scores do not depend on them.
-        keep_graph: Allow another backward through the same scores.
     """
     outputs, weights = outputs_and_weights(fresh, LossWeights(logps, entropies))
-    return torch.autograd.grad(
-        outputs, parameters, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
-    )
+    return torch.autograd.grad(outputs, parameters, weights, allow_unused=True, materialize_grads=True)

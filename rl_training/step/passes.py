@@ -25,7 +25,6 @@ from rl_training.step.batch import Batch
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
 from rl_training.step.loss_weights import LossWeights, rows_with_weight
-from rl_training.step.residual import ResidualTest
 
 OnScores = Callable[[Tensor, Scores], None]  # called with this rank's rows of a pass and their scores
 
@@ -37,7 +36,6 @@ class Passes:
     policy: Policy  # scores sequences with the current parameters
     ranks: Ranks  # sums over ranks
     reduction: FoldReduction  # sums the gradients of a backward by fold
-    residual_test: ResidualTest | None = None  # whether the policy drew the responses; None: it is not tested
 
     @property
     def layout(self) -> Layout:
@@ -57,7 +55,6 @@ class Passes:
         batch: Batch,
         weights: Sequence[LossWeights],
         shares: Tensor,
-        device: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[Rows]:
         """Return the gradient of each fold for each weighting.
@@ -68,10 +65,9 @@ class Passes:
             batch: The step's sequences and folds.
             weights: One for each of the returned rows.
             shares: (B, 1), a factor on each sequence.
-            device: Where rows are kept. None for the parameters' device.
             dtype: Dtype of the rows. None for the one in which gradients are summed.
         """
-        rows = [Rows(self.layout, batch.num_folds, dtype, device) for _ in weights]
+        rows = [Rows(self.layout, batch.num_folds, dtype) for _ in weights]
         has_weight = rows_with_weight(weights)
         self.hand_on(batch, weights, shares, has_weight, lambda index, folds: rows[index].receiver(folds))
         for part in rows:
@@ -102,30 +98,31 @@ class Passes:
             varentropy: Whether these have varentropies.
         """
         score = (on_scores, varentropy)
-        for group, parts, count in self._by_group(batch, is_chosen):
+        for group, rows_per_pass, num_passes in self._by_group(batch, is_chosen):
             receivers = [receiver_of(index, group.folds) for index in range(len(weights))]
-            if count > 1:
-                first = parts[: count - 1]
-                sums = self.sum(batch.rollout, len(group.folds), first, count - 1, weights, shares, *score)
+            num_first = num_passes - 1
+            if num_first > 0:
+                first = rows_per_pass[:num_first]
+                sums = self.sum(batch.rollout, len(group.folds), first, num_first, weights, shares, *score)
                 receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
-            if count:
-                self._run(receivers, batch.rollout, parts[count - 1 :], 1, weights, shares, *score)
+            if num_passes:
+                self._run(receivers, batch.rollout, rows_per_pass[num_first:], 1, weights, shares, *score)
 
     def sum_by_rank(
         self,
         rollout: Rollout,
-        parts: Sequence[Tensor],
+        rows_per_pass: Sequence[Tensor],
         weights: Sequence[LossWeights],
         shares: Tensor,
         use: Callable[[list[Vector]], None],
     ) -> None:
         """Call `use` with the gradients of each pass, one row for each rank: (ranks, n) per bucket and weighting.
 
-        Every rank calls it equally often. The row of a rank that has run out of parts is 0.
+        Every rank calls it equally often. The row of a rank that has run out of passes is 0.
 
         Args:
-            rollout: The rollout that the parts index.
-            parts: This rank's rows in each pass.
+            rollout: The rollout that the rows index.
+            rows_per_pass: This rank's rows in each pass.
             weights: One for each vector.
             shares: (B, 1), a factor on each sequence.
             use: Called once per pass. The vectors are freed afterwards.
@@ -134,14 +131,14 @@ class Passes:
         def run(rows: Tensor) -> None:
             use(self.sum(rollout, self.ranks.count, [rows], 1, weights, shares))
 
-        self.ranks.in_lockstep(parts, run, _no_rows(shares))
+        self.ranks.in_lockstep(rows_per_pass, run, _no_rows(shares))
 
     def sum(
         self,
         rollout: Rollout,
         num_folds: int,
-        parts: Sequence[Tensor],
-        count: int,
+        rows_per_pass: Sequence[Tensor],
+        num_passes: int,
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None = None,
@@ -150,10 +147,10 @@ class Passes:
         """Return the gradients of some rows, (folds, n) per bucket for each weighting.
 
         Args:
-            rollout: The rollout that the parts index.
+            rollout: The rollout that the rows index.
             num_folds: Number of folds of these rows, over all ranks.
-            parts: This rank's rows in each pass.
-            count: The number of passes of the rank with the most.
+            rows_per_pass: This rank's rows in each pass.
+            num_passes: The number of passes of the rank with the most.
             weights: c and d of all sequences, one for each vector returned.
             shares: (B, 1), a factor on each sequence.
             on_scores: Called with the rows of each pass and their scores.
@@ -161,7 +158,7 @@ class Passes:
         """
         sums = [self.layout.zeros(num_folds) for _ in weights]
         receivers = [adding_to(total) for total in sums]
-        self._run(receivers, rollout, parts, count, weights, shares, on_scores, varentropy)
+        self._run(receivers, rollout, rows_per_pass, num_passes, weights, shares, on_scores, varentropy)
         return sums
 
     def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
@@ -179,17 +176,18 @@ class Passes:
         group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
         sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
         rows_of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
-        parts_of_groups = [split_rows(group_rows, chunk_size) for group_rows in rows_of_groups]
-        counts = torch.tensor([len(parts) for parts in parts_of_groups], dtype=torch.float64, device=is_chosen.device)
-        for group, parts, count in zip(batch.folds, parts_of_groups, self.ranks.max(counts).tolist(), strict=True):
-            yield group, parts, int(count)
+        passes_of_groups = [split_rows(group_rows, chunk_size) for group_rows in rows_of_groups]
+        counts = torch.tensor([*map(len, passes_of_groups)], dtype=torch.float64, device=is_chosen.device)
+        most = self.ranks.max(counts).tolist()
+        for group, rows_per_pass, num_passes in zip(batch.folds, passes_of_groups, most, strict=True):
+            yield group, rows_per_pass, int(num_passes)
 
     def _run(
         self,
         receivers: Sequence[Receiver],
         rollout: Rollout,
-        parts: Sequence[Tensor],
-        count: int,
+        rows_per_pass: Sequence[Tensor],
+        num_passes: int,
         weights: Sequence[LossWeights],
         shares: Tensor,
         on_scores: OnScores | None = None,
@@ -200,7 +198,7 @@ class Passes:
         def run(rows: Tensor) -> None:
             self._run_pass(receivers, rollout, rows, weights, shares, on_scores, varentropy)
 
-        self.ranks.in_lockstep(parts, run, _no_rows(shares), count)
+        self.ranks.in_lockstep(rows_per_pass, run, _no_rows(shares), num_passes)
 
     def _run_pass(
         self,

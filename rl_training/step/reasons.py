@@ -6,11 +6,9 @@ without a formula, padding that matters) are defined next to what they concern.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 
 # The sequences.
 REUSED = Unavailable(
@@ -27,13 +25,12 @@ ONE_RESPONSE = Unavailable(
     "a prompt has only one response, and no other to compare it with",
     fix="sample at least two",
 )
-# The reasons of a rank that has none itself, if another rank has one: another sampler, responses that are no sample,
-# responses that cannot be assigned to prompts, no fresh responses.
+# The reasons of a rank that has none itself, if another rank has one.
 REASONS_ELSEWHERE = {
-    "mismatch": SAMPLING_MISMATCH.prefixed("on another process"),
-    "no_sample": SAMPLING_MISMATCH.prefixed("on another process"),
-    "no_groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
-    "no_fresh": Unavailable(
+    "sampling_mismatch": SAMPLING_MISMATCH.prefixed("on another process"),  # another sampler
+    "sample": SAMPLING_MISMATCH.prefixed("on another process"),  # responses that are no sample
+    "groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
+    "no_fresh_responses": Unavailable(
         "no_sample_elsewhere",
         "another process cannot sample fresh responses",
         fix="give sample=... to measured_loop on all",
@@ -174,13 +171,13 @@ STEP_NOT_MEASURED = Unavailable(
 )
 
 
-def sampling_mismatch(reason: str) -> Unavailable | None:
+def reason_of_loop(text: str) -> Unavailable | None:
     """Return the loop's reason why responses are not samples of the scored policy, or None.
 
     Args:
-        reason: The loop's own words. "" if they are samples of it.
+        text: The loop's own words. "" if they are samples of it.
     """
-    return Unavailable(SAMPLING_MISMATCH.code, reason) if reason else None
+    return Unavailable(SAMPLING_MISMATCH.code, text) if text else None
 
 
 @dataclass(frozen=True)
@@ -195,46 +192,6 @@ class Fixes:
     num_folds_setting: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
     no_reuse: str = "learn from each response once"
     own_forward_pass: str = "compute the loss from the log-probabilities that probes are given"
-
-    def more_folds_fix(self, group_size: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
-        """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
-
-        Args:
-            group_size: Responses per prompt.
-            size: Sequences per microbatch.
-            count: Microbatches per step on each rank.
-            num_ranks: Number of ranks.
-            probe: A probe with the option num_folds, or None if there is none.
-        """
-
-        def num_folds_of(size: int, count: int) -> int:
-            return plan_folds([size] * count, group_size, num_ranks)[-1].folds.stop
-
-        def setting(size: int, count: int) -> str:
-            return self.batch_setting.format(size=size, count=count, sequences=size * count * num_ranks)
-
-        local_size = size * count
-        local_prompts = local_size // group_size
-        num_prompts = local_prompts * num_ranks
-        # Sizes of whole prompts, or of equal parts of one.
-        fitting = [n for n in range(1, size) if local_size % n == 0 and 0 in (n % group_size, group_size % n)]
-        smaller = [n for n in fitting if num_folds_of(n, local_size // n) >= DEFAULT_NUM_FOLDS]
-        advice = [f"smaller microbatches, {setting(smaller[-1], local_size // smaller[-1])}"] if smaller else []
-        if num_prompts >= DEFAULT_NUM_FOLDS and probe is not None:
-            num_folds = plan_prompt_folds(local_prompts, num_ranks)[-1].folds.stop
-            option = self.num_folds_setting.format(
-                name=getattr(probe, "name", ""), probe=type(probe).__name__, folds=num_folds
-            )
-            advice.append(f"{option}, which takes a step's forward passes and backwards once more")
-        if advice:
-            return ", or ".join(advice)
-        new_size = math.gcd(size, group_size)
-        new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group_size // new_size
-        larger = setting(new_size, new_count)
-        if new_size == size:
-            larger = self.steps_setting.format(count=new_count, sequences=size * new_count * num_ranks)
-        cost = f"{new_size * new_count / local_size:.3g} times as many responses a step"
-        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {larger} ({cost})"
 
 
 @dataclass(frozen=True)

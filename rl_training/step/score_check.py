@@ -63,6 +63,11 @@ class ScoreCheck:
         # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
+    @property
+    def is_tested(self) -> bool:
+        """Whether the same scores test the responses, which takes varentropies."""
+        return self._test is not None
+
     def compare(self, rows: Tensor, fresh: Scores) -> None:
         """Compare scores of some rows on this rank, computed as training computes them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
@@ -77,9 +82,9 @@ class ScoreCheck:
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
         batches = split_rows(rows, max(map(len, self._batch.microbatch_rows)))
-        scorer, rollout, is_tested = self._policy.scorer, self._batch.rollout, self._test is not None
+        scorer, rollout = self._policy.scorer, self._batch.rollout
         scored = self._policy.run_passes(
-            batches, lambda part: scorer.score(rollout, part, graph=False, varentropy=is_tested)
+            batches, lambda part: scorer.score(rollout, part, graph=False, varentropy=self.is_tested)
         )
         for part, fresh in zip(batches, scored, strict=True):
             self.compare(part, fresh)

@@ -9,10 +9,11 @@ from example_steps import ALONE
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.engine.copied_groups import Copies, find_copies
+from rl_training.engine.copied_groups import find_copies
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import as_rollout, join_rollouts
 from rl_training.policy.scores import Scores
+from rl_training.step.batch import NO_COPIES, Copies
 
 G = 2
 
@@ -45,8 +46,8 @@ def test_a_group_and_its_copies_are_one_unit() -> None:
     assert found.reason is not None
     assert "only 3 of the 4 groups" in found.reason
     assert not found.on_several_ranks
-    assert copies_of([A, D, C]) == Copies()
-    assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 9, [0] * 7])]) == Copies()  # 0 is a token like any
+    assert copies_of([A, D, C]) == NO_COPIES
+    assert copies_of([([5, 0], [[0] * 9, [0] * 8]), ([5, 0], [[0] * 9, [0] * 7])]) == NO_COPIES  # 0 is a token like any
 
 
 def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:
@@ -54,11 +55,11 @@ def test_repeated_groups_of_a_certain_policy_are_no_copies() -> None:
 
     A group of 16 different responses has 16! orders, so it recurs far more often than in the same order.
     """
-    assert copies_of([A, A, A], logp=-0.01) == Copies()
+    assert copies_of([A, A, A], logp=-0.01) == NO_COPIES
     assert copies_of([A, A, A], logp=-1.0).reason is not None
-    assert copies_of([A, A, A], logp=float("nan")) == Copies()
+    assert copies_of([A, A, A], logp=float("nan")) == NO_COPIES
     many = ([5, 6], [[n] for n in range(16)])
-    assert copies_of([many, many], logp=-1.8) == Copies()
+    assert copies_of([many, many], logp=-1.8) == NO_COPIES
     assert copies_of([many, ([5, 6], many[1][::-1])], logp=-3.0).reason is not None
 
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import plain_loop
 import pytest
@@ -22,6 +22,7 @@ from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
 from rl_training.engine.context import StepContext
+from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements
@@ -246,7 +247,8 @@ def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(ho
     for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
         if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
             continue
-        said = fixes.more_folds_fix(group, size, count, ranks, SimpleEntropyProbe())
+        loop = Loop(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), fixes=fixes)
+        said = loop.more_folds_fix([SimpleEntropyProbe()])
         asked, cut = re.search(of_batch, said), re.search(of_folds, said)
         assert asked or cut, said
         if asked:

@@ -37,7 +37,7 @@ class Says(Kept, SamplerProbe):
 def context(batch: Batch, ranks: Ranks, reasons: Reasons, policy: Any = None) -> StepContext:
     """Return a context with only the parts of a step that the probe reads."""
     step: Any = SimpleNamespace(batch=batch, reasons=reasons)
-    passes: Any = SimpleNamespace(ranks=ranks, policy=policy, residual_test=None)
+    passes: Any = SimpleNamespace(ranks=ranks, policy=policy)
     return StepContext(step, passes)
 
 

@@ -37,9 +37,8 @@ from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step import reasons
 from rl_training.step.batch import LossSettings
-from rl_training.step.reasons import Fixes, Reasons
+from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 
 SETTINGS = "rl_training"  # key of a batch, under which the trainer passes the settings of probes
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
@@ -162,9 +161,7 @@ def _describe_loop(
         ranks=ranks,
         is_dr_grpo=loss is not None,
         loss_settings=loss,
-        reasons=Reasons(
-            sampling_mismatch=reasons.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
-        ),
+        reasons=Reasons(sampling_mismatch=reason_of_loop(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE),
         fixes=Fixes(settings["whole_prompts_fix"], DR_GRPO_FIX, BATCH_FIX, "probes.{name}.num_folds={folds}"),
     )
 
