@@ -157,7 +157,7 @@ class Terms(Seen):
 
     @property
     def found(self) -> list[str | None]:
-        return [step.reasons.other_terms for step in self.steps]
+        return [step.reasons.other_terms for step in self.kept_steps]
 
 
 def test_a_term_added_at_one_step_is_detected_at_that_step_alone(make_trainer: Any) -> None:

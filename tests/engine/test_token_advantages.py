@@ -63,7 +63,7 @@ def measured(trainer: Any) -> tuple[dict[str, Any], Any]:
     seen = Seen()
     with attach(trainer, probes=[*probes(), seen], whole_prompts=True) as attachment:
         trainer.train()
-    return dict(attachment.latest), seen.steps[-1]
+    return dict(attachment.latest), seen.kept_steps[-1]
 
 
 def test_every_probe_measures_a_step_with_token_level_advantages(make_trainer: Any) -> None:

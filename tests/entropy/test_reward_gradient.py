@@ -132,7 +132,7 @@ def test_the_measured_reward_change_ignores_responses_without_a_reward(make_trai
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
     with attach(trainer, probes=[probe, seen], whole_prompts=True) as attached:
         trainer.train()
-    rollout = seen.steps[-1].batch.rollout
+    rollout = seen.kept_steps[-1].batch.rollout
     assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
     weights = attached.latest["measured/delta_reward"]
     assert weights.value != 0.0

@@ -90,7 +90,7 @@ def test_the_loss_weight_unit_uses_the_longest_response_of_the_step(make_trainer
     trainer.add_callback(Longer(trainer))
     with attach(trainer, probes=[seen], whole_prompts=True):
         trainer.train()
-    for step in seen.steps:
+    for step in seen.kept_steps:
         for part in loss_inputs(step.batch, torch.clone):
             tokens = (part.scores.mask != 0) & (part.advantages.unsqueeze(1) != 0)
             units = (-part.weights.logps / part.advantages.unsqueeze(1))[tokens]

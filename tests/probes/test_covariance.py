@@ -68,7 +68,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def test_the_covariance_is_centred_over_the_whole_batch(answers: Answers) -> None:
-    for step, answer in zip(answers.steps, answers.all, strict=True):
+    for step, answer in zip(answers.kept_steps, answers.all, strict=True):
         values = [answer[name].value for name in NAMES]
         assert values == pytest.approx(plain(step, list(range(32))), rel=1e-6)
         per_microbatch = [plain(step, list(rows)) for rows in step.batch.microbatch_rows]
@@ -77,7 +77,7 @@ def test_the_covariance_is_centred_over_the_whole_batch(answers: Answers) -> Non
 
 
 def test_the_error_is_the_jackknife_over_folds(answers: Answers) -> None:
-    step, answer = answers.steps[-1], answers.all[-1]
+    step, answer = answers.kept_steps[-1], answers.all[-1]
     folds = step.batch.fold.tolist()
     assert len(set(folds)) == 8
     without = torch.tensor([plain(step, [i for i in range(32) if folds[i] != k]) for k in range(8)])

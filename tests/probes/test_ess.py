@@ -113,7 +113,7 @@ def test_every_estimate_equals_its_plain_definition_on_the_recorded_rollout(make
     trainer = make_trainer(probes=[probe], reward=half_of_the_prompts)
     trainer.train()
     assert len(probe.all) == 2
-    for step, answer in zip(probe.steps, probe.all, strict=True):
+    for step, answer in zip(probe.kept_steps, probe.all, strict=True):
         plain = plain_answers(step.batch.rollout)
         assert answer.keys() == plain.keys() == METRICS
         assert values(answer) == pytest.approx(plain, rel=1e-12)
@@ -130,7 +130,7 @@ def test_all_zero_advantages_have_no_size_but_a_reason(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=constant, num_generations=8, max_steps=1).train()
     # Eight rewards of 0.1 leave only rounding, which must not count as a weight.
-    assert probe.steps[0].batch.rollout.advantages.abs().max() > 0
+    assert probe.kept_steps[0].batch.rollout.advantages.abs().max() > 0
     (answer,) = probe.all
     for name in (*SIZES, *FRACTIONS):
         assert math.isnan(answer[name].value)
@@ -144,7 +144,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_size_of_the_policy_ratio
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
     assert on_policy["ess/importance"].value == 32
-    before, now = (step.batch.scores for step in probe.steps)  # the same sequences in the same order
+    before, now = (step.batch.scores for step in probe.kept_steps)  # the same sequences in the same order
     ratios = [
         math.exp(sum(float(b - a) for a, b, m in zip(*rows, strict=True) if m))
         for rows in zip(before.logps, now.logps, now.mask, strict=True)
@@ -157,7 +157,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_size_of_the_policy_ratio
 def test_ratios_beyond_float64_have_no_size_but_a_reason(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
-    ctx, batch = probe.contexts[0], probe.steps[0].batch
+    ctx, batch = probe.contexts[0], probe.kept_steps[0].batch
     rollout = dataclasses.replace(batch.rollout, sampling_logps=batch.scores.logps - 1000.0)
     step = dataclasses.replace(ctx.step, batch=dataclasses.replace(batch, rollout=rollout))
     reading = probe.measure(dataclasses.replace(ctx, step=step), None)
@@ -168,7 +168,7 @@ def test_prompts_spread_over_steps_have_no_share_but_a_fix(make_trainer) -> None
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
     with attach(trainer, probes=[probe]):
         trainer.train()
-    for answer, step in zip(probe.all, probe.steps, strict=True):
+    for answer, step in zip(probe.all, probe.kept_steps, strict=True):
         assert step.reasons.split_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert answer["ess/zero_advantage_prompts"].code == "split_prompts"

@@ -156,10 +156,10 @@ def test_the_measured_change_equals_its_definition_for_any_optimizer(
     settings |= {"reward": [graded, num_characters], "reward_weights": [2.0, 0.0]}  # the second is only watched
     make_trainer(probes=[probe], model=model, **settings).train()
     assert {e.code for e in probe.all[0].values()} == {"no_earlier_weights"}
-    assert [*probe.steps[1].batch.rollout.rewards_by_name] == ["graded", "num_characters"]
+    assert [*probe.kept_steps[1].batch.rollout.rewards_by_name] == ["graded", "num_characters"]
     changes = []
     for number in (1, 2):
-        changes.append(plain(*probe.models[number - 1 : number + 1], probe.steps[number], scored))
+        changes.append(plain(*probe.models[number - 1 : number + 1], probe.kept_steps[number], scored))
         assert_same(probe.all[number], changes[-1] | sums_of(changes))
         assert {e.about_step for e in probe.all[number].values()} == {number}
     assert abs(probe.all[2][CHANGES[0]].value) > 1e-4
@@ -170,7 +170,7 @@ def test_measured_changes_are_scored_without_dropout(make_trainer) -> None:
     probe = Answers(1, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 5e-3}
     make_trainer(probes=[probe], peft_config=LoraConfig(**LORA), max_steps=2, **settings).train()
-    step = probe.steps[1]
+    step = probe.kept_steps[1]
     fresh = probe.contexts[1].policy.score_rollout(step.batch.rollout)
     dropped = (fresh.logps - step.batch.scores.logps)[fresh.mask.bool()].abs().mean()
     assert float(dropped) > 10 * MAX_RESCORE_DIFFERENCE
@@ -185,13 +185,13 @@ def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_t
         assert {e.code for e in probe.all[number - 1].values()} == {"old_rollout"}
     for number in (3, 5):
         before, now = (probe.models[number - back] for back in (3, 1))
-        assert_same(probe.all[number - 1], plain(before, now, probe.steps[number - 1], scored=1, steps=2))
+        assert_same(probe.all[number - 1], plain(before, now, probe.kept_steps[number - 1], scored=1, steps=2))
 
 
 def test_with_every_above_one_the_change_is_since_the_last_measured_step(make_trainer) -> None:
     probe = Answers(1, every=2, error_decay=0.0)
     make_trainer(probes=[probe], max_steps=3, **SHAPE).train()
-    assert_same(probe.all[1], plain(*probe.models, probe.steps[1], scored=1, steps=2))
+    assert_same(probe.all[1], plain(*probe.models, probe.kept_steps[1], scored=1, steps=2))
 
 
 def test_steps_too_far_apart_have_no_change_but_their_distance(make_trainer) -> None:
@@ -221,7 +221,7 @@ def test_with_rounded_scores_the_measured_change_is_a_central_difference(make_tr
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(weights[1][name] + steps * (weights[1][name] - weights[0][name]))
-            scores.append(scores_of(model, probe.steps[1].batch.rollout))
+            scores.append(scores_of(model, probe.kept_steps[1].batch.rollout))
     mask = probe.found.mask.bool()
     for value, now, behind, ahead in zip(
         (probe.found.logps, probe.found.entropies), (probe.now.logps, probe.now.entropies), *scores, strict=True
@@ -236,7 +236,7 @@ def test_under_autocast_the_measured_change_has_a_remark(make_trainer) -> None:
     probe = Answers(4, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 1e-4}
     make_trainer(probes=[probe], bf16=True, use_cpu=True, max_steps=2, **settings).train()
-    expected = plain(*probe.models, probe.steps[1], 4)
+    expected = plain(*probe.models, probe.kept_steps[1], 4)
     for name in CHANGES:
         estimate = probe.all[1][name]
         assert estimate.reason.startswith("a central difference over ± 3 steps")

@@ -251,7 +251,7 @@ def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any
     assert first["sampler/kl"].value < 1e-9  # its weights are still the policy's
     assert third["sampler/kl"].value > 1e-6
     assert 0 < third["sampler/ess"].value < 1 - 1e-6
-    rollout = probe.steps[-1].batch.rollout
+    rollout = probe.kept_steps[-1].batch.rollout
     assert rollout.on_policy
     assert rollout.old_logps is None
 
@@ -273,7 +273,7 @@ def test_the_kl_to_a_rounded_sampler_equals_that_of_both_models_in_float64(make_
     trainer = make_trainer(probes=[probe], max_steps=1, trainer_arguments={"rollout_func": OtherSampler(name)})
     weights_before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    seen = probe.steps[0].batch.rollout
+    seen = probe.kept_steps[0].batch.rollout
     models = [load_tiny()[0].double() for _ in range(2)]
     for model, weights in zip(models, (weights_before, COPIES[name](weights_before)), strict=True):
         model.load_state_dict({name: weight.double() for name, weight in weights.items()}, strict=False)

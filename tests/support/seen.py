@@ -14,11 +14,11 @@ class Seen(Probe):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.steps: list[Any] = []
+        self.kept_steps: list[Any] = []
         self.contexts: list[Any] = []
 
     def measure(self, ctx: Any, state: Any) -> Reading:
-        self.steps.append(ctx.step)
+        self.kept_steps.append(ctx.step)
         self.contexts.append(ctx)
         return Reading(measured={f"{self.name}/step": Estimate(float(ctx.step.number))}, state=state)
 
@@ -32,7 +32,7 @@ class Kept(Seen):
         self.state: Any = None
 
     def measure(self, ctx: Any, state: Any) -> Reading:
-        self.steps.append(ctx.step)
+        self.kept_steps.append(ctx.step)
         self.contexts.append(ctx)
         return super(Seen, self).measure(ctx, state)
 

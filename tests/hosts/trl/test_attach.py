@@ -125,7 +125,7 @@ def test_a_plain_trainer_with_whole_prompt_order_has_the_forward_estimate(make_t
     with attach(trainer, probes=[SimpleEntropyProbe(), witness]):
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
-    for step in witness.steps:
+    for step in witness.kept_steps:
         assert not step.reasons.no_whole_folds
         for rows in step.batch.microbatch_rows:
             assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
@@ -190,7 +190,7 @@ def test_whole_prompt_order_keeps_the_sequences_and_the_random_state(make_traine
         witness, trainer = Witness(), make_trainer(GRPOTrainer, max_steps=1)
         with attach(trainer, probes=[witness], whole_prompts=whole):
             trainer.train()
-        rollout = witness.steps[0].batch.rollout
+        rollout = witness.kept_steps[0].batch.rollout
         rows = zip(
             rollout.completion_ids.tolist(), rollout.advantages.tolist(), rollout.prompt_ids.tolist(), strict=True
         )
@@ -317,8 +317,8 @@ def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(m
     witness = Witness()
     rows = make_trainer().train_dataset.select(range(12))
     make_trainer(probes=[witness], train_dataset=rows, **SHORT_LAST_STEP).train()
-    assert [len(step.batch.microbatch_rows) for step in witness.steps] == [4, 2]
-    assert witness.steps[-1].batch.fold.tolist() == [0] * 8 + [1] * 8
+    assert [len(step.batch.microbatch_rows) for step in witness.kept_steps] == [4, 2]
+    assert witness.kept_steps[-1].batch.fold.tolist() == [0] * 8 + [1] * 8
 
 
 def test_a_short_last_step_whose_prompts_span_microbatches_has_all_possible_folds(make_trainer) -> None:
@@ -328,8 +328,8 @@ def test_a_short_last_step_whose_prompts_span_microbatches_has_all_possible_fold
     rows = make_trainer().train_dataset.select(range(6))
     shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4}
     make_trainer(probes=[witness], train_dataset=rows, **(SHORT_LAST_STEP | shape)).train()
-    assert [len(step.batch.microbatch_rows) for step in witness.steps] == [8, 4]
-    assert [step.batch.fold.tolist() for step in witness.steps] == [
+    assert [len(step.batch.microbatch_rows) for step in witness.kept_steps] == [8, 4]
+    assert [step.batch.fold.tolist() for step in witness.kept_steps] == [
         [fold for fold in range(4) for _ in range(4)], [0] * 4 + [1] * 4,
     ]  # fmt: skip
 
@@ -340,7 +340,7 @@ def test_a_step_on_two_rollouts_is_measured_with_importance_ratios_for_the_older
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 6}
     trainer = make_trainer(probes=[witness, SimpleEntropyProbe(), EffectiveSampleSizeProbe()], max_steps=2, **shape)
     trainer.train()
-    batch = witness.steps[-1].batch
+    batch = witness.kept_steps[-1].batch
     ratios = (batch.scores.logps - batch.rollout.sampling_logps)[batch.scores.mask.bool()].abs()
     older = batch.scores.mask[:16].sum()
     assert ratios[:older].mean() > 1e-3
@@ -371,7 +371,7 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
 def test_a_log_line_of_several_steps_has_the_latest_estimate_not_an_average(make_trainer) -> None:
     class Counting(Witness):
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
-            return Reading(measured={"counting/step": Estimate(float(len(self.steps)))})
+            return Reading(measured={"counting/step": Estimate(float(len(self.kept_steps)))})
 
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
@@ -448,10 +448,10 @@ def test_gradients_are_kept_only_for_probes_that_need_them_until_the_step_ends(m
     frugal, greedy = Witness("frugal"), Witness("greedy")
     greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()
-    assert frugal.steps[0].gradients.rows is None
+    assert frugal.kept_steps[0].gradients.rows is None
     trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
     trainer.train()
-    assert len(greedy.steps[0].gradients.rows) == 4
+    assert len(greedy.kept_steps[0].gradients.rows) == 4
     assert trainer.attachment.driver._fold_recorder.rows is None
 
 
@@ -494,7 +494,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_treated_as_frozen
             parameters.append(outcome(trainer).weights)
             latest.append(dict(attachment.latest))
         if trained and attached:
-            step = witness.steps[-1]
+            step = witness.kept_steps[-1]
             assert not step.gradients.mean["unused"].any()
             assert not step.optimizer.states["unused"].delta(torch.ones(3), torch.zeros(3)).total.any()
     measured, frozen, bare = parameters

@@ -66,7 +66,7 @@ def measured(trainer: Any, by: Any = probes) -> tuple[dict[str, Any], list[Any]]
     with attach(trainer, probes=[*by(), seen], whole_prompts=True) as attachment:
         trainer.train()
     assert all(logged == reward for logged, reward in seen.rewards)
-    return dict(attachment.latest), seen.steps
+    return dict(attachment.latest), seen.kept_steps
 
 
 def shortest_half(out: dict[str, Any]) -> Tensor:

@@ -53,7 +53,7 @@ class Rollouts(Seen):
 
     @property
     def seen(self) -> list[Rollout]:
-        return [step.batch.rollout for step in self.steps]
+        return [step.batch.rollout for step in self.kept_steps]
 
 
 class Asked:

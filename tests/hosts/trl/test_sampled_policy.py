@@ -158,7 +158,7 @@ def test_under_top_p_only_the_entropy_change_is_missing(make_trainer) -> None:
     for name in (*MEASURED, "delta_h/evaluation", "gns/trace_between"):
         assert "set top_p=1.0" in answers[name].reason
     # The entropy at the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
-    batch = contexts.steps[-1].batch
+    batch = contexts.kept_steps[-1].batch
     mask, entropies = batch.scores.mask.tolist(), batch.scores.entropies.tolist()
     prompts = batch.rollout.prompt_index.tolist()
     sums = []
@@ -210,7 +210,7 @@ def test_a_step_that_masks_every_response_is_pure_decay_with_the_entropy_of_all(
     trainer = make_trainer(mask_truncated_completions=True, max_completion_length=3)  # all responses are truncated
     trainer.attachment.remove()
     answers, contexts = answers_of(trainer, split_prompts=1)
-    step = contexts.steps[-1]
+    step = contexts.kept_steps[-1]
     assert (step.batch.rollout.completion_mask.sum(dim=1) == 3).all()
     assert all(not gradient.any() for gradient in step.gradients.mean.values())
     assert answers["entropy/token"].value == pytest.approx(float(step.batch.scores.entropies.mean()), rel=1e-6)

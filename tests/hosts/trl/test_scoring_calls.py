@@ -123,7 +123,7 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
     policy = make_trainer(GRPOTrainer, **SETTINGS)
     with attach(trainer, probes=["simple", "gns", seen], whole_prompts=True) as attachment:
         assert differing(outcome(trainer), expected) == []
-    (step,), latest = seen.steps, attachment.latest
+    (step,), latest = seen.kept_steps, attachment.latest
     rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()
     rows = {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     with torch.no_grad():
