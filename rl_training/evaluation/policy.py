@@ -75,7 +75,8 @@ class CheckpointPolicy:
             uniforms: Random numbers in [0, 1) that choose the tokens, (B, max_completion_length). None decodes
                 greedily.
         """
-        pad, device = self.tokenizer.pad_token_id, self.model.device
+        pad = self.tokenizer.pad_token_id
+        device = self.model.device
         ids = pad_sequence(list(prompt_ids), True, pad, padding_side="left").to(device)
         mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left").to(device)
         processors = LogitsProcessorList()
@@ -103,7 +104,8 @@ class CheckpointPolicy:
         """Return each response's log-probabilities and entropies, and the KL divergence to the reference if any."""
         prompts, completions = ([ids.to(self.model.device) for ids in part] for part in (prompt_ids, completion_ids))
         rollout = as_rollout(prompts, completions, range(len(prompts)), self.tokenizer.pad_token_id)
-        rows, lengths = torch.arange(len(prompts), device=self.model.device), [len(ids) for ids in completions]
+        rows = torch.arange(len(prompts), device=self.model.device)
+        lengths = [len(ids) for ids in completions]
         scores = self.scorer.score(rollout, rows, graph=False)
         is_token = scores.mask.bool()
         logps, entropies = (v[is_token].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
@@ -116,7 +118,8 @@ class CheckpointPolicy:
 
     def _kl_divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
         """Return the KL divergence from the policy to its reference at every token of these rows, (tokens,)."""
-        logits, is_adapter = self.scorer.token_logits(rollout, rows), self.reference is self.model
+        logits = self.scorer.token_logits(rollout, rows)
+        is_adapter = self.reference is self.model
         with self.model.disable_adapter() if is_adapter else contextlib.nullcontext():
             return kl_divergences(logits, reference.token_logits(rollout, rows))
 
@@ -145,7 +148,9 @@ class _InverseCdfSampler(LogitsProcessor):
     """Inverse-CDF sampling: leaves only the token where the cumulative probability first exceeds the next uniform."""
 
     def __init__(self, uniforms: Tensor, prompt_width: int, temperature: float) -> None:
-        self.uniforms, self.prompt_width, self.temperature = uniforms, prompt_width, temperature
+        self.uniforms = uniforms
+        self.prompt_width = prompt_width
+        self.temperature = temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         cumulative = (scores.double() / self.temperature).softmax(dim=-1).cumsum(dim=-1)

@@ -15,16 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.groups import OF_EVALUATION
-from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.overrides import (
     is_of_run,
     key_of,
     parse_overrides,
+    settings_of_analyses,
     sweep_folder,
     with_all_loggers,
 )
 from rl_training.job.configuration.run_settings import resolve_branch
-from rl_training.job.configuration.shipped import CONF
 from rl_training.records.files.masking import mask_words
 
 
@@ -62,7 +61,7 @@ def analyze() -> None:
 
 
 def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
-    cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
+    cfg = OmegaConf.masked_copy(cfg, list(settings_of_analyses().keys() & cfg.keys()))
     cfg.run = [*cfg.run, *filter(is_of_run, overrides)]
     if "name" not in map(key_of, overrides):  # in a sweep, all jobs would write into one folder otherwise
         cfg.name = ",".join([cfg.name, *(word for word in _swept(overrides) if key_of(word) != "checkpoint")])

@@ -141,7 +141,8 @@ def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Num
     for number, label in enumerate(first_order.labels):
         key = f"deltaH1/{label}" if number else "deltaH1"
         for suffix, column in UNITS:
-            values[f"{key}{suffix}"], errors[f"{key}{suffix}_se"] = value[number][column], stderr[number][column]
+            values[f"{key}{suffix}"] = value[number][column]
+            errors[f"{key}{suffix}_se"] = stderr[number][column]
     errors["deltaH1_se_evaluation"] = float(first_order.over_evaluation.stderr[0, TOKEN])
     per_rate = values["deltaH1"] / learning_rate
     per_rate_error = errors["deltaH1_se"] / learning_rate

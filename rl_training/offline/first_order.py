@@ -216,7 +216,8 @@ def _compare(
     pairs += [(update.gradient, real), (update.gradient, step)]
     products = restored.reduce(torch.stack([dot(a, b) for a, b in pairs])).tolist()
     square, real_square, product, per_token, per_sequence, real_slope, slope = products
-    norm, real_norm = math.sqrt(square), math.sqrt(real_square)
+    norm = math.sqrt(square)
+    real_norm = math.sqrt(real_square)
     scale = real_norm / norm if norm > 0 else math.nan
     both_gain = max(real_slope, slope) < 0.0  # the gradient is that of the loss
     return {

@@ -132,7 +132,8 @@ def estimates_over_units(
     value = statistic(total)
     deviations = statistic(total - by_unit) - value  # centred, so that the square does not cancel
     table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
-    num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
+    num_units = int(table[0, 0])
+    means, squares = table[1:] / table[0]
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
     no_bar = no_bar or stderr_reason(num_units, few)
     return {

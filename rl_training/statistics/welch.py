@@ -40,7 +40,8 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
     """Return a − b of independent estimates. It has no error if one of them has none."""
     value = a.value - b.value
     if a.interval or b.interval:
-        (low_a, high_a), (low_b, high_b) = a.bounds(), b.bounds()
+        low_a, high_a = a.bounds()
+        low_b, high_b = b.bounds()
         ends = (
             value - math.hypot(a.value - low_a, high_b - b.value),
             value + math.hypot(high_a - a.value, b.value - low_b),

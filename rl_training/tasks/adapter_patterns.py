@@ -75,9 +75,11 @@ def _first_unfit(patterns: list[str], names: list[str]) -> tuple[str, str]:
     try:
         subprocess.run(command, input=given, timeout=MAX_SECONDS, capture_output=True, check=True)
     except subprocess.TimeoutExpired as error:
-        done, why = error.stdout, f"takes over {MAX_SECONDS:.0f} s to match"
+        done = error.stdout
+        why = f"takes over {MAX_SECONDS:.0f} s to match"
     except subprocess.CalledProcessError as error:  # it ran out of memory, or of its stack
-        done, why = error.stdout, "cannot be matched"
+        done = error.stdout
+        why = "cannot be matched"
     else:
         return "", ""
     return patterns[min(len((done or b"").splitlines()), len(patterns) - 1)], why

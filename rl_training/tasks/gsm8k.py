@@ -56,13 +56,15 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     if path is None:
         train, held_out = _hub_rows(name, config)
     elif (place := Path(path).expanduser()).is_dir():
-        train, held_out = _file_rows(place / "train.jsonl"), _file_rows(place / "test.jsonl")
+        train = _file_rows(place / "train.jsonl")
+        held_out = _file_rows(place / "test.jsonl")
     else:
         rows = _file_rows(place)
         if len(rows) < 2:
             raise UserError(f"{place} has one row: training and evaluation need one each")
         cut = len(rows) - max(1, round(_HELD_OUT_SHARE * len(rows)))
-        train, held_out = rows[:cut], rows[cut:]
+        train = rows[:cut]
+        held_out = rows[cut:]
     held_out_prompts = {row["prompt"] for row in held_out}
     unseen = [row for row in train if row["prompt"] not in held_out_prompts]
     if not unseen:

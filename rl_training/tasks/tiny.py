@@ -39,7 +39,9 @@ from rl_training.tasks.models import TINY_PATH
 from rl_training.tasks.reasoning_gym import answered_examples
 from rl_training.tasks.task import WorkedExample
 
-_PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
+_PAD = "<pad>"
+_EOS = "<eos>"
+_UNK = "<unk>"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _MAX_LENGTH = 128  # in tokens; the longest exercise with its worked answer has 46
 _IGNORED = -100  # label of tokens that the loss ignores
@@ -120,7 +122,8 @@ def warm_start(
 
 def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) -> tuple[Tensor, Tensor]:
     """Return token ids and labels, both (examples, tokens). The labels ignore prompt and padding."""
-    rows, labels = [], []
+    rows = []
+    labels = []
     for example in examples:
         prompt = tokenizer(example.prompt).input_ids
         completion = tokenizer(example.completion + _EOS).input_ids

@@ -26,8 +26,8 @@ from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
 
 # Settings of all commands that are a path, or a list of paths.
-PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "output", "runs_dir", "log.directory")
-PATH_LIST_KEYS = ("checkpoint", "checkpoints")
+PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "checkpoint", "checkpoints", "output",
+             "runs_dir", "log.directory")  # fmt: skip
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -62,20 +62,22 @@ def normalize(cfg: DictConfig) -> None:
     Not every shell expands `~` after `=`, and none after a dotted key. Text comes from the environment:
     seed=${oc.env:SLURM_ARRAY_TASK_ID}.
     """
-    for key in (*PATH_KEYS, *PATH_LIST_KEYS):
+    for key in PATH_KEYS:
         value = OmegaConf.select(cfg, key)
-        if isinstance(value, str):
-            expanded: Any = os.path.expanduser(value)  # unlike pathlib's, it keeps a ~ that names no user
-        elif isinstance(value, ListConfig) and key in PATH_LIST_KEYS:
-            expanded = [os.path.expanduser(path) if isinstance(path, str) else path for path in value]
-        else:
-            continue
+        expanded = _with_home(value)
         if expanded != value:
             OmegaConf.update(cfg, key, expanded)
     for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():
             OmegaConf.update(cfg, key, int(value))
+
+
+def _with_home(value: Any) -> Any:
+    """Return a path, or a list of paths, with `~` expanded. Unlike pathlib, os.path keeps a `~` that names no user."""
+    if isinstance(value, ListConfig):
+        return [_with_home(path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def check_settings(cfg: DictConfig) -> None:

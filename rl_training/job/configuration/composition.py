@@ -95,7 +95,8 @@ def _settings_shown_masked() -> Iterator[None]:
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {"--cfg", "-c", "--info", "-i"}:
         yield
         return
-    secrets, shown = secrets_in(sys.argv[1:], os.environ), io.StringIO()
+    secrets = secrets_in(sys.argv[1:], os.environ)
+    shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
             yield

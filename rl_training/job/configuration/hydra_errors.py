@@ -84,7 +84,8 @@ def _known_settings(name: str) -> dict[str, str]:
     """
     known = {path.name: path.name for path in CONF.iterdir() if path.is_dir()}
     for path in sorted(CONF.glob("*/*.yaml")):
-        group, content = path.parent.name, load_plain(path)
+        group = path.parent.name
+        content = load_plain(path)
         content = content.get(group, content)  # under the group's name or without it
         for key in flatten({KEY_OF.get(group, group): content}):
             known.setdefault(key, f"{key} (of {group}={path.stem})")

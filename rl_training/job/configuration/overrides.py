@@ -41,11 +41,12 @@ def force_add(word: str) -> str:
 
 def is_of_run(word: str) -> bool:
     """Return whether an override of an analysis is meant for its run: conf/offline.yaml does not define its key."""
-    return key_of(word) not in {*_settings_of_analysis(), "hydra", ""}
+    return key_of(word) not in {*settings_of_analyses(), "hydra", ""}
 
 
 @functools.cache
-def _settings_of_analysis() -> dict[str, Any]:
+def settings_of_analyses() -> dict[str, Any]:
+    """Return the content of conf/offline.yaml, which nobody must change."""
     return load_plain(CONF / "offline.yaml")
 
 
@@ -99,7 +100,8 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
     settings = settings.copy()
     changes = [change for change in parse_overrides(overrides) if not change.key_or_group.startswith("hydra")]
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
-        key, value = change.key_or_group, cast("Any", change.value())
+        key = change.key_or_group
+        value = cast("Any", change.value())
         if change.is_delete() or ((CONF / key).is_dir() and key not in CHANGEABLE):
             raise UserError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
         if key in CHANGEABLE:
@@ -108,7 +110,7 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
         group = key.partition(".")[0]
         is_open = group in OPEN and settings.get(group)
         if not is_open and OmegaConf.select(settings, key, default=...) is ...:
-            hint = did_you_mean(key, [*flatten(settings), *flatten(_settings_of_analysis())])
+            hint = did_you_mean(key, [*flatten(settings), *flatten(settings_of_analyses())])
             raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
         OmegaConf.update(settings, key, value, merge=False, force_add=True)
     return settings
@@ -116,7 +118,8 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
 
 def _apply_options(settings: DictConfig, group: str, names: Sequence[str]) -> None:
     options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
-    chosen, node = cast("DictConfig", OmegaConf.merge(*options)), CHANGEABLE[group]
+    chosen = cast("DictConfig", OmegaConf.merge(*options))
+    node = CHANGEABLE[group]
     is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
     if node in chosen:
         settings[node] = chosen.pop(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rl_training.job.configuration.groups import REQUIRED_KEYS, TRAINER_KEYS
 from rl_training.job.configuration.nested import differences, flatten
 from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.stored import load_settings, refuse_marked, unmarked
+from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 
@@ -60,17 +61,17 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     config_file = run_dir / CONFIG_FILE
     if not config_file.is_file():
         return
-    stored = load_settings(config_file)
-    both = (without_masks(without_secrets(unmarked(OmegaConf.to_container(c, resolve=True)))) for c in (stored, cfg))
-    before, now = (
-        {key: value for key, value in flatten(settings).items() if not key.startswith(NOT_OF_TRAINING)}
-        for settings in both
-    )
-    if changed := differences(before, now):
+    if changed := differences(_of_training(load_settings(config_file)), _of_training(cfg)):
         raise UserError(
             f"resume: {run_dir} was started with other settings: {changed}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )
+
+
+def _of_training(cfg: DictConfig) -> dict[str, Any]:
+    """Return the settings that affect training, by dotted key, as a run stores them."""
+    stored = without_masks(without_secrets(unmarked(OmegaConf.to_container(cfg, resolve=True))))
+    return {key: value for key, value in flatten(stored).items() if not key.startswith(NOT_OF_TRAINING)}
 
 
 def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -87,27 +88,22 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     if cfg.get("branch") is None:
         return cfg
-    normalize(cfg)
-    checkpoint = checkpoint_in_a_run("branch", cfg.branch)
+    checkpoint = _branch_checkpoint(cfg.branch)
     config_file = checkpoint.parents[1] / CONFIG_FILE
     stored = load_settings(config_file)
-    stored.pop("provenance", None)
+    stored.pop(PROVENANCE, None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
     normalize(settings)
-    before, now = (
-        {key: unmarked(value) for key, value in flatten(cfg).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
-        for cfg in (stored, settings)
-    )
-    if changed := differences(before, now):
+    if changed := differences(_unchangeable(stored), _unchangeable(settings)):
         raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
     refuse_marked(settings, *TRAINER_KEYS, "probes")  # before anything is written
     settings.merge_with({key: as_given[key] for key in BRANCH_OWN_KEYS})
-    if Path(str(settings.run_dir)).resolve().is_relative_to(checkpoint.parent):
+    if Path(os.path.expanduser(str(settings.run_dir))).resolve().is_relative_to(checkpoint.parent):
         raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # in config.yaml, ${seed} is resolved
@@ -118,8 +114,13 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return settings
 
 
-def checkpoint_in_a_run(setting: str, value: object) -> Path:
-    """Return the checkpoint that SETTING=VALUE names: a checkpoint folder, or a run for its newest checkpoint.
+def _unchangeable(settings: DictConfig) -> dict[str, Any]:
+    """Return the settings that a branch must not change, by dotted key."""
+    return {key: unmarked(value) for key, value in flatten(settings).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
+
+
+def _branch_checkpoint(value: object) -> Path:
+    """Return the checkpoint that branch=VALUE names: a checkpoint folder, or a run for its newest checkpoint.
 
     Raises:
         UserError: If it is not in a run folder.
@@ -127,11 +128,11 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
     from rl_training.records.checkpoints import find_checkpoint  # imports torch, which --help must not wait for
 
     if str(value) in ("", "latest", "auto", "none"):
-        raise UserError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
-    checkpoint = find_checkpoint(str(value), Path(), setting=setting).resolve()
+        raise UserError(f"branch={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
+    checkpoint = find_checkpoint(os.path.expanduser(str(value)), Path(), setting="branch").resolve()
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
         raise UserError(
-            f"{setting}={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
+            f"branch={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     return checkpoint

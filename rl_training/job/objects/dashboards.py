@@ -43,7 +43,9 @@ class MetricsLogger(TrainerCallback):
     replaces: type[TrainerCallback]  # the transformers callback for the same entry of `report_to`
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None = None) -> None:
-        self.run_dir, self.config, self.metrics = run_dir, without_secrets(config), metrics
+        self.run_dir = run_dir
+        self.config = without_secrets(config)
+        self.metrics = metrics
         trainer = config.get("trainer", {})
         self.project = trainer.get("project", DrGRPOConfig.project)
         self.name = trainer.get("run_name") or run_dir.resolve().name

@@ -41,7 +41,8 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
     """
     with as_user_errors(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
         cfg = cfg.copy()
-        cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
+        cfg.run_dir = scratch
+        output = f"{scratch}/{TRAINING_STATE}"
         silent = {
             "report_to": [], "eval_strategy": "no", "save_strategy": "no", "output_dir": output, "push_to_hub": False,
             "log_completions_hub_repo": None,
@@ -65,7 +66,8 @@ def make_trainer(
     set_seed(cfg.seed)  # before the model is made: an adapter's weights are random
     task = make_task(cfg.data)
     model, tokenizer = make("model", cfg.model)
-    adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
+    adapter = make("adapter", cfg.adapter)
+    buffer = make("buffer", cfg.buffer)
     refuse_endless_patterns(adapter, "adapter", (name for name, _ in model.named_modules()))
     trainer = DrGRPOTrainer(
         model=model,

@@ -108,7 +108,8 @@ def _analyze(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
 def _log_to_dashboards(results: Mapping[Path, Path]) -> None:
     """Send the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
     for checkpoint, result in results.items():
-        run, analysis = _run_of(checkpoint), read_analysis(result)
+        run = _run_of(checkpoint)
+        analysis = read_analysis(result)
         for dashboard in loggers_of(run, analysis["settings"]["run"]) if run is not None else ():
             dashboard.start(after_step=0)
             dashboard.log(analysis["step"], core_numbers(analysis))

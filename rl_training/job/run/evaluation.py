@@ -130,7 +130,8 @@ def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[d
     """
     merged = dict(config)
     for group in OF_EVALUATION:
-        given, stored = options.get(group) or {}, config.get(group) or {}
+        given = options.get(group) or {}
+        stored = config.get(group) or {}
         is_replaced = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
         merged[group] = given if is_replaced else {**stored, **given}
     if not merged["data"].get("_target_"):
@@ -178,8 +179,9 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
 
 def checkpoints_by_step(paths: Sequence[Path]) -> dict[int, Path]:
     """Return these checkpoints by step, in the order of their steps."""
-    for path in filter(leads_out_of_its_run, paths):
-        raise UserError(f"{path} is a link out of its run: name {path.resolve()} itself")
+    link = next(filter(leads_out_of_its_run, paths), None)
+    if link is not None:
+        raise UserError(f"{link} is a link out of its run: name {link.resolve()} itself")
     by_step = {_step_of(path): path for path in paths}
     if len(by_step) < len(paths):
         raise UserError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")

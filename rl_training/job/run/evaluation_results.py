@@ -155,7 +155,8 @@ class Evaluation:
         tqdm.write(problem)
 
     def _write(self, step: int, result: CheckpointResponses) -> None:
-        options, dataset = self.options, self.task.eval_dataset
+        options = self.options
+        dataset = self.task.eval_dataset
         max_k = options.k or options.responses_per_prompt
         can_read = self.task.given_answer is not None
         metrics = response_metrics(result.responses, max_k, options.right_reward, can_read, self.task.reward_range)

@@ -119,7 +119,8 @@ def _join_processes(cfg: DictConfig) -> PartialState:
 
 
 def _say_where_it_continues(found: FoundRun, num_processes: int) -> None:
-    run, checkpoint = found.folder.folder, found.checkpoint
+    run = found.folder.folder
+    checkpoint = found.checkpoint
     if checkpoint is None:
         logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
         return

@@ -144,7 +144,8 @@ class OfflineEntropyProbe:
         unit = "" if self._given.get("importance.report_per_token", True) else "_sequence"
         probe_result: dict[str, Any] = {}
         if self._given.get("probe_rework.compute_delta_h1", True):
-            predicted, learning_rate = numbers[f"deltaH1{unit}"], numbers["learning_rate"]
+            predicted = numbers[f"deltaH1{unit}"]
+            learning_rate = numbers["learning_rate"]
             probe_result |= {
                 "deltaH1": predicted,
                 "bars_dot": predicted / learning_rate,
@@ -152,7 +153,8 @@ class OfflineEntropyProbe:
             }
         if self._given.get("importance.enabled", True):
             estimator = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
-            change, before = numbers[f"deltaH_{estimator}{unit}"], numbers[f"H_orig{unit}"]
+            change = numbers[f"deltaH_{estimator}{unit}"]
+            before = numbers[f"H_orig{unit}"]
             probe_result |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
         probe_result |= {key: int(numbers[key]) for key in SIZE_KEYS} | {key: numbers[key] for key in MEAN_KEYS}
         return probe_result | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
@@ -189,7 +191,9 @@ def _adapter_overrides(checkpoint: Path) -> list[str]:
         return []
     try:
         adapter = json.loads(read_text(file))
-        rank, alpha, modules = adapter["r"], adapter["lora_alpha"], adapter["target_modules"]
+        rank = adapter["r"]
+        alpha = adapter["lora_alpha"]
+        modules = adapter["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not the configuration of a LoRA adapter ({error}): repair it") from error
     check_kind(f"{file}: r", rank, 1)

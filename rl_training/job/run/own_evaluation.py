@@ -219,7 +219,8 @@ def _responses(
         trainer._load_from_checkpoint(str(checkpoint))
         policy = policy_of(trainer, reference)
         result.seconds["load"] = time.perf_counter() - start
-        batches, seed = evaluation.batches(), evaluation.options.seed
+        batches = evaluation.batches()
+        seed = evaluation.options.seed
         for responses in generate_responses(policy, evaluation.task, batches, seed, result.seconds):
             result.responses += responses
             on_responses(len(responses))

@@ -58,7 +58,8 @@ class StopAtStepEnd(TrainerCallback):
             self._print_on_main(f"ended by {signal.Signals(signum).name}")
             os._exit(128 + signum)  # no cleanup: processes that clean up would wait for one another
         if not self._request:
-            self._request, self._requested_at = signum, now
+            self._requested_at = now  # first: another signal may arrive before the next line
+            self._request = signum
             self._print_on_main(
                 f"{signal.Signals(signum).name}: stopping after this step, with a checkpoint and the report; "
                 "a second signal ends at once"

@@ -54,8 +54,10 @@ class WaitingWatch:
     """
 
     def __init__(self, patience: float = PATIENCE, every: float | None = None) -> None:
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._patience, self._every = patience, every or max(1.0, self._size / RANKS_PER_SECOND)
+        self._rank = dist.get_rank()
+        self._size = dist.get_world_size()
+        self._patience = patience
+        self._every = every or max(1.0, self._size / RANKS_PER_SECOND)
         # Needs a separate connection: the main thread may block on its own.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
