@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
+from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
@@ -52,7 +52,7 @@ def analyze(
     Raises:
         UserError: Checkpoint and trainer do not fit. The message says how to fix it.
     """
-    if not is_trls(trainer):
+    if not is_grpo_trainer(trainer):
         raise UserError(wrong_trainer_message(trainer))
     check_name(name)
     start = time.perf_counter()

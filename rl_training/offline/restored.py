@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
+from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer

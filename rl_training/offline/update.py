@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.hosts.trl.versions import NUM_SCORES
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer

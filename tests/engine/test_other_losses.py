@@ -15,7 +15,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Reading, attach
-from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
+from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.versions import OF_ARGUMENTS
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe

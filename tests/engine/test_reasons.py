@@ -31,7 +31,7 @@ from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.parallel.ranks import Ranks
@@ -229,11 +229,11 @@ PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
 TYPED = {
     "loop": (Fixes(), r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
     "attach": (
-        batches.fixes(PLAIN_LOSS), r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
+        fixes(PLAIN_LOSS), r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
         r"SimpleEntropyProbe\(num_folds=(\d+)\)",
     ),
     "train": (
-        batches.fixes(PLAIN_LOSS, is_cli=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
+        fixes(PLAIN_LOSS, is_cli=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
         r"probes\.simple\.num_folds=(\d+)",
     ),
 }  # fmt: skip

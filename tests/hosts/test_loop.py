@@ -34,7 +34,7 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
-from rl_training.hosts.trl.batches import fixes
+from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows
 from rl_training.policy.scores import Scores

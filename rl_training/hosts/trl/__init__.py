@@ -2,12 +2,12 @@
 
 Read in this order:
 
-    attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work;
-                     options.py has its options
+    attachment.py    what `attach` puts on a trainer and removes again, by wrapping.py; options.py has its options;
+                     compatibility.py refuses what cannot work
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py, generated.py and prompt_numbers.py
-                     read its rows
+                     read its rows; loss_settings.py reads the settings of the loss
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss;
                      old_logps.py tells whose old log-probabilities a batch has
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
@@ -98,16 +98,16 @@ def attach(
     from rl_training.hosts.trl.alerts import Alerts
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment
-    from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
+    from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
     from rl_training.hosts.trl.options import Options
     from rl_training.records.jsonl import Records
 
-    if is_trls(folder):
+    if is_grpo_trainer(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
-    if not is_trls(trainer) and not hasattr(trainer, "train"):
+    if not is_grpo_trainer(trainer) and not hasattr(trainer, "train"):
         kind = type(trainer).__name__
         raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
-    if not is_trls(trainer):
+    if not is_grpo_trainer(trainer):
         raise UserError(wrong_trainer_message(trainer))
     if not isinstance(folder, str | Path | Records | None):
         raise UserError(
@@ -118,5 +118,7 @@ def attach(
         raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
     destination = AttachedRun(folder) if isinstance(folder, str | Path) else folder
     callback = Alerts(destination) if alerts else None
-    options = Options(whole_prompts, metrics, target_kl_share, strict=strict, callback=callback)
+    options = Options(
+        whole_prompts=whole_prompts, metrics=metrics, target_kl_share=target_kl_share, strict=strict, callback=callback
+    )
     return Attachment(trainer, as_probes(probes), destination, options)

@@ -21,9 +21,9 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements, batches, compatibility
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
-from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop import loop_of
+from rl_training.hosts.trl.loss_settings import whole_prompts_only_reorder
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.recorded_settings import settings_of_probes, settings_of_trainer
@@ -33,7 +33,8 @@ from rl_training.hosts.trl.run_folder import on_main_process
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
-from rl_training.hosts.trl.trainer_log import TrainerLog
+from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import RecordsClaim
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
@@ -55,7 +56,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         compatibility.check_version(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
-        keeps_order = options.whole_prompts is None and not batches.whole_prompts_only_reorder(trainer)
+        keeps_order = options.whole_prompts is None and not whole_prompts_only_reorder(trainer)
         whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
         if whole_prompts:
             compatibility.refuse_split_prompts(trainer)
@@ -79,12 +80,12 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         is_needed = bool(self._bound or self._loss.interventions)
         self._guard = Guard(self.driver, self._writer, training_needs_measurements=is_needed, strict=options.strict)
         self._steps = StepHooks(
-            trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
-            is_bounded=self._bound is not None,
-            is_recorded=lambda step: self._records is not None and self._records.wants_rollouts_of(step),
-        )  # fmt: skip
+            trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, self._writer
+        )
         self._termination = Termination(self._write_before_the_end)
-        self._trained = self._has_report = self._has_begun = False
+        self._was_called = False  # whether `train` has been called
+        self._has_stepped = False  # whether a step has been taken
+        self._has_report = False
         self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
@@ -102,7 +103,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             for callback in trainer.callback_handler.callbacks if self.probes else ():
                 if isinstance(callback, PrinterCallback | ProgressCallback):
                     wrap(callback, "on_log", self._log.on_print, undo)
-                elif compatibility.is_dashboard(callback):
+                elif is_dashboard(callback):
                     wrap(callback, "on_log", self._log.on_send, undo)
             for added in filter(None, (self, further_callback)):
                 trainer.add_callback(added)
@@ -147,10 +148,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     @property
     def loss_settings(self) -> LossSettings:
         """The settings of the loss that training uses, interventions included."""
-        settings = batches.loss_settings(self._trainer)
-        return dataclasses.replace(
-            settings, differs=settings.differs | {intervention.differs for intervention in self._loss.interventions}
-        )
+        return self._loss.settings
 
     def remove(self) -> None:
         """Remove the probes and everything else that was attached. The measurements are kept."""
@@ -166,7 +164,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and not self._has_begun and all_ranks().number == 0:
+        if error is None and not self._was_called and all_ranks().number == 0:
             logger.warning(announcements.NOTHING_TRAINED)
         self._end(error)
         if self.run is None:
@@ -174,7 +172,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of an earlier training in the same `with` block
-        self._failed, self._has_begun = "", True
+        self._failed, self._was_called = "", True
         self._checkpoints.resumed = None  # of a training that ended between loading it and beginning
         self._guard.begin()
         try:
@@ -226,7 +224,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         logger.warning(self.run.closing_line(how))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.run is None and self._trained and state.global_step == 0 and (self.probes or self._records is not None):
+        would_restart = self._has_stepped and state.global_step == 0
+        if self.run is None and would_restart and (self.probes or self._records is not None):
             raise UserError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
@@ -293,9 +292,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self.driver.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trained, step, numbers = True, state.global_step, {}
-        with self._guard.watching():
-            numbers = {} if self._guard.reason else self._writer.finish(step)
+        self._has_stepped, step = True, state.global_step
+        numbers: dict[str, float] = self._guard.attempt(lambda: self._writer.finish(step), otherwise={})
         with self._guard.watching():
             if self._guard.reason:
                 self._writer.write_missing(step, self._guard.reason)

@@ -46,14 +46,14 @@ class CheckpointHooks:
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
-        ranks, saved = all_ranks(), False
-        if not self._guard.reason:
-            with self._guard.watching():
-                save_probe_states(self._driver.states(), Path(output_dir), ranks.count, ranks.number, self.run_id)
-                saved = True
-        if not saved:  # measuring has ended, perhaps just now: the checkpoint still names its run
+        self._guard.attempt(lambda: self._save(self._driver.states(), Path(output_dir)))
+        if self._guard.reason:  # measuring has ended, perhaps just now: the checkpoint still names its run
             with contextlib.suppress(Exception):
-                save_probe_states({}, Path(output_dir), ranks.count, ranks.number, self.run_id)
+                self._save({}, Path(output_dir))
+
+    def _save(self, states: Mapping[str, Any], checkpoint: Path) -> None:
+        ranks = all_ranks()
+        save_probe_states(states, checkpoint, ranks.count, ranks.number, self.run_id)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

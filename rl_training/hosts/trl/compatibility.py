@@ -7,16 +7,11 @@ error names it. A setting that only one estimate cannot handle is no error: that
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations import integration_utils
+from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl import __version__ as trl_version
@@ -27,7 +22,6 @@ from rl_training.hosts.loop_refusals import refuse_devices_without_float64
 from rl_training.hosts.trl.members import (
     FORWARD_PASS,
     METHODS,
-    REWRITE_LOGS,
     SETTINGS,
     SHUFFLE,
     TRAINER_ATTRIBUTES,
@@ -35,7 +29,6 @@ from rl_training.hosts.trl.members import (
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.versions import (
     KNOWN_SETTINGS,
-    NUM_SCORES,
     OF_ARGUMENTS,
     OF_TRAINER,
     WRITTEN_FOR,
@@ -63,7 +56,7 @@ FP16 = (
 )
 
 
-def is_trls(trainer: object) -> bool:
+def is_grpo_trainer(trainer: object) -> bool:
     """Return whether this is TRL's GRPOTrainer or a subclass, whatever trl.GRPOTrainer has been replaced by."""
     return any(base.__module__ == grpo_trainer.__name__ and base.__name__ == NAME for base in type(trainer).__mro__)
 
@@ -94,17 +87,23 @@ def check_version(trainer: GRPOTrainer) -> None:
     _warn_of_unknown_settings(trainer)
 
 
+def require(holds: bool, what: str) -> None:
+    """Raise UserError, saying what is wrong with the installed TRL, if a condition does not hold."""
+    if not holds:
+        raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")
+
+
 def _refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raise UserError if a method, attribute or setting is missing, or a method takes other parameters."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
         names_of_method = set() if method is None else parameters_of(method)
-        _require({*parameters} <= names_of_method, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
+        require({*parameters} <= names_of_method, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
     for name in (*TRAINER_ATTRIBUTES, *installed_members(OF_TRAINER)):
-        _require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
+        require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
     for name in (*SETTINGS, *installed_members(OF_ARGUMENTS)):
-        _require(hasattr(trainer.args, name), f"GRPOConfig.{name} is gone")
-    _require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
+        require(hasattr(trainer.args, name), f"GRPOConfig.{name} is gone")
+    require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
 
 
 def _warn_of_unknown_settings(trainer: GRPOTrainer) -> None:
@@ -119,54 +118,6 @@ def _warn_of_unknown_settings(trainer: GRPOTrainer) -> None:
                 f"{field.name}={value!r} of GRPOConfig in trl {trl_version} is unknown to this version of rl-training: "
                 "check loss and sampling"
             )
-
-
-def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probabilities and entropies in the output of training's forward pass.
-
-    Args:
-        output: What the forward pass returned.
-        shape: The expected shape of both, (B, T).
-        with_entropies: Whether entropies were requested. If not, None is returned for them.
-
-    Raises:
-        UserError: If the output is something else.
-    """
-    scores = f"GRPOTrainer.{FORWARD_PASS}"
-    is_complete = isinstance(output, tuple) and len(output) == NUM_SCORES
-    _require(is_complete, f"{scores} does not return {NUM_SCORES} values")
-    named = {"log-probabilities": output[0], **({"entropies": output[1]} if with_entropies else {})}
-    for name, values in named.items():
-        returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
-        _require(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
-    return output[0], output[1] if with_entropies else None
-
-
-def require_graph(loss: Tensor) -> None:
-    """Raise UserError if neither the log-probabilities nor the loss have a graph."""
-    merged = "(is an adapter still merged, or switched off, after generation?)"
-    _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
-
-
-def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
-    """Make owner.<name>(...) call method(original, ...), until `undo` is closed."""
-    before = vars(owner).get(name)  # set if someone else has wrapped it
-    setattr(owner, name, functools.partial(method, getattr(owner, name)))
-    if before is None:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, before)
-
-
-def is_dashboard(callback: TrainerCallback) -> bool:
-    """Return whether this is a logging callback of transformers, which renames logs with the function REWRITE_LOGS."""
-    return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, REWRITE_LOGS)
-
-
-def _require(holds: bool, what: str) -> None:
-    """Raise UserError, saying what is wrong with the installed TRL, if a condition does not hold."""
-    if not holds:
-        raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from transformers.utils import logging
 
@@ -19,6 +20,7 @@ from rl_training.records.files.masking import mask_line
 
 logger = logging.get_logger(__name__)
 
+Result = TypeVar("Result")
 STRICT = "RL_TRAINING_STRICT"  # environment variable: with 1, errors of probes end training by default
 ENDS_TRAINING = "a probe has failed on this process, and the others cannot be told, so training ends"
 
@@ -46,12 +48,24 @@ class Guard:
         self.step = 0  # current step of the training
         self.reason = ""  # why measuring ended before training did; "" while it has not
 
-    @contextlib.contextmanager
-    def watching(self, refuses: bool = False) -> Iterator[None]:
-        """Run measuring code. An error in it ends the measuring, or training where it must.
+    def attempt(self, measure: Callable[[], Result], otherwise: Result = None) -> Result:  # type: ignore[assignment]
+        """Run measuring code unless measuring has ended, and return its result. An error in it ends the measuring.
 
         Args:
-            refuses: Whether a UserError is raised: before the first step, it says what the user must change.
+            measure: The measuring code.
+            otherwise: What to return if measuring has ended, before or now.
+        """
+        if not self.reason:
+            with self.watching():
+                return measure()
+        return otherwise
+
+    @contextlib.contextmanager
+    def watching(self, refuses: bool = False) -> Iterator[None]:
+        """Run code, such as writing, even if measuring has ended. An error ends the measuring, or training if it must.
+
+        Args:
+            refuses: Whether to raise UserErrors: before the first step they tell the user what to change.
         """
         try:
             yield

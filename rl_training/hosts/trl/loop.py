@@ -7,7 +7,7 @@ import dataclasses
 from trl import GRPOTrainer
 
 from rl_training.engine.loop import Loop
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
@@ -28,12 +28,12 @@ def loop_of(
         is_cli: Whether to give advice as command-line settings, trainer.NAME=VALUE.
     """
     args = trainer.args
-    fixes = batches.fixes(settings, is_cli=is_cli)
+    fixes = loss_settings.fixes(settings, is_cli=is_cli)
     if args.num_iterations > 1:
         no_reuse = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
         fixes = dataclasses.replace(fixes, no_reuse=no_reuse)
     if not whole_prompts:
-        fixes = dataclasses.replace(fixes, whole_prompts=batches.whole_prompts_fix(trainer))
+        fixes = dataclasses.replace(fixes, whole_prompts=loss_settings.whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
     is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
     return Loop(

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from rl_training.interventions.named import Intervention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `attach`, which documents them, and of DrGRPOTrainer."""
 

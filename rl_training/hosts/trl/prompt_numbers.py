@@ -53,8 +53,8 @@ def number_prompts(
 def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> list[int]:
     """Return a number for each row, equal for responses to the same prompt, from 0.
 
-    Copies of a group of responses have a number each, wherever their rows lie, as in TRL's order. So if some prompt's
-    responses are such copies, all prompts' are dealt to groups of `group_size`, equal responses one by one.
+    A group of responses that occurs twice is two prompts, as in TRL's order. If that holds for any prompt, the rows of
+    every prompt are dealt into groups of `group_size`, equal responses in turn.
 
     Args:
         prompts: Each row's prompt tokens.

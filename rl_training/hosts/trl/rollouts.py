@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.compatibility import warn_of_leftover_responses, wrap
+from rl_training.hosts.trl.compatibility import warn_of_leftover_responses
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.loss_settings import steps_per_rollout
 from rl_training.hosts.trl.members import SHUFFLE
 from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
 from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
@@ -73,6 +75,16 @@ def _to_host(*tables: Tensor) -> list[Tensor]:
     """Return tables of integers, (B, …) each, in host memory. The host waits for the device once."""
     joined = torch.cat([table.long() for table in tables], dim=1).cpu()
     return list(joined.split([table.shape[1] for table in tables], dim=1))
+
+
+class BatchFacts(NamedTuple):
+    """What is known of a rank's rows of a batch. Ranks exchange and add these numbers."""
+
+    num_rows: float
+    num_foreign: float  # rows that were not generated for this rollout
+    has_learned: float  # 1 if a step has learned from some of those
+    is_unrewarded: float  # 1 if rewards are missing
+    group_size: float  # responses per prompt, 0 if prompts differ in it
 
 
 class Rollouts:
@@ -150,8 +162,8 @@ class Rollouts:
         num_foreign = 0 if not self._generated else is_fresh.count(False)
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
-        local_counts = [len(keys), num_foreign, has_learned, not is_rewarded]
-        self._classify_batch(output, local_counts, group_size, is_measured)
+        local_facts = BatchFacts(len(keys), num_foreign, has_learned, not is_rewarded, group_size)
+        self._classify_batch(output, local_facts, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         mismatches = [response.mismatch for response in responses if response is not None]
         # By the present settings, if no row is a known response.
@@ -169,7 +181,7 @@ class Rollouts:
         hidden = batches.are_hidden(output)
         if has_dropout(self._policy.model):
             self._old_logps_are_own = own_up_to_dropout(self.read(output), hidden, self._policy)
-        are_needed = batches.steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
+        are_needed = steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
         if self._trainer.mask_truncated_completions and are_needed:
             rollout, logps = self.read(output), output[batches.OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
@@ -199,34 +211,32 @@ class Rollouts:
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
-    def _classify_batch(self, output: dict, local_counts: Sequence[float], group_size: int, is_measured: bool) -> None:
+    def _classify_batch(self, output: dict, local: BatchFacts, is_measured: bool) -> None:
         """Decide what the batch is, identically on all ranks. Collective if it is measured.
 
         Args:
             output: TRL's batch dictionary. Its rewards are removed if any rank lacks them.
-            local_counts: Of this rank: number of rows, how many of them were not generated for this rollout, whether a
-                step has learned from those, whether rewards are missing.
-            group_size: Responses per prompt on this rank, 0 if prompts differ in it.
-            is_measured: Whether the ranks exchange these numbers.
+            local: What is known of this rank's rows.
+            is_measured: Whether the ranks exchange this.
         """
-        by_rank = torch.tensor([[*local_counts, group_size]], dtype=torch.float64)
+        table = torch.tensor([local], dtype=torch.float64)
         ranks = all_ranks()
         if is_measured and ranks.count > 1:
-            by_rank = ranks.gather(by_rank[0].to(output["completion_ids"].device)).cpu()
-        num_rows, num_foreign, learned, unrewarded, _ = by_rank.sum(dim=0).tolist()
-        group_sizes = {int(size) for size in by_rank[:, -1].tolist()}
+            table = ranks.gather(table[0].to(output["completion_ids"].device)).cpu()
+        total = BatchFacts(*table.sum(dim=0).tolist())
+        group_sizes = {int(BatchFacts(*row).group_size) for row in table.tolist()}
         expected = self._trainer.num_generations
         is_even = len(group_sizes) == 1 and group_sizes != {0}
         self.responses_per_prompt = group_sizes.pop() if is_even else expected
-        self._is_fresh = not num_foreign
+        self._is_fresh = not total.num_foreign
         reason = None
-        if num_foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            reason = NOT_GENERATED.formatted(count=int(num_foreign), rows=int(num_rows))
+        if total.num_foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
+            reason = NOT_GENERATED.formatted(count=int(total.num_foreign), rows=int(total.num_rows))
         elif self.responses_per_prompt < expected:
             reason = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
         uneven = None if is_even else UNEVEN
-        self._origin = Origin(reason or uneven, uneven, bool(learned))
-        if unrewarded:
+        self._origin = Origin(reason or uneven, uneven, bool(total.has_learned))
+        if total.is_unrewarded:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.hosts.trl.compatibility import read_scores, require_graph
+from rl_training.hosts.trl.compatibility import require
 from rl_training.hosts.trl.members import FORWARD_PASS, METHODS
+from rl_training.hosts.trl.versions import NUM_SCORES
 
 IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # argument positions
 NO_SCORES_TO_CHANGE = (
@@ -45,7 +46,7 @@ class ScoringCalls:
             has_entropies = (
                 kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
             )
-            self._scores.append(read_scores(output, self._shape, has_entropies))
+            self._scores.append(_read_scores(output, self._shape, has_entropies))
         return output
 
     def scores_behind(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -60,10 +61,37 @@ class ScoringCalls:
         """
         with_graph = [scores for scores in self._scores if scores[0].requires_grad]
         if self._scores and not with_graph:
-            require_graph(loss)
+            _require_graph(loss)
         if len(with_graph) > 1 and loss.requires_grad:
             logps = [scores[0] for scores in with_graph]
             weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # stops at logps
             used = [scores for scores, weight in zip(with_graph, weights, strict=True) if weight is not None]
             with_graph = used or with_graph
         return next(iter(with_graph or self._scores), None)
+
+
+def _read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probabilities and entropies in the output of training's forward pass.
+
+    Args:
+        output: What the forward pass returned.
+        shape: The expected shape of both, (B, T).
+        with_entropies: Whether entropies were requested. If not, None is returned for them.
+
+    Raises:
+        UserError: If the output is something else.
+    """
+    scores = f"GRPOTrainer.{FORWARD_PASS}"
+    is_complete = isinstance(output, tuple) and len(output) == NUM_SCORES
+    require(is_complete, f"{scores} does not return {NUM_SCORES} values")
+    named = {"log-probabilities": output[0], **({"entropies": output[1]} if with_entropies else {})}
+    for name, values in named.items():
+        returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
+        require(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
+    return output[0], output[1] if with_entropies else None
+
+
+def _require_graph(loss: Tensor) -> None:
+    """Raise UserError if neither the log-probabilities nor the loss have a graph."""
+    merged = "(is an adapter still merged, or switched off, after generation?)"
+    require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")

@@ -12,7 +12,7 @@ the parts of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -29,7 +29,10 @@ def shard_of(trainer: GRPOTrainer) -> Shard:
     """Return how this training shards its parameters and optimizer states. Call it once training has begun."""
     if trainer.is_deepspeed_enabled:
         return (Zero3 if has_sharded_weights(trainer) else Zero)(trainer.model_wrapped)
-    return (FullyShard if trainer.is_fsdp_enabled else Shard)(*_parts(trainer))
+    optimizer = trainer.optimizer
+    optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    kind = FullyShard if trainer.is_fsdp_enabled else Shard
+    return kind(trainer.model, optimizer, lambda: trainer.args.max_grad_norm)  # a callback may change the threshold
 
 
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
@@ -38,10 +41,12 @@ def has_sharded_weights(trainer: GRPOTrainer) -> bool:
     return trainer.is_fsdp_enabled or zero3
 
 
-def _parts(trainer: GRPOTrainer) -> tuple[Any, Any, Any]:
-    optimizer = trainer.optimizer
-    base_optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return trainer.model, base_optimizer, lambda: trainer.args.max_grad_norm  # a callback may change it
+class Position(NamedTuple):
+    """Where a parameter's entries lie in this rank's flat vectors."""
+
+    group: int  # of the optimizer
+    flat: int  # index of the flat vector
+    start: int  # in that vector; negative if the parameter begins on an earlier rank
 
 
 class Zero(Shard):
@@ -71,27 +76,27 @@ class Zero(Shard):
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, lambda: self._zero.clip_grad)
         self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
-        # By parameter: its group, its flat vector, and its start in that vector.
         self._positions = self._find_positions()
-        self.optimized = {name: self._flats[number] for name, (_, number, _) in self._positions.items()}
+        self.optimized = {name: self._flats[position.flat] for name, position in self._positions.items()}
 
-    def _find_positions(self) -> dict[str, tuple[int, int, int]]:
+    def _find_positions(self) -> dict[str, Position]:
+        """Return the position of each parameter, by name."""
         zero = self._zero
-        positions: dict[nn.Parameter, tuple[int, int, int]] = {}
+        positions: dict[nn.Parameter, Position] = {}
         for group, params in enumerate(zero.round_robin_bit16_groups):
             first = self.rank * self._flats[group].numel()
             starts = zip(params, zero.round_robin_bit16_offsets[group], strict=True)
-            positions |= {param: (group, group, start - first) for param, start in starts}
+            positions |= {param: Position(group, group, start - first) for param, start in starts}
         return {name: positions[param] for name, param in self.trained.items()}
 
     def entry_range(self, name: str, rank: int) -> tuple[int, int]:
-        group, _, start = self._positions[name]  # start is negative if the parameter begins on an earlier rank
-        width, entries = self._flats[group].numel(), self.numel(name)
-        start += (self.rank - rank) * width
+        position = self._positions[name]
+        width, entries = self._flats[position.flat].numel(), self.numel(name)
+        start = position.start + (self.rank - rank) * width
         return min(entries, max(0, -start)), min(entries, max(0, width - start))
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._positions.items()}
+        return {name: self.optimizer.param_groups[position.group] for name, position in self._positions.items()}
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
         """Return this rank's entries of a parameter in a flat vector with the layout of the flat weights.
@@ -99,13 +104,13 @@ class Zero(Shard):
         `view_optimizer` in optim/state.py uses it to read Adam's exp_avg and exp_avg_sq.
         """
         begin, end = self.entry_range(name, self.rank)
-        return value.detach().reshape(-1)[max(0, self._positions[name][2]) :][: end - begin]
+        return value.detach().reshape(-1)[max(0, self._positions[name].start) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return this rank's entries of the gradients, zeros where there is none. Call it before engine.step."""
         averaged = self._zero.averaged_gradients
         flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
-        return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._positions.items()}
+        return {name: self.local_of_optimizer(name, flats[position.flat]) for name, position in self._positions.items()}
 
 
 class Zero3(Zero):
@@ -116,11 +121,11 @@ class Zero3(Zero):
     gathers_weights = True
     supports_retain_graph = False  # weights are released in the backward
 
-    def _find_positions(self) -> dict[str, tuple[int, int, int]]:
+    def _find_positions(self) -> dict[str, Position]:
         zero, positions = self._zero, {}
         for name, param in self.trained.items():
-            number, first, _ = zero.grad_position[zero.get_param_id(param)]
-            positions[name] = zero.sub_group_to_group_id[number], number, first
+            flat, start, _ = zero.grad_position[zero.get_param_id(param)]
+            positions[name] = Position(zero.sub_group_to_group_id[flat], flat, start)
         return positions
 
     def numel(self, name: str) -> int:

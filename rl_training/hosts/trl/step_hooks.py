@@ -19,8 +19,8 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
+from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
-from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
@@ -29,8 +29,8 @@ from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_T
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import keep_graph_of_entropies
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.scores import Scores
-from rl_training.step.batch import LossSettings
 
 
 class StepHooks:
@@ -43,9 +43,7 @@ class StepHooks:
         rollouts: What is known about the trainer's batches.
         loss: The trainer's loss with its interventions.
         guard: Catches errors of the measuring code.
-        settings: Returns the current settings of the loss.
-        is_bounded: Whether the learning rate of each step is set from its KL divergence.
-        is_recorded: Returns whether the sequences of a step are recorded, by its number, even if no probe measures it.
+        writer: Knows the steps whose sequences are recorded.
     """
 
     def __init__(
@@ -56,13 +54,10 @@ class StepHooks:
         rollouts: Rollouts,
         loss: TrainedLoss,
         guard: Guard,
-        settings: Callable[[], LossSettings],
-        is_bounded: bool,
-        is_recorded: Callable[[int], bool],
+        writer: EstimateWriter,
     ) -> None:
         self._trainer, self._driver, self._policy = trainer, driver, policy
-        self._rollouts, self._loss, self._guard = rollouts, loss, guard
-        self._settings, self._is_bounded, self._is_recorded = settings, is_bounded, is_recorded
+        self._rollouts, self._loss, self._guard, self._writer = rollouts, loss, guard, writer
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
@@ -88,71 +83,64 @@ class StepHooks:
 
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         self._guard.step = self._trainer.state.global_step + 1
-        if not self._guard.reason and self._driver.open_step is None:
-            with self._guard.watching():
-                self._driver.begin(self._guard.step)
+        if self._driver.open_step is None:
+            self._guard.attempt(lambda: self._driver.begin(self._guard.step))
         try:
             loss = original(*args, **kwargs)
         except BaseException:
             self._driver.drop_backward()
             raise
-        if not self._guard.reason:
-            with self._guard.watching():
-                self._driver.finish_backward()
-            self._run_probes_if_ready()
+        self._guard.attempt(self._driver.finish_backward)
+        self._run_probes_if_ready()
         return loss
 
     def _run_probes_if_ready(self) -> None:
-        """Run the probes if all gradients of the step are complete. Skip a step whose loss bypassed compute_loss."""
+        """Run the probes if all gradients of the step are complete."""
         step = self._driver.open_step
-        if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
-            return
-        with self._guard.watching():
-            if step.rollouts:
-                self._driver.gradients_ready(self._rollouts.number)
-            else:
-                compatibility.warn_of_a_step_without_loss(self._trainer)
-                self._driver.skip_step()
+        if self._trainer.accelerator.sync_gradients and step is not None and not step.is_ready:
+            self._guard.attempt(lambda: self._run_probes(step))
+
+    def _run_probes(self, step: StepRecorder) -> None:
+        """Run the probes. Skip a step whose loss bypassed compute_loss."""
+        if step.rollouts:
+            self._driver.gradients_ready(self._rollouts.number)
+        else:
+            compatibility.warn_of_a_step_without_loss(self._trainer)
+            self._driver.skip_step()
 
     def _on_generate_tokens(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        reason_before = None
-        if not self._guard.reason:
-            with self._guard.watching():
-                reason_before = sampling_reason(self._trainer)
+        reason_before = self._guard.attempt(lambda: sampling_reason(self._trainer))
         generated = original(prompts)
-        if self._trainer.model.training and not self._guard.reason:
-            with self._guard.watching():
-                self._rollouts.add_generated(generated, reason_before)
+        if self._trainer.model.training:
+            self._guard.attempt(lambda: self._rollouts.add_generated(generated, reason_before))
         return generated
 
     def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         by_function = original(*args, **kwargs)
-        if self._trainer.model.training and not self._guard.reason:
-            with self._guard.watching():
-                self._rollouts.add_rewards(by_function)
+        if self._trainer.model.training:
+            self._guard.attempt(lambda: self._rollouts.add_rewards(by_function))
         return by_function
 
     def _on_rollout(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
-        if self._trainer.model.training and not self._guard.reason:
-            with self._guard.watching():
-                is_measured = bool(self._driver.probes or self._is_bounded or self._loss.interventions)
-                self._rollouts.begin(output, is_measured=is_measured)
-                self._loss.begin(self._rollouts.read(output))
+        if self._trainer.model.training:
+            self._guard.attempt(lambda: self._begin_rollout(output))
         return output
+
+    def _begin_rollout(self, output: dict) -> None:
+        is_measured = bool(self._driver.probes or self._driver.is_bounded or self._loss.interventions)
+        self._rollouts.begin(output, is_measured=is_measured)
+        self._loss.begin(self._rollouts.read(output))
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
         trainer, step = self._trainer, self._driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
         if not step.rollouts:
-            with self._guard.watching():
-                self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
-        if self._guard.reason or not self._reads_scores(step):
+            self._guard.attempt(lambda: self._plan_step(inputs))
+        if self._guard.reason or not (self._needs_scores(step) or self._loss.interventions):
             loss = original(model, inputs, *args, **kwargs)
-            if not self._guard.reason:
-                with self._guard.watching():
-                    self._take_sequences(inputs, loss)
+            self._guard.attempt(lambda: self._take_sequences(inputs, loss))
             return loss
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
@@ -160,29 +148,28 @@ class StepHooks:
             if self._loss.interventions:
                 keep_graph_of_entropies(undo)
             loss = original(model, inputs, *args, **kwargs)
-        if not self._guard.reason:
-            with self._guard.watching():
-                return self._take_microbatch(inputs, calls, loss)
-        return loss
+        return self._guard.attempt(lambda: self._take_microbatch(inputs, calls, loss), otherwise=loss)
 
-    def _reads_scores(self, step: StepRecorder) -> bool:
-        """Return whether anything reads the scores of a step: probes, the bound, interventions or the records."""
-        is_read = bool(step.probes or self._is_bounded or self._loss.interventions)
-        return is_read or self._is_recorded(step.number)
+    def _plan_step(self, inputs: dict) -> None:
+        self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
+
+    def _needs_scores(self, step: StepRecorder) -> bool:
+        """Return whether the driver or the records read the scores of a step. Interventions read the loss's own."""
+        return bool(step.probes or self._driver.is_bounded or self._writer.wants_rollouts_of(step.number))
 
     def _take_sequences(self, inputs: dict, loss: Tensor) -> None:
         """Pass a microbatch without its scores to the driver. The host does not wait for the device."""
         rollout = self._rollouts.read(inputs)
         unknown = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
         scores = Scores(unknown, unknown, rollout.completion_mask)
-        self._driver.microbatch(rollout, scores, LossInfo(loss, self._settings()))
+        self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings))
 
     def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:
         """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
         rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.scores_behind(loss), None
-        needs_scores = bool(step.probes or self._is_bounded or self._is_recorded(step.number))
+        needs_scores = self._needs_scores(step)
         if self._loss.interventions and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         is_incomplete = loss_scores is None or loss_scores[1] is None
@@ -194,5 +181,5 @@ class StepHooks:
         if trainer.mask_truncated_completions and needs_scores:
             with self._driver.timed():
                 recorded = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self._driver.microbatch(rollout, scores, LossInfo(loss, self._settings()), recorded)
+        self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings), recorded)
         return loss

@@ -18,13 +18,14 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.loss_settings import loss_settings, steps_per_rollout
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, zero_advantage_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
+from rl_training.step.batch import LossSettings
 from rl_training.step.loss_weights import LossWeights
 
 logger = logging.get_logger(__name__)
@@ -33,7 +34,7 @@ logger = logging.get_logger(__name__)
 def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
     """Return a trainer's arguments with the learning rate and the clipping threshold of these interventions.
 
-    If none of them sets either, this is the same object, because the trainer's maker may still change it.
+    Without such an intervention, return the same object: whoever made the trainer may still change it.
     """
     if all(intervention.function is not None for intervention in interventions):
         return args
@@ -67,7 +68,7 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
                 f"intervention={intervention.name}: the optimizer already exists, or is DeepSpeed's: set "
                 f"trainer.{intervention.trl} instead"
             )
-        if intervention.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
+        if intervention.nothing_on_policy and steps_per_rollout(trainer.args) == 1:
             logger.warning(
                 f"intervention={intervention.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout"
             )
@@ -88,6 +89,14 @@ class TrainedLoss:
         # Those that change the loss.
         self.interventions = [intervention for intervention in interventions if intervention.function is not None]
         self._zero_advantage_share = 0.0  # share of the rollout's prompts whose advantages are all 0
+
+    @property
+    def settings(self) -> LossSettings:
+        """The settings of the loss that training uses, interventions included."""
+        settings = loss_settings(self._trainer)
+        return dataclasses.replace(
+            settings, differs=settings.differs | {intervention.differs for intervention in self.interventions}
+        )
 
     def begin(self, rollout: Rollout) -> None:
         """Register this rank's fresh rollout. Collective if there are interventions on the loss."""
@@ -114,7 +123,7 @@ class TrainedLoss:
             rollout,
             Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask),
             LossWeights(c, d),
-            batches.loss_settings(self._trainer),
+            loss_settings(self._trainer),
             reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
             zero_advantage_share=self._zero_advantage_share,

@@ -22,15 +22,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 from trl import GRPOConfig
-from trl import GRPOTrainer as GRPOTrainer
+from trl import GRPOTrainer as GRPOTrainer  # re-exported: offline and job read TRL's trainer through hosts/trl alone
 
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import as_records
 from rl_training.hosts.probes import as_probes
 from rl_training.hosts.trl.attachment import Attachment
-from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
+from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
+from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings, steps_per_rollout
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train
@@ -188,16 +189,30 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        options = Options(True, "all", self.args.target_kl_share, trained_with, keep_attached=True, is_cli=is_cli)
+        options = Options(
+            whole_prompts=True,
+            metrics="all",
+            target_kl_share=self.args.target_kl_share,
+            interventions=trained_with,
+            keep_attached=True,
+            is_cli=is_cli,
+        )
         self.attachment = Attachment(self, as_probes(probes), as_records(records), options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
-        self.is_branch = False  # whether it resumes from another run's checkpoint, but with its own settings
-        self.has_own_rng = False  # whether to ignore the checkpoint's RNG state: a branch with another seed
+        self._is_branch = self._has_own_rng = False
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
+
+    def resume_as_branch(self, has_own_rng: bool) -> None:
+        """Resume from another run's checkpoint, but with this trainer's settings.
+
+        Args:
+            has_own_rng: Whether to ignore the checkpoint's RNG state, for a branch with another seed.
+        """
+        self._is_branch, self._has_own_rng = True, has_own_rng
 
     @property
     def loss_description(self) -> str:
@@ -280,11 +295,11 @@ class DrGRPOTrainer(GRPOTrainer):
             save_buffer_state(self.buffer, Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not self.has_own_rng:
+        if not self._has_own_rng:
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        own_settings = checkpoint is not None and (self.is_branch or self._sets_learning_rate)
+        own_settings = checkpoint is not None and (self._is_branch or self._sets_learning_rate)
         with keep_settings(self) if own_settings else contextlib.nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.buffer is not None and checkpoint is not None:

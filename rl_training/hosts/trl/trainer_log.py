@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
 from rl_training.engine.costs import ENGINE
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.members import REWRITE_LOGS
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.records.workspace import CORE
 
 NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested
@@ -116,3 +117,8 @@ class TrainerLog:
         core = self._core_names({name: 0.0 for name in logs if self._is_from_probe(name)})
         short = {name: value for name, value in logs.items() if name in core or not self._is_from_probe(name)}
         original(*args, logs=short, **kwargs)
+
+
+def is_dashboard(callback: TrainerCallback) -> bool:
+    """Return whether this is a logging callback of transformers, which renames logs with the function REWRITE_LOGS."""
+    return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, REWRITE_LOGS)

@@ -30,7 +30,7 @@ from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import generate_responses
 from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.batches import rewards_of
-from rl_training.hosts.trl.compatibility import is_trls, wrong_trainer_message
+from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.hosts.trl.versions import generation_calls_code, has_images, tokenizer_of
 from rl_training.job.configuration.checks import check_evaluation
@@ -88,7 +88,7 @@ def evaluate(
         UserError: Says what is wrong and how to fix it. If single checkpoints or metrics failed, it is raised at the
             end, after all others have been evaluated.
     """
-    if not is_trls(trainer):
+    if not is_grpo_trainer(trainer):
         raise UserError(wrong_trainer_message(trainer))
     _refuse_unsupported_trainer(trainer)
     dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset

@@ -187,9 +187,9 @@ def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPO
 
 def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
     """Let the trainer continue from another run's checkpoint; warn if its order of prompts differs from that run's."""
-    trainer.is_branch = True
-    if changed := prompt_order_changes(cfg):
-        trainer.has_own_rng = "seed=" in changed
+    changed = prompt_order_changes(cfg)
+    trainer.resume_as_branch(has_own_rng="seed=" in changed)
+    if changed:
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
 
 

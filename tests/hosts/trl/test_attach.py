@@ -18,7 +18,8 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
-from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS, whole_prompts_fix
+from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
+from rl_training.hosts.trl.loss_settings import whole_prompts_fix
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
