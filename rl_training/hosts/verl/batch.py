@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from tensordict import TensorDict
@@ -15,6 +15,22 @@ from rl_training.policy.rollout import Rollout, pad_and_concat, with_one_advanta
 from rl_training.policy.scorer import CHUNK_LOGITS
 
 UNTESTED = "rollout_untested"  # key of a batch: 1 if `Rollout.untested`
+
+
+class RolloutSettings(TypedDict):
+    """What the trainer tells the engine about a rollout and the probes, which the engine cannot know."""
+
+    probes: dict[str, Any]  # configurations of probes by name, each with its `_target_`
+    folder: str  # of the records
+    rollouts_every: int  # see `Records`
+    responses_per_prompt: int
+    rollout: int  # the rollout's number: the trainer's step
+    fresh: bool  # whether the present weights sampled it
+    plain_advantages: bool  # whether advantages are rewards minus their prompt's mean
+    sampling_mismatch: str  # why its responses are no samples of the scored policy, with the fix; "" if they are
+    max_response_length: int
+    end_tokens: list[int]  # that end a response
+    whole_prompts_fix: str  # what keeps the responses to a prompt together
 
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:

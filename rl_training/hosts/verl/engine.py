@@ -29,7 +29,7 @@ from rl_training.engine.loss_check import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.recorded_settings import settings_of_loop
-from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
+from rl_training.hosts.verl.batch import ResponseTokens, RolloutSettings, flat_entropies, read_rollout
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scorer import Scorer
@@ -65,10 +65,13 @@ class Measurement:
 
     name = "verl"  # key of the number of optimizer steps in a checkpoint
 
-    def __init__(self, loop: Loop, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
+    def __init__(self, loop: Loop, settings: RolloutSettings, resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
-        self._steps = self._rollout = 0  # number of optimizer steps made; number of the last one's rollout
-        self._loop = loop
+        self._loop, self._settings = loop, settings
+        self._steps = 0  # number of optimizer steps made
+        self._rollout = 0  # number of the rollout that the last one learned from
+        self._fresh = False  # whether no step has learned from the rollout, and the present weights sampled it
+        self._metrics: dict[str, Any] = {}  # of the open step
         states = None
         if resumed_from is not None:
             states = load_probe_states(self.driver.initial_states() | {self.name: 0}, resumed_from)
@@ -80,10 +83,9 @@ class Measurement:
         self.driver.start(loop, states)
         self._writer.begin()
 
-    def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    def begin(self, settings: RolloutSettings, sizes: Sequence[int]) -> None:
         """Begin an optimizer step whose microbatches have these numbers of sequences."""
-        self.settings = settings
-        self._metrics: dict[str, Any] = {}
+        self._settings, self._metrics = settings, {}
         if settings["rollout"] != self._rollout:
             self._rollout, self._fresh = settings["rollout"], settings["fresh"]
         self.driver.begin(self._steps + 1)
@@ -100,7 +102,7 @@ class Measurement:
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
         """Register a microbatch, and return the output that the loss must be computed from: same numbers, watched."""
         tokens = ResponseTokens(data)
-        rollout = read_rollout(data, self._fresh, self.settings["max_response_length"], self.settings["end_tokens"])
+        rollout = read_rollout(data, self._fresh, self._settings["max_response_length"], self._settings["end_tokens"])
         logps = tokens.padded(model_output["log_probs"].values())
         watched = {"log_probs": tokens.to_nested(logps, model_output["log_probs"])}
         if "entropy" in model_output:
@@ -140,7 +142,7 @@ class Measurement:
 
 
 def _describe_loop(
-    engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
+    engine: ProbedEngine, settings: RolloutSettings, loss_function: Callable[..., Any], data: TensorDict
 ) -> Loop:
     """Return what the driver must know about verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
@@ -149,7 +151,7 @@ def _describe_loop(
     scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, run_inside_forward=True)
     config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
     size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
-    loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
+    loss = dr_grpo_settings(loss_function, data) if settings["plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return Loop(
@@ -166,7 +168,7 @@ def _describe_loop(
     )
 
 
-def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
+def dr_grpo_settings(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
     """Return the settings of verl's loss if it is Dr-GRPO's. None for another loss, or one that is not verl's."""
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
@@ -183,7 +185,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
     """verl's FSDP2 engine, which runs probes if its data come with their settings."""
 
     _measurement: Measurement | None = None
-    resumed_from: Path | None = None  # folder of the checkpoint that was loaded
+    _resumed_from: Path | None = None  # folder of the checkpoint that was loaded
     _active_measurement: Measurement | None = None  # `_measurement` during a measured `train_batch`, else None
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
@@ -192,7 +194,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         if self._measurement is None:
             loop = _describe_loop(self, settings, loss_function, data)
-            self._measurement = Measurement(loop, settings, self.resumed_from)
+            self._measurement = Measurement(loop, settings, self._resumed_from)
         microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
         self._active_measurement = self._measurement
         try:
@@ -240,7 +242,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(local_path, *args, **kwargs)
-        self.resumed_from = Path(local_path)
+        self._resumed_from = Path(local_path)
 
 
 def register() -> None:

@@ -19,6 +19,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from rl_training.errors import UserError
+from rl_training.hosts.verl.batch import RolloutSettings
 from rl_training.hosts.verl.engine import SETTINGS
 
 TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
@@ -54,7 +55,7 @@ class ProbedTrainer(PPOTrainerSync):
     """verl's synchronous trainer, with whole prompts on each rank and with settings of probes in its batches."""
 
     def __init__(self, config: DictConfig) -> None:
-        super().__init__(with_probes(config))  # verl's own command has not done so
+        super().__init__(with_probes(config))  # again, because verl's own command does not call it
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
@@ -96,7 +97,7 @@ def whole_prompts_order(keys: list[str], lengths: list[int], ranks: int) -> list
 
 def rollout_settings(
     config: DictConfig, tags: list[dict[str, Any]], step: int, end_token: int | None
-) -> dict[str, Any]:
+) -> RolloutSettings:
     """Return what the engine cannot know about a rollout, and which probes to run.
 
     Args:
@@ -107,21 +108,22 @@ def rollout_settings(
     """
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
+    probes: Any = OmegaConf.to_container(config.probes, resolve=True)
     is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized always divides by the standard deviation
-    return {
-        "probes": OmegaConf.to_container(config.probes, resolve=True),
-        "folder": str(Path(config.trainer.default_local_dir).absolute() / "logs"),
-        "rollouts_every": OmegaConf.select(config, "rollouts.every", default=0),
-        "responses_per_prompt": rollout.n,
-        "rollout": step,
-        "fresh": versions == {step - 1},
-        "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
-        "sampling_mismatch": sampling_mismatch_reason(rollout) or selection_reason(algorithm),
-        "max_response_length": config.data.max_response_length,
-        "end_tokens": [] if end_token is None else [end_token],
-        "whole_prompts_fix": whole_prompts_fix(config)
+    return RolloutSettings(
+        probes=probes,
+        folder=str(Path(config.trainer.default_local_dir).absolute() / "logs"),
+        rollouts_every=OmegaConf.select(config, "rollouts.every", default=0),
+        responses_per_prompt=rollout.n,
+        rollout=step,
+        fresh=versions == {step - 1},
+        plain_advantages=is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
+        sampling_mismatch=sampling_mismatch_reason(rollout) or selection_reason(algorithm),
+        max_response_length=config.data.max_response_length,
+        end_tokens=[] if end_token is None else [end_token],
+        whole_prompts_fix=whole_prompts_fix(config)
         or "responses of this rollout are missing, or verl has added sequences to fill the batch",
-    }
+    )
 
 
 def whole_prompts_fix(config: DictConfig) -> str:

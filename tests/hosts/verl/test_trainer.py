@@ -26,7 +26,7 @@ from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.hosts.verl.engine import dr_grpo
+from rl_training.hosts.verl.engine import dr_grpo_settings
 from rl_training.hosts.verl.trainer import (
     ESTIMATORS,
     TRAINER,
@@ -197,7 +197,7 @@ DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 12, 
 
 def settings_of_loss(**changes: Any) -> Any:
     known = {"strategy": "fsdp2", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4, **DR_GRPO, **changes}
-    return dr_grpo(functools.partial(print, config=FSDPActorConfig(**known)), TensorDict({}, batch_size=2))
+    return dr_grpo_settings(functools.partial(print, config=FSDPActorConfig(**known)), TensorDict({}, batch_size=2))
 
 
 def test_dr_grpos_loss_is_recognized_by_its_settings() -> None:
