@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-ENGINE = "engine"  # charged with all time that no single probe causes, whichever probes there are
+from rl_training.probe_names import ENGINE
 
 
 class Costs:

@@ -26,7 +26,7 @@ import torch
 
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
-from rl_training.engine.costs import ENGINE, Costs
+from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
@@ -44,6 +44,7 @@ from rl_training.parallel.fsdp import reshard
 from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scores import Scores
+from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.needs import Need

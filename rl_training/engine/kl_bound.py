@@ -52,6 +52,7 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.policy.token_distributions import TokenDistributions
+from rl_training.probe_names import KL_BOUND
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 
@@ -80,7 +81,7 @@ class KLBound:
         UserError: The share is neither "auto" nor a positive number, or it is too large.
     """
 
-    name = "kl_bound"  # key of its state in a checkpoint
+    name = KL_BOUND  # key of its state in a checkpoint
 
     def __init__(self, share: float | str) -> None:
         number = AUTO_SHARE if share == AUTO else share

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_training.engine.costs import ENGINE
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements, needs_of
@@ -13,6 +12,7 @@ from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
+from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rl_training.engine.costs import ENGINE
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
@@ -28,6 +27,7 @@ from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.precision import dropout_remark
+from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds

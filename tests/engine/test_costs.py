@@ -15,11 +15,12 @@ from transformers import TrainerCallback
 from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
-from rl_training.engine.costs import ENGINE, Costs
+from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.policy.padding_check import PaddingCheck
+from rl_training.probe_names import ENGINE
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,

@@ -76,6 +76,7 @@ TOP = {
     "extras",
     "limited_files",
     "options",
+    "probe_names",
     "shadowing",
     "verl_plugin",
     "version",

@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training.engine.costs import ENGINE
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.members import REWRITE_LOGS
 from rl_training.hosts.trl.wrapping import wrap
+from rl_training.probe_names import ENGINE
 from rl_training.records.workspace import CORE
 
 NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested

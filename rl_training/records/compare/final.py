@@ -29,7 +29,7 @@ later; if anything, this makes the interval too wide.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -48,7 +48,14 @@ from rl_training.statistics.welch import difference, mean_of
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Metrics of the trainer's own evaluations. Everything else that it logs there is about clipping and time.
 FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
+TOKEN_ENTROPY = "token entropy"
 MANY_GROUPS = 4  # from this number on, each is compared with the first only
+# Figures that are means over the last steps with a value: not always the same steps, since a probe may measure less
+# often than the trainer logs.
+AVERAGED: dict[str, Callable[[Run], pd.Series[float]]] = {
+    "reward": lambda run: run.logged("reward"),
+    TOKEN_ENTROPY: Run.token_entropy,
+}
 NOT_RECORDED = Estimate.missing("it is not recorded")
 
 
@@ -56,7 +63,7 @@ NOT_RECORDED = Estimate.missing("it is not recorded")
 class Difference:
     """The second group minus the first, at `step`.
 
-    `window` are the first and the last logged step that means of reward and entropy cover.
+    `windows` are the first and the last step that the means of reward and of entropy cover, by label.
     """
 
     first: Group
@@ -64,7 +71,7 @@ class Difference:
     step: int
     figures: dict[str, Estimate]
     single_seed: bool  # one group has a single seed at `step`: the error excludes the spread between seeds
-    window: tuple[int, int]
+    windows: dict[str, tuple[int, int]]
     other_task: list[str]  # settings that make their rewards different quantities
     equal_reward: EqualReward
 
@@ -116,8 +123,7 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
             if evaluation != IN_TRAINING or metric in FROM_TRAINING:
                 rows[f"{metric} · {evaluation}"] = run.rows(metric, evaluation)
     figures = {
-        "reward": _mean_until(run.logged("reward"), step, since),
-        "token entropy": _mean_until(run.token_entropy(), step, since),
+        **{label: _mean_until(values(run), step, since) for label, values in AVERAGED.items()},
         **{label: last_of(series[series.index <= step]) for label, series in rows.items()},
     }
     return {label: figure for label, figure in figures.items() if figure and math.isfinite(figure.value)}
@@ -136,11 +142,17 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
         single_seed = any(len(members_at(group, step)) < 2 for group in (first, second))
         task = other_task(first, second)
         runs = [member.run for group in (first, second) for member in members_at(group, step)]
-        averaged = [last_steps(run.logged("reward"), step, since).index for run in runs]
-        ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [step]
+        windows = {label: _window(runs, values, step, since) for label, values in AVERAGED.items()}
         equal = at_equal_reward(first, second)
-        differences.append(Difference(first, second, step, common, single_seed, (min(ends), max(ends)), task, equal))
+        differences.append(Difference(first, second, step, common, single_seed, windows, task, equal))
     return differences
+
+
+def _window(runs: Sequence[Run], values: Callable[[Run], pd.Series[float]], step: int, since: int) -> tuple[int, int]:
+    """Return the first and the last step that the means over the last steps of these runs cover."""
+    averaged = [last_steps(values(run), step, since).index for run in runs]
+    ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [step]
+    return min(ends), max(ends)
 
 
 def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from rl_training.records.compare.equal_reward import EqualReward
-from rl_training.records.compare.final import Difference
+from rl_training.records.compare.final import TOKEN_ENTROPY, Difference
 from rl_training.records.report.writing import format_estimate, on_one_line, size_and_side
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
-TOKEN_ENTROPY = "token entropy"
 QUOTED_FIGURES = ("reward", TOKEN_ENTROPY)
 ONE_SEED = " This is a single seed: another may change it by more than the noise within a run."
 
@@ -42,11 +41,16 @@ def _difference(pair: Difference) -> str:
     else:
         at_reward = f"at reward {equal.level:#.2g}".rstrip(".") + f", {_entropy(letter, equal)}"
         shown = [label for label in shown if label != TOKEN_ENTROPY]  # at a step it compares different rewards
-    changes = "; ".join(f"{letter}'s {label} {change_in_words(pair.figures[label])}" for label in shown)
-    start, end = pair.window
-    averaged = f"At step {end}" if start == end else f"In the mean of steps {start}–{end}"
-    at_step = f" {averaged}, {changes}." if changes else ""
-    return f"{names}: {at_reward}.{at_step}{ONE_SEED if pair.single_seed else ''}"
+    by_window: dict[tuple[int, int], list[str]] = {}
+    for label in shown:
+        change = f"{letter}'s {label} {change_in_words(pair.figures[label])}"
+        by_window.setdefault(pair.windows[label], []).append(change)
+    at_steps = "".join(f" {_averaged(*window)}, {'; '.join(changes)}." for window, changes in by_window.items())
+    return f"{names}: {at_reward}.{at_steps}{ONE_SEED if pair.single_seed else ''}"
+
+
+def _averaged(start: int, end: int) -> str:
+    return f"At step {end}" if start == end else f"In the mean of steps {start}–{end}"
 
 
 def _entropy(letter: str, equal: EqualReward) -> str:

@@ -5,37 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_training.records.folder import checkpoints_of, step_of
+from rl_training.records.report import findings
 from rl_training.records.report.effects import Effect, effects_of, halving, keeping
 from rl_training.records.report.hindrance import predictions_fail
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.story.reward_functions import reward_functions
-from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.report.trends import MIN_STEPS, RECENT
 from rl_training.records.report.verdict import (
     ERUPTS,
     FALLEN,
+    FLAT,
     GONE,
     HELD_OUT,
     LEARNED,
     LOST,
     NOTHING_TO_DO,
     PART,
+    SOLVED,
     UNKNOWN,
     Verdict,
 )
 from rl_training.records.report.verdict.holds import LARGE_LOSS
-from rl_training.records.report.verdict.sentences import share_left
+from rl_training.records.report.writing import format_estimate, percent, share_left
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
 CAUSES = (
-    "decay", "bonus", "large_step", "jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference",
+    "decay", "bonus", "large_step", "jump", "no_step", "equal", "endless", "cut_off", "unmixed", "sampler", "noise",
+    "reference",
 )  # fmt: skip
+HARDLY_EARNED = 0.05  # of the highest possible reward
+HALF = 0.5  # share of prompts with unequal rewards
 SYMPTOMS = ("equal", "unmixed")  # causes, unless reward or entropy was lost before
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
 NOTHING = "There is nothing to do"
 LITTLE = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
-SETTING = "Setting: "  # prefix of a line's advice that is a setting
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
     "bonus": ("entropy_coef", ""), "max_grad_norm": ("max_grad_norm", ""), "top_entropy": ("top_entropy_quantile", ""),
@@ -78,18 +83,19 @@ def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
 
 
 def _because(line: Line) -> str:
-    is_setting = line.setting.startswith(SETTING)
-    return f"{'To change because of what stands out: ' * is_setting}{_setting(line)}"
+    return as_a_change(line, "To change because of what stands out")
 
 
 def is_a_symptom(line: Line, verdict: Verdict) -> bool:
     """Return whether a line tells only what came of the verdict: equal rewards, long after reward or entropy was lost.
 
-    Where all responses fail, or all are alike, they earn the same.
+    Where all responses fail, are right, or are alike, they earn the same.
     """
     entropy = verdict.story.entropy
     if line.name not in SYMPTOMS:
         return False
+    if verdict.kind == SOLVED:
+        return True
     if verdict.kind == FALLEN:
         return line.since > verdict.since + MIN_STEPS
     if verdict.kind not in (GONE, LOST) or entropy is None:
@@ -103,8 +109,8 @@ def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> s
     Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of the latter, and of how
     far to go back, is in docs/explanation/how_often_right.md.
     """
-    if cause is not None and not cause.setting.startswith(SETTING):
-        return f"To do first: {cause.setting}"
+    if cause is not None and not cause.advice.is_setting:
+        return _do_first(cause)
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
     if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
@@ -112,7 +118,7 @@ def _go_back(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> s
     start = f"To change: go back to {_checkpoint_before(run, set_up, since)}, and train on"
     if cause is None and verdict.kind == GONE and PSR not in set_up.interventions:
         return f"{start} positive advantages only (PSR): {set_up.positive_only()}. {PSR_KEPT}"
-    return f"{start} with {_setting(cause) if cause else f'{set_up.bounded_step()}.'}"
+    return f"{start} with {cause.advice.text if cause else set_up.bounded_step()}."
 
 
 def _checkpoint_before(run: Run, set_up: SetUp, step: int) -> str:
@@ -154,7 +160,7 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
     docs/explanation/how_often_right.md has the test behind this order.
     """
     if cause:
-        return f"To change first: {_setting(cause)}"
+        return _do_first(cause)
     saved = checkpoints_of(run.folder)
     start = f"branch={saved[-1]} " if saved and set_up.kind == JOB else ""
     first = (
@@ -173,22 +179,57 @@ def _keep_entropy(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None)
 
 
 def _bound(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
-    return f"To change: {_setting(cause) if cause else f'{set_up.smaller_steps()}.'}"
+    return as_a_change(cause) if cause else f"To change: {set_up.smaller_steps()}."
+
+
+def _give_harder_prompts(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise on a task that was solved from the first step, or on a reward that anything earns."""
+    return (
+        "To do: read responses. If they are right, the task is too easy: give prompts nearer to a reward of one half. "
+        "If not, correct the reward function, which pays for them all the same."
+    )
+
+
+def _look_for_what_to_learn(run: Run, verdict: Verdict, set_up: SetUp, cause: Line | None) -> str:
+    """Advise on a reward that has hardly risen: the first thing that the records show to be in the way of it."""
+    if cause:
+        return _do_first(cause)
+    story, mixed = verdict.story, 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
+    reward, effect = story.reward, story.whole_effect
+    assert reward is not None
+    if reward.now < HARDLY_EARNED * reward.top:
+        return (
+            "To look at first: hardly any response earns a reward. Give easier prompts, or a reward for a part of it."
+        )
+    if mixed < HALF:
+        return (
+            f"To look at first: only {percent(mixed)} of the prompts have responses with unequal rewards, and the "
+            "others teach nothing. Give prompts nearer to a reward of one half."
+        )
+    if effect is None:
+        return f"To look at first: what a step does to reward. To measure it: {set_up.probes('measured')}."
+    of_steps = findings.of_steps(effect, "of all steps")
+    measured = f"the measured effects {of_steps} add up to {format_estimate(effect, signed=True)}"
+    if effect.bounds()[0] > 0:
+        return f"To look at first: the size of the steps; {measured}. To change: {set_up.larger_steps()}."
+    return f"To look at first: the noise of the steps; {measured}. To change: {set_up.larger_batch(2)}."
+
+
+def _do_first(cause: Line) -> str:
+    """Return what to do about a line, before anything else."""
+    text = cause.advice.text
+    return f"To change first: {text}." if cause.advice.is_setting else f"To do first: {text[:1].lower()}{text[1:]}"
 
 
 ACTIONS: Mapping[str, Callable[[Run, Verdict, SetUp, Line | None], str]] = {
     FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
-    ERUPTS: _bound,
+    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _look_for_what_to_learn,
 }  # fmt: skip
 
 
-def as_a_change(line: Line) -> str:
-    """Return a line's advice, as "To change: …" if it is a setting."""
-    return f"To change: {_setting(line)}" if line.setting.startswith(SETTING) else line.setting
-
-
-def _setting(line: Line) -> str:
-    return line.setting.removeprefix(SETTING)
+def as_a_change(line: Line, start: str = "To change") -> str:
+    """Return a line's advice as a sentence, which begins with `start` if it is a setting."""
+    return f"{start}: {line.advice.text}." if line.advice.is_setting else line.advice.text
 
 
 def as_setting(effect: Effect, set_up: SetUp) -> str:

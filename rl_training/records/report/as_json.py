@@ -19,8 +19,8 @@ def first_lines(run: Run) -> dict[str, Any]:
     """Return the verdict on a run, what to change, and what stands out, without control characters."""
     first = opening(run)
     lines = [
-        {"name": line.name, "since": line.since, "evidence": line.evidence, "advice": line.setting,
-         "settings": settings_in(line.setting)}
+        {"name": line.name, "since": line.since, "evidence": line.evidence, "advice": line.advice.sentence,
+         "settings": settings_in(line.advice.sentence)}
         for line in first.lines
     ]  # fmt: skip
     written: dict[str, Any] = all_printable({

@@ -6,11 +6,12 @@ from rl_training.records.failure import read_failure
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.report.estimates import finite, last_of
 from rl_training.records.report.series import Run
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import FEW_FOLDS, FEW_PROMPTS, Estimate
 from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"
-FEW = ("few_folds", "few_prompts")  # codes of reasons that begin with what the sentence says itself: "no error bar: …"
+# Codes of reasons that begin with what the sentence says itself: "no error bar: …"
+FEW = (FEW_FOLDS.code, FEW_PROMPTS.code)
 
 
 def early_end(run: Run) -> str:

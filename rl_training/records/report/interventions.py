@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from rl_training.records.report.charts import Section
 from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
+from rl_training.records.report.estimates import last_of
 from rl_training.records.report.plane import plane
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.verdict import NOTHING_TO_DO, RISES, STEADY, UNKNOWN, judge
+from rl_training.records.report.verdict import ENTROPY_IS_FINE, FLAT, RISES, STEADY, UNKNOWN, judge
 from rl_training.records.report.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.statistics.welch import is_significant
 
@@ -20,66 +21,78 @@ HEADINGS = [
 ]  # fmt: skip
 CAVEAT = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed with "
-    "the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. Try them, and "
-    "compare."
+    "the order in part, and not with the sizes; an effect that grows with distance (KL) is missed."
 )
+TRY = "Try them, and compare:"
+PLAIN = "the step as it is"  # the row that others are compared with
 STILL_FALLS = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
 
 
 def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | None:
-    """Return the section on the measured interventions, with commands that train with them; None if there are none."""
+    """Return the section on the measured interventions; None if there are none.
+
+    Args:
+        commands: Train with them. They are left out of a section that says that none is needed.
+    """
     effects = effects_of(run)
     if not effects:
         return None
     kind, steps = judge(run).kind, max(effect.steps for effect in effects)
+    commands = () if is_fine(run, kind) else commands
     said = non_empty_lines(
         _whether_needed(run, kind),
-        _fall(run, steps),
+        _plain_step(run, steps),
         _halving(effects),
         _keeping(effects),
         _yardstick(run),
         _spending(effects),
         _undecided(run, effects),
         CAVEAT,
+        TRY if commands else "",
     )
     drawn = plane(effects, earned_per_nat(run))
-    return Section("interventions", said, [HEADINGS, *map(_cells, effects)], [drawn], commands)
+    return Section("interventions", said, [HEADINGS, _plain_cells(run), *map(_cells, effects)], [drawn], commands)
+
+
+def is_fine(run: Run, kind: str) -> bool:
+    """Return whether nothing need be done to keep entropy, by the verdict and by single steps."""
+    return kind in ENTROPY_IS_FINE and kind != UNKNOWN and not still_falls(run, kind)
 
 
 def still_falls(run: Run, kind: str) -> bool:
     """Return whether single steps lower an entropy that, by the verdict, does not fall."""
-    return kind in (STEADY, RISES) and is_falling(run)
+    return kind in (STEADY, RISES, FLAT) and is_falling(run)
 
 
 def _whether_needed(run: Run, kind: str) -> str:
-    if kind not in NOTHING_TO_DO:
-        return ""
+    if is_fine(run, kind):
+        return f"None is needed: {ENTROPY_IS_FINE[kind]}. What each would do:"
     if still_falls(run, kind):
         return f"Whether one is needed is not certain: {STILL_FALLS}. More steps will tell."
-    return f"None is needed{' yet' if kind == UNKNOWN else ''}: {NOTHING_TO_DO[kind]}."
+    return f"Whether one is needed cannot be told yet: {ENTROPY_IS_FINE[kind]}." if kind == UNKNOWN else ""
 
 
-def _fall(run: Run, steps: int) -> str:
-    """Say how fast entropy falls now, and what effects are measured against: the mean over `steps` measured steps."""
-    fall, gain, latest = (run.last(f"intervention/plain_{q}") for q in ("mean_delta_h", "mean_delta_reward", "delta_h"))
+def _plain_step(run: Run, steps: int) -> str:
+    """Say what effects are measured against, the mean over `steps` measured steps, and whether entropy falls now."""
+    fall, gain = (run.last(f"intervention/plain_mean_delta_{of}") for of in ("h", "reward"))
     if fall is None:
-        return "How fast entropy falls is not known here."
-    now, since, source = entropy_now(run)
-    said = f"Now, in steps {since} to {run.steps[-1]}, a step changes entropy by {milli(now)} thousandths of a nat"
-    said = f"{said} ({source})" if math.isfinite(now.value) else "How entropy changes now is not known"
-    said += "." if is_falling(run) else f": {NO_FALL}, and there is nothing to halve."
+        return "What the step as it is does to entropy is not known here."
     at = run.finite_rows("intervention/plain_mean_delta_h").index.max()
-    said += f" Effects are differences from the mean step, {milli(fall)} of entropy"
-    said += f" and {milli(gain)} of reward" if gain else ""
-    said += f": over the measured steps up to step {at} ({steps}), of which the latest count most"
-    return f"{said}; step {at} alone has {milli(latest)}." if latest else f"{said}."
+    said = f"The step as it is changes entropy by {milli(fall)} thousandths of a nat"
+    said += f" and reward by {milli(gain)} thousandths" if gain else ""
+    said += f": the mean over the measured steps up to step {at} ({steps}), of which the latest count most."
+    if is_falling(run):
+        return f"{said} Effects are differences from it."
+    now, since, source = entropy_now(run)
+    by = f" (by {milli(now)} a step in steps {since} to {run.steps[-1]}, {source})" * math.isfinite(now.value)
+    return f"{said} Effects are differences from it. But {NO_FALL}{by}, and there is nothing to halve."
 
 
 def _halving(effects: Sequence[Effect]) -> str:
     chosen = halving(effects)
     strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in chosen)
     order = certain_order(chosen, "bare_name")
-    what = "By one step, extrapolated, these strengths would halve its fall once the momentum has adapted"
+    what = "By one step, extrapolated, these strengths would halve entropy's fall once the momentum has adapted"
     return f"{what}, in order of price: {strengths}. {order}" if chosen else ""
 
 
@@ -152,6 +165,14 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
     times = (effect.delta_h.half_width() / effect.delta_h.value) ** 2 if effect.delta_h.value else math.inf
     needed = max(effect.steps, 1) * times
     return (None if needed > most else max(1, math.ceil(needed - effect.steps))), most
+
+
+def _plain_cells(run: Run) -> list[str]:
+    """Return the table row of the step that interventions are compared with, under HEADINGS."""
+    names = (f"intervention/plain_{quantity}" for quantity in ("mean_delta_h", "mean_delta_reward", "delta_h"))
+    fall, gain, latest = (last_of(run.rows(name)) for name in names)
+    reason = on_one_line(fall.reason) if fall else ""
+    return [PLAIN, MISSING, MISSING, milli(fall), MISSING, milli(latest), milli(gain), reason]
 
 
 def _cells(effect: Effect) -> list[str]:

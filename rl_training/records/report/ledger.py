@@ -24,6 +24,7 @@ import pandas as pd
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
 from rl_training.records.report.drawing import draw
 from rl_training.records.report.estimates import finite, to_estimates
+from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import milli
 from rl_training.statistics.estimate import Estimate
@@ -64,6 +65,7 @@ class Ledger:
     last: int
     num_predicted: int  # steps between them with forward and backward
     measured: Estimate
+    first_order: Estimate  # the causes together
     causes: list[Entry]  # one for each cause that is not 0
     groups: list[Entry]  # the same by group of layers; [] if not recorded
     second_order: Estimate
@@ -85,16 +87,26 @@ def ledger_of(run: Run) -> Ledger | None:
     if len(steps) < MIN_STEPS:
         return None
     first, last = int(levels.index[0]), int(levels.index[-1])
-    ends = to_estimates(levels.loc[[first, last]])
-    measured = difference(ends[last], ends[first])
+    measured = _measured(run, levels, first, last)
     forward, backward = forward.loc[steps], backward.loc[steps]
     second_order = _second_order(forward, backward)
+    first_order = _sum(forward["value"], forward["stderr"] ** 2, forward)
     causes, groups = _entries(run, steps)
     if any(math.isnan(entry.change.value) for entry in causes):  # a split is missing at a step
-        causes, groups = [Entry(FIRST_ORDER, "", _sum(forward["value"], forward["stderr"] ** 2, forward), BLUE)], []
+        causes, groups = [Entry(FIRST_ORDER, "", first_order, BLUE)], []
     explained = sum(entry.change.value for entry in causes) + second_order.value
     rest = difference(measured, Estimate(explained, _stderr_of_trapezoids(forward, backward), measured.num_samples))
-    return Ledger(first, last, len(steps), measured, causes, groups, second_order, rest)
+    return Ledger(first, last, len(steps), measured, first_order, causes, groups, second_order, rest)
+
+
+def _measured(run: Run, levels: pd.DataFrame, first: int, last: int) -> Estimate:
+    """Return the change between these steps: as recorded, which is what the summary shows, if it began at the first."""
+    if sum_starts(run) == [first]:
+        recorded = run.estimates("delta_h/cumulative_measured").get(last)
+        if recorded is not None and math.isfinite(recorded.value):
+            return recorded
+    ends = to_estimates(levels.loc[[first, last]])
+    return difference(ends[last], ends[first])
 
 
 def _sum(values: pd.Series[float], variances: pd.Series[float], rows: pd.DataFrame) -> Estimate:
@@ -177,7 +189,7 @@ def table(account: Ledger) -> list[list[str]]:
     return [
         ["1e-3 nats per token", *columns, "sum"],
         *rows,
-        _table_row("all layers", account.causes, columns),
+        [*_table_row("all layers", account.causes, columns)[:-1], milli(account.first_order)],
         *([name, *blank, milli(change)] for name, change in ends.items()),
     ]
 
@@ -197,8 +209,10 @@ def caption(account: Ledger) -> str:
     missing = count - account.num_predicted
     left = "more than its error" if is_significant(account.rest) else "within its error"
     lacking = f" It includes {missing} of {count} steps, which have no prediction." if missing else ""
+    both = "" if missing else " All layers and the second order together are the predicted ΔH of the summary."
     return (
-        "± half of the 95 % interval; the variances of the steps add up. Momentum is what gradients of earlier steps "
+        "± half of the 95 % interval; the variances of the steps add up, and the error of a group's sum is the sum of "
+        "its errors, which is the most it can be. Momentum is what gradients of earlier steps "
         "still do. Second order is half of backward minus forward: what a straight line misses. The part that is not "
-        f"explained makes the sum exact; it is {left}.{lacking}"
+        f"explained makes the sum exact; it is {left}.{lacking}{both}"
     )

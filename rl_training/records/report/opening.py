@@ -9,12 +9,13 @@ from rl_training.records.report.advice import NOTHING, advice, as_a_change, is_a
 from rl_training.records.report.hindrance import early_end, hindrance, predictions_fail, sums_of_changes
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import Line
-from rl_training.records.report.verdict import judge
+from rl_training.records.report.standing_out.line import Advice, Line
+from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, judge
 from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
 from rl_training.statistics.welch import difference
 
-SYMPTOM = "This follows from what the first line says."
+JUMP, FALLS = "jump", (FALLEN, HELD_OUT, PART)  # a line; verdicts that a jump of reward explains, or does not touch
+SYMPTOM = Advice.to_do("This follows from what the first line says.")
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,19 @@ class Opening:
 def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict = judge(run)
-    lines = [replace(line, setting=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
+    lines = [replace(line, advice=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
     further = non_empty_lines(hindrance(run) or _whether_predictions_hold(run), _bound(run))
-    whole = next((line for line in lines if line.headline and line.since <= run.steps[0]), None)
+    whole = next(
+        (line for line in lines if line.headline and line.since <= run.steps[0] and line.advice != SYMPTOM), None
+    )
+    jump = next((line for line in lines if line.name == JUMP and verdict.kind not in FALLS), None)
     if whole is not None:  # since the first step: nothing else is to be said of this run
         lines = [line for line in lines if line is not whole]
         first = Opening(
             whole.name, whole.since, whole.headline, f": {whole.evidence}", as_a_change(whole), further, lines
         )
+    elif jump is not None:
+        first = _until(run, jump, further, [line for line in lines if line is not jump])
     else:
         change = advice(run, verdict, lines)
         if hindrance(run) and change.startswith(NOTHING):
@@ -58,6 +64,15 @@ def opening(run: Run) -> Opening:
         first = Opening(verdict.kind, verdict.since, verdict.headline, verdict.evidence, change, further, lines)
     ended = on_one_line(early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
+
+
+def _until(run: Run, jump: Line, further: list[str], lines: list[Line]) -> Opening:
+    """Return the first lines of a run whose reward jumped without a step that did it: its verdict is of before that."""
+    before = judge(run.until(jump.since - 1))
+    told = f"{before.headline[:1].lower()}{before.headline[1:]}{before.evidence}"
+    headline = f"Reward cannot be compared across step {jump.since}"
+    evidence = f": {jump.evidence} Up to step {jump.since - 1}: {told}"
+    return Opening(jump.name, jump.since, headline, evidence, as_a_change(jump), further, lines)
 
 
 def _whether_predictions_hold(run: Run) -> str:

@@ -6,21 +6,23 @@ import math
 
 import pandas as pd
 
+from rl_training.probe_names import BUILT_IN_NAMES, ENGINE, KL_BOUND
 from rl_training.records.jsonl import PROBES_FILE
 from rl_training.records.report.estimates import last_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 
-BUILT_IN = (
-    "simple", "interventions", "measured", "token_classes", "ground_truth", "gns", "sampler", "ess", "covariance",
-)  # fmt: skip
-# Names of probes whose metrics the page shows elsewhere, and of the parts of the engine that measure.
-SHOWN = {*BUILT_IN, "engine", "bound", "kl_bound"}
+SHOWN = {*BUILT_IN_NAMES, ENGINE, KL_BOUND}  # the page shows elsewhere what these measure
 
 
 def is_own(table: pd.DataFrame) -> pd.Series[bool]:
     """Return which rows of a run's table are estimates of probes of one's own."""
     return (table["source"] == PROBES_FILE) & table["probe"].notna() & ~table["probe"].isin(SHOWN)
+
+
+def own_probes(table: pd.DataFrame) -> list[str]:
+    """Return the names of the probes of one's own, in the order in which they first measured."""
+    return [*dict.fromkeys(map(str, table.loc[is_own(table), "probe"]))]
 
 
 def own_metrics(run: Run) -> list[list[str]]:

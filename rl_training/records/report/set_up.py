@@ -104,6 +104,23 @@ class SetUp:
             return " ".join(f"{VERL_NAMES.get(name, name)}={_written(value)}" for name, value in fields.items())
         return f"GRPOConfig({', '.join(texts)})" if self.kind == TRL else ", ".join(texts)
 
+    @property
+    def of_generation(self) -> dict[str, Any]:
+        """The settings in `generation_kwargs`, which only the sampler has."""
+        settings = self.trainer("generation_kwargs")
+        return dict(settings) if isinstance(settings, dict) else {}
+
+    def sample_with(self, **fields: Any) -> str:
+        """Return the text that makes the sampler use these fields: in `generation_kwargs` where they are set there."""
+        apart = {name: value for name, value in fields.items() if name in self.of_generation}
+        shared = {name: value for name, value in fields.items() if name not in apart}
+        if apart and self.kind == JOB:
+            inside = [f"trainer.generation_kwargs.{name}={_written(value)}" for name, value in apart.items()]
+            return " ".join([self.line(**shared)] * bool(shared) + inside)
+        if apart:
+            shared["generation_kwargs"] = self.of_generation | apart
+        return self.line(**shared)
+
     def larger_batch(self, times: int) -> str:
         """Return the text of a setting that multiplies the prompts of a step by `times`."""
         if self.kind == JOB and math.isfinite(self.sequences):
@@ -142,6 +159,13 @@ class SetUp:
     def smaller_steps(self) -> str:
         """Return the text of the settings that make steps smaller; under the bound, the rate is not one of them."""
         return self.bounded_step() + ", or a lower learning rate" * (not self.is_bounded)
+
+    def larger_steps(self) -> str:
+        """Return the text of the settings that make steps larger."""
+        if self.is_bounded:
+            return self.bounded_step(times=1 / SMALLER)
+        rate = self.number("learning_rate", self.optimizer("lr"))
+        return self.line(learning_rate=rate / SMALLER) if math.isfinite(rate) else "a higher learning rate"
 
     def reward_weights(self) -> str:
         """Return the text of the setting that weighs several reward functions."""

@@ -113,6 +113,11 @@ def percent(share: float) -> str:
     return f"{round(100 * share)}%"
 
 
+def share_left(share: float) -> str:
+    """Return a share in percent, with one digit if it is below one."""
+    return percent(share) if share > 0.01 else f"{100 * share:.1g}%"
+
+
 def steps_of(steps: Sequence[int] | pd.Series[float] | pd.Index[int]) -> str:
     """Return the range of these steps, or of the steps of these values, as text.
 

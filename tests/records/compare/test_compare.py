@@ -424,6 +424,21 @@ def test_finished_running_and_killed_runs_are_compared_at_their_last_common_step
         assert claim in text
 
 
+def test_each_mean_is_said_to_be_of_the_steps_that_it_covers(tmp_path: Path) -> None:
+    """Reward is logged at each of 24 steps; entropy is measured at every fifth, and the trainer logs none."""
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        folder = record(tmp_path / name, rate=rate, steps=1)
+        (folder / "logs" / METRICS_FILE).unlink()
+        for step in range(1, 25):
+            Records(folder / "logs").write_metrics(step, {"reward": 0.5 + 0.01 * (step % 2)})
+            if step % 5 == 1:
+                level = {"entropy/token": Estimate(0.5 + 0.001 * step, 0.01, 8)}
+                Records(folder / "logs").write_estimates(step, 1, "simple", level)
+    (sentence,) = write_comparison([tmp_path], tmp_path / "page.html")[1]
+    assert "In the mean of steps 20–24, B's reward does not detectably differ" in sentence
+    assert "In the mean of steps 16–21, B's token entropy does not detectably differ" in sentence
+
+
 def test_pooling_two_perfect_seeds_keeps_the_interval_of_one() -> None:
     right, other = Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.9, 0.07, 20, interval=(0.7, 0.97))
     assert pool([{1: right, 2: right}, {1: right, 2: other}]) == {1: right, 2: Estimate(0.95, pytest.approx(0.05), 2)}

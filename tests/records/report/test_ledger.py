@@ -13,8 +13,10 @@ import pytest
 from logged_runs import log_run
 
 from rl_training import Estimate
-from rl_training.records.report.ledger import Ledger, ledger_of, table, waterfall
+from rl_training.records.report.ledger import Ledger, caption, ledger_of, table, waterfall
 from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
+from rl_training.records.report.writing import milli
 
 STEPS, NOISE, LEVEL_NOISE = 20, 2e-4, 1e-3
 TRUE = {"momentum": -3e-3, "gradient": -5e-4, "decay": 0.0}  # of each step; the second order takes back a third of it
@@ -80,6 +82,30 @@ def test_the_rows_add_up_to_the_measured_change_with_or_without_missing_steps(tm
         names = ["layers 0-1", "outside layers", "all layers", "second order", "not explained", "measured"]
         assert [row[0] for row in rows] == names
         assert {len(row) for row in rows} == {len(headings)}
+
+
+def test_one_quantity_has_one_error_on_a_page(tmp_path: Path) -> None:
+    """The measured change is the summary's, and the sum of all causes has the error of forward, not those of its parts.
+
+    Forward has an error of .1 thousandths a step; momentum and gradient, which nearly cancel, have one of .4 each.
+    """
+    folder = log_run(tmp_path, 10, {
+        "entropy/token": lambda step: Estimate(1.0 - 2e-3 * step, 1e-3, 8),
+        "delta_h/cumulative_measured": lambda step: Estimate(-2e-3 * (step - 1), 1e-3 * (step > 1), 8),
+        "delta_h/cumulative_predicted": lambda step: Estimate(-2e-3 * (step - 1), 1e-3 * (step > 1), 8),
+        "delta_h/forward": lambda step: Estimate(-2e-3, 1e-4, 1000),
+        "delta_h/backward": lambda step: Estimate(-2e-3, 1e-4, 1000, about_step=step - 1),
+        "delta_h/part/momentum": lambda step: Estimate(-3e-3, 4e-4, 1000),
+        "delta_h/part/gradient": lambda step: Estimate(1e-3, 4e-4, 1000),
+    })  # fmt: skip
+    run = read_run(folder)
+    account, rows = ledger_of(run), {row.label: row.value for row in summarize(run)}
+    assert account is not None
+    cells = {row[0]: row for row in table(account)}
+    assert cells["measured"][-1] == milli(run.last("delta_h/cumulative_measured")) == "-18.0 ± 2.4"
+    assert rows["measured ΔH"] == "-0.0180 ± 0.0024"
+    assert cells["all layers"][-1] == "-18.00 ± 0.59"  # 1.96 · 3 · 1e-4
+    assert "All layers and the second order together are the predicted ΔH of the summary." in caption(account)
 
 
 def test_the_intervals_hold_the_true_sums(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from rl_training import Estimate
 from rl_training.engine.kl_bound import KLBound
+from rl_training.probe_names import BUILT_IN_NAMES
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
 from rl_training.records.report import findings, write_report
 from rl_training.records.report.missing import missing_notes
 from rl_training.records.report.own_probes import SHOWN, own_metrics
 from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
 
 LONG = "a remark that is longer than a row of the table is wide, " * 4
 
@@ -55,13 +57,18 @@ def test_an_own_metric_is_shown_with_its_value_with_or_without_an_error_bar(tmp_
     assert f'<td class="note">{LONG.strip()}</td>' in page  # a class that wraps, unlike the other cells of wide tables
 
 
+def test_the_setting_that_turns_probes_on_names_those_of_ones_own(tmp_path: Path) -> None:
+    rows = {row.label: row for row in summarize(read_run(run_of(tmp_path)))}
+    assert rows["probes that were off"].note.endswith('"interventions"] beside your own: mine')
+
+
 def test_a_run_without_own_probes_has_no_such_table(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     records.write_metrics(1, {"reward": 0.5})
     for probe in sorted(SHOWN):
         records.write_estimates(1, 1, probe, {f"{probe}/x": Estimate(1.0)})
     assert own_metrics(read_run(tmp_path)) == []
-    assert BUILT_IN.keys() <= SHOWN
+    assert tuple(BUILT_IN) == BUILT_IN_NAMES
 
 
 def test_steps_before_the_first_error_bar_are_no_warning_and_later_ones_are(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
-from rl_training.statistics.estimate import Estimate, stderr_reason
+from rl_training.statistics.estimate import FEW_FOLDS, Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.version import REPOSITORY
 
@@ -284,6 +285,24 @@ def test_the_advice_on_the_batch_size_follows_the_noise_scale_interval(
     assert words in note
 
 
+@pytest.mark.parametrize(
+    ("curves", "note"),
+    [
+        ({"reward": lambda step: 0.98 - 0.5 * 0.85**step}, "it grows as the reward's highest value is reached"),
+        ({"frac_reward_zero_std": 0.95, "reward": 0.5}, "only 5% of the prompts have unequal rewards"),
+        ({"learning_rate": 0.0}, "what the first lines say comes before the size of the batch"),
+        ({"entropy": lambda step: 1.0 if step < 10 else 0.02}, "what the first lines say comes before"),
+        ({"reward": noisy(lambda step: 0.3 + 0.01 * step, 0.03)}, "100 prompts a step would take about"),
+    ],
+    ids=["learned", "equal", "no rate", "gone", "learns"],
+)  # fmt: skip
+def test_no_batch_is_called_for_where_nothing_is_learned_from_it(tmp_path: Path, curves, note: str) -> None:
+    folder = log_run(tmp_path, **curves)
+    record_noise_scale(folder, 100.0, 400.0, steps=[])
+    assert summary(folder)["noise scale"][0] == "200 (100 … 400) prompts"
+    assert note in summary(folder)["noise scale"][1]
+
+
 @pytest.mark.parametrize("high", [400.0, math.inf])
 def test_a_noise_scale_with_an_unbounded_interval_is_drawn(tmp_path: Path, high: float) -> None:
     drawn = _noise_scale(read_run(record_noise_scale(tmp_path, 100.0, high)))
@@ -305,11 +324,11 @@ def test_axes_of_entropy_and_counts_do_not_go_below_zero() -> None:
     assert numbers == ["1", "2", "3", "0", "20", "40", "60", "80", "100"]
 
 
-def record_noise_scale(folder: Path, low: float, high: float) -> Path:
+def record_noise_scale(folder: Path, low: float, high: float, steps: Sequence[int] = (1, 2)) -> Path:
     """Write a run with 32 prompts a step and a noise scale of 200 with this interval, and return its folder."""
     numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
     numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
-    record_run(folder, [1, 2])
+    record_run(folder, steps)
     estimates = {f"gns/{name}": Estimate(v, 1.0, 20) for name, v in numbers.items()}
     Records(folder / "logs").write_estimates(2, 1, "gns", estimates)
     return folder
@@ -859,13 +878,13 @@ def test_reasons_are_compared_by_their_codes_whatever_their_words(tmp_path: Path
     for step in (1, 2):
         records.write_metrics(step, {"reward": 0.5, "rewards/a/mean": 0.5, "rewards/b/mean": 0.5})
         records.write_estimates(step, 1, "simple", {
-            "delta_h/forward": Estimate(-1e-3, num_samples=2, reason=Unavailable("few_folds", "no bar", told)),
+            "delta_h/forward": Estimate(-1e-3, num_samples=2, reason=Unavailable(FEW_FOLDS.code, "no bar", told)),
             "measured/cumulative_reward/a": Estimate(0.1, 0.01, 8, Unavailable(SOME_STEPS.code, "over one", told)),
             "sampler/kl": Estimate(0.1, 0.01, 8),
             "sampler/mean_ratio": Estimate(0.5, 0.01, 8, Unavailable(TRUNCATED_SAMPLER.code, told)),
         })  # fmt: skip
     run = read_run(tmp_path)
-    assert run.last("delta_h/forward").code == "few_folds"
+    assert run.last("delta_h/forward").code == FEW_FOLDS.code
     assert hindrance(run) == f"No prediction has an error bar: {told}."
     notes = {row.label: row.note for row in summarize(run)}
     assert "the measured effects over one add up to" in notes["reward a"]

@@ -91,19 +91,21 @@ def told(folder: Path) -> Section:
 
 
 def test_the_sentences_name_the_fall_what_halves_it_and_insignificant_effects(tmp_path: Path) -> None:
-    needed, fall, halving, keeping, yardstick, spending, untold, caveat = told(record(tmp_path / "run")).sentences
+    section = told(record(tmp_path / "run"))
+    needed, plain, halving, keeping, yardstick, spending, untold, caveat, to_try = section.sentences
     half = T_7 * 0.1
-    assert fall == (
-        f"Now, in steps 11 to 11, a step changes entropy by -2.00 ± {half:.2f} thousandths of a nat (mean of the "
-        f"predictions). Effects are differences from the mean step, -2.00 ± {half:.2f} of entropy and +3.00 ± "
-        f"{half:.2f} of reward: over the measured steps up to step 11 (3), of which the latest count most; step 11 "
-        f"alone has -0.05 ± {half:.2f}."
+    assert plain == (
+        f"The step as it is changes entropy by -2.00 ± {half:.2f} thousandths of a nat and reward by +3.00 ± "
+        f"{half:.2f} thousandths: the mean over the measured steps up to step 11 (3), of which the latest count most. "
+        "Effects are differences from it."
     )
-    assert needed == "None is needed yet: more steps are needed to tell."  # in a run of one step
+    assert section.table[1][:6] == ["the step as it is", "–", "–", f"-2.00 ± {half:.2f}", "–", f"-0.05 ± {half:.2f}"]
+    assert needed == "Whether one is needed cannot be told yet: more steps are needed to tell."  # in a run of one step
+    assert to_try == "Try them, and compare:"
     assert halving == (
-        "By one step, extrapolated, these strengths would halve its fall once the momentum has adapted, in order of "
-        "price: lr 0.5 (price 4.0 (3.0 … 5.0)); bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices all "
-        "overlap: their order is not certain."
+        "By one step, extrapolated, these strengths would halve entropy's fall once the momentum has adapted, in order "
+        "of price: lr 0.5 (price 4.0 (3.0 … 5.0)); bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices "
+        "all overlap: their order is not certain."
     )
     assert [keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")] == sorted(
         keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")
@@ -154,7 +156,7 @@ def test_the_table_has_one_step_and_kept_effects_and_reasons_for_missing_strengt
 def test_an_intervention_that_spends_entropy_is_never_ranked_first(tmp_path: Path) -> None:
     spends = estimates(-1e-3, 1e-4, -9.0, NONE)
     rows = told(record(tmp_path / "run", which={"spender": spends, **MEASURED})).table[1:]
-    assert [row[0] for row in rows[:3]] == ["softer:0.5", "lr", "bonus:0.02"]
+    assert [row[0] for row in rows[:4]] == ["the step as it is", "softer:0.5", "lr", "bonus:0.02"]
     assert [row[0] for row in rows[-2:]] == ["spender", "lr:2"]
 
 
@@ -196,7 +198,7 @@ def test_a_flat_curve_and_single_steps_that_lower_entropy_are_both_said(tmp_path
     level = {"entropy": noisy(lambda step: 0.5, 0.02, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
     folder = log_run(tmp_path / "run", estimates=forward, **level)
     Records(folder / "logs").write_estimates(40, 1, "interventions", measured_effects(-2e-3, MEASURED))
-    assert opening(read_run(folder)).kind == "steady"
+    assert opening(read_run(folder)).kind == "flat"
     said = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
     assert told(folder).sentences[0] == f"Whether one is needed is not certain: {said}. More steps will tell."
     rows = {row.label: row for row in summarize(read_run(folder))}
@@ -214,7 +216,9 @@ def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(t
         if "none needed" in found.value:
             first = opening(run)
             assert NOTHING_TO_DO[first.kind] in first.advice
-            assert told(folder).sentences[0] == f"None is needed: {NOTHING_TO_DO[first.kind]}."
+            assert told(folder).sentences[0] == f"None is needed: {NOTHING_TO_DO[first.kind]}. What each would do:"
+            assert "Try them, and compare:" not in told(folder).sentences
+        assert bool(told(folder).commands) == ("lr" in found.value)
         return found.value, found.note
 
     level, rising = noisy(lambda step: 0.5, 0.03, 2), noisy(lambda step: 0.3 + 0.01 * step, 0.03, 2)
@@ -277,7 +281,7 @@ def test_an_unbounded_interval_does_not_widen_the_plane() -> None:
 def test_missing_estimates_add_no_sentence_and_raise_no_error(tmp_path: Path) -> None:
     missing = {name: Estimate.missing("fewer than 8 folds") for name in MEASURED["lr"]}
     section = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
-    assert section.sentences[1] == "How fast entropy falls is not known here."
+    assert section.sentences[1] == "What the step as it is does to entropy is not known here."
     assert len(section.sentences) == 3
     assert not section.commands
     assert section.table[1][-1] == "fewer than 8 folds"

@@ -17,7 +17,7 @@ from scipy import stats
 from rl_training import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report.advice import ACTIONS
-from rl_training.records.report.opening import opening
+from rl_training.records.report.opening import SYMPTOM, opening
 from rl_training.records.report.rates import entropy_now, forward_and_backward
 from rl_training.records.report.series import read_run
 from rl_training.records.report.story import Story
@@ -26,6 +26,7 @@ from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     ERUPTS,
     FALLEN,
+    FLAT,
     GONE,
     HELD_OUT,
     LEARNED,
@@ -33,6 +34,7 @@ from rl_training.records.report.verdict import (
     NOTHING_TO_DO,
     PART,
     RISES,
+    SOLVED,
     SPENT,
     STATES,
     STEADY,
@@ -92,11 +94,16 @@ CASES: dict[str, tuple[str, Curve, Curve]] = {
     "entropy falls, reward rose and stands": (LOST, falling, lambda step: 0.3 + 0.02 * min(step, 10)),
     "two thirds are lost, and no more": (LOST, after(10, 1.0, 0.3), level),
     "entropy stands, reward rises": (STEADY, level, rising),
-    "both stand": (STEADY, level, level),
-    "entropy in teeth": (STEADY, in_teeth(0.5, 0.1), level),
-    "reward in teeth": (STEADY, level, in_teeth(0.4, 0.15)),
+    "entropy stands, reward rose and stands": (STEADY, level, lambda step: 0.3 + 0.02 * min(step, 10)),
+    "both stand": (FLAT, level, level),
+    "entropy in teeth, reward stands": (FLAT, in_teeth(0.5, 0.1), level),
+    "reward in teeth": (FLAT, level, lambda step: in_teeth(0.4, 0.15)(step + 5)),
     "both rise": (RISES, lambda step: 0.3 + 0.005 * step, rising),
-    "entropy rises, reward stands": (RISES, lambda step: 0.3 + 0.005 * step, level),
+    "entropy rises, reward rose and stands": (
+        RISES, lambda step: 0.3 + 0.005 * step, lambda step: 0.3 + 0.02 * min(step, 10),
+    ),
+    "entropy rises, reward stands": (FLAT, lambda step: 0.3 + 0.005 * step, level),
+    "reward is at its ceiling from the first step": (SOLVED, level, lambda step: 0.95),
     "entropy trebles, reward stands": (ERUPTS, lambda step: 0.3 + 0.015 * step, level),
 }  # fmt: skip
 
@@ -219,7 +226,8 @@ def test_a_steady_entropy_says_first_how_much_of_it_is_left(tmp_path: Path) -> N
     assert re.match(r", at 3[234]% of its start: reward 0\.", judged.evidence)
     assert "is left" not in judged.evidence
     assert judged.evidence.endswith(" nats.")
-    whole = verdict(tmp_path / "whole", lambda step: 0.5 if step < 5 else 0.7, level)
+    rose = lambda step: 0.3 + 0.02 * min(step, 10)  # noqa: E731
+    whole = verdict(tmp_path / "whole", lambda step: 0.5 if step < 5 else 0.7, rose)
     assert whole.headline == "Entropy is steady now"
     assert re.match(r", at 1[34]\d% of its start: reward 0\.", whole.evidence)
 
@@ -271,6 +279,72 @@ def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_
             assert NOTHING_TO_DO[kind] in first.advice
 
 
+def test_a_task_that_was_solved_from_the_first_step_is_not_called_learned(tmp_path: Path) -> None:
+    """Whether every reward is 1, or a few are not; and equal rewards are then a consequence."""
+    same = {"reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    nearly = {"reward": noisy(lambda step: 0.99, 0.002, 2), "frac_reward_zero_std": 0.97}
+    for name, curves in (("same", same), ("nearly", nearly)):
+        first = opening(read_run(log_run(tmp_path / name, entropy=noisy(level, 0.01, 1), **curves)))
+        assert first.headline == "Solved from the first step, if the reward is right"
+        assert "prompts nearer to a reward of one half" in first.advice
+        assert [line.advice for line in first.lines] == [SYMPTOM]
+    assert "reward 1.00 → 1.00, now it is flat" in opening(read_run(tmp_path / "same")).evidence
+
+
+def test_reward_of_two_scales_has_the_verdict_of_the_first_one(tmp_path: Path) -> None:
+    """Another grader pays 1 from step 21 on; no step did that. Where reward only falls, that stays the verdict."""
+    measured = {"measured/delta_reward": lambda step: Estimate(0.005, 0.01, 20, about_step=step - 1)}
+    rise = noisy(lambda step: 0.3 + 0.01 * step if step < 21 else 0.97, 0.005, 2)
+    first = opening(
+        read_run(log_run(tmp_path / "up", estimates=measured, entropy=noisy(falling, 0.01, 1), reward=rise))
+    )
+    assert (first.kind, first.since, first.lines) == ("jump", 21, [])
+    assert first.headline == "Reward cannot be compared across step 21"
+    assert "Up to step 20: entropy is being spent on reward: reward 0.3" in first.evidence
+    assert first.advice == "Find what changed at step 21: the reward function, its service or the data."
+    down = opening(read_run(log_run(tmp_path / "down", estimates=measured, reward=after(21, 0.6, 0.1))))
+    assert down.headline == "Reward has fallen"
+    assert down.advice.startswith("To do first: find what changed at step 21")
+
+
+@pytest.mark.parametrize(
+    ("curves", "effect", "told"),
+    [
+        ({"reward": noisy(lambda step: 0.01, 0.002)}, None, "hardly any response earns a reward"),
+        ({"frac_reward_zero_std": 0.8}, None, "only 20% of the prompts have responses with unequal rewards"),
+        ({}, None, 'what a step does to reward. To measure it: probes=["simple", "measured"].'),
+        ({}, 0.001, "add up to +0.0400 ± 0.0098. To change: GRPOConfig(learning_rate=0.0003)."),
+        ({}, 0.0001, "add up to +0.0040 ± 0.0098. To change: GRPOConfig(gradient_accumulation_steps=16)."),
+    ],
+)  # fmt: skip
+def test_a_reward_that_has_not_risen_names_what_to_look_at_first(
+    tmp_path: Path, curves: dict[str, Curve | float], effect: float | None, told: str
+) -> None:
+    """From 20 steps on, and unless a line stands out, whose setting comes first."""
+    flat = {"entropy": noisy(level, 0.01, 1), "reward": noisy(level, 0.03, 2), **curves}
+    sums = {"measured/cumulative_reward": lambda step: Estimate((effect or 0) * step, 0.005, 1000)}
+    run = read_run(log_run(tmp_path / "long", estimates=sums if effect else None, **flat))
+    assert opening(run).headline == "Reward has hardly risen"
+    assert opening(run).evidence.startswith(" in 40 steps: 0.")
+    assert told in opening(run).advice
+    assert judge(run.until(19)).kind != FLAT
+    cut = read_run(log_run(tmp_path / "cut", settings={"top_p": 0.7}, **flat))
+    assert opening(cut).advice == "To change first: GRPOConfig(top_p=1)."
+
+
+def test_a_long_run_has_a_verdict_whatever_its_noise_may_hide(tmp_path: Path) -> None:
+    """Entropy scatters by half of its level, each step's with that of the step before. Reward has risen, or has not."""
+    draw, deviations = np.random.default_rng(0), [0.0]
+    for _ in range(400):
+        deviations.append(0.6 * deviations[-1] + 0.8 * float(draw.normal()))
+    wild = lambda step: 0.5 * float(np.exp(0.5 * deviations[step]))  # noqa: E731
+    rose = noisy(lambda step: 0.3 + 0.002 * min(step, 100), 0.03, 2)
+    steady = judge(read_run(log_run(tmp_path / "rose", 400, entropy=wild, reward=rose)))
+    assert (steady.kind, "could hide a change of" in steady.evidence) == (STEADY, True)
+    assert steady.story.entropy.reach > 0.5
+    assert judge(read_run(log_run(tmp_path / "stood", 400, entropy=wild, reward=noisy(level, 0.03, 2)))).kind == FLAT
+
+
 def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_step(tmp_path: Path) -> None:
     folder = log_run(tmp_path, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
     for step in (10, 20, 30):
@@ -299,7 +373,7 @@ def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_tra
             (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
         first = opening(read_run(folder))
         assert told in first.advice
-        is_effect = [line.setting == "This follows from what the first line says." for line in first.lines]
+        is_effect = [line.advice == SYMPTOM for line in first.lines]
         assert is_effect == [since == 40]
 
 
@@ -359,7 +433,7 @@ def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Pat
 def test_noise_alone_is_not_reported_as_a_fall(tmp_path: Path, seed: int) -> None:
     noise, reward = noisy(level, 0.05, seed), noisy(lambda step: 0.0, 0.0)
     judged = judge(read_run(log_run(tmp_path, entropy=noise, reward=reward, reward_std=0.0)))
-    assert judged.kind in (STEADY, UNKNOWN)
+    assert judged.kind == FLAT
     assert "fall" not in judged.headline + judged.evidence
 
 
@@ -387,7 +461,7 @@ def test_the_current_change_ignores_predictions_where_forward_and_backward_disag
     assert entropy_now(run)[2] == "line through the logged steps"
     first = opening(run)
     assert first.lines[0].evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
-    assert first.advice == 'To change: attach(…, target_kl_share="auto"), since steps are too large.'
+    assert first.advice == 'To change first: attach(…, target_kl_share="auto").'
 
 
 def test_half_a_difference_has_half_its_error(tmp_path: Path) -> None:
@@ -468,7 +542,7 @@ def test_a_run_that_trains_with_psr_is_not_advised_psr(tmp_path: Path) -> None:
 
 def test_entropy_that_was_0_from_the_first_step_is_said_to_be_0(tmp_path: Path) -> None:
     folder = log_run(tmp_path, entropy=0.0, reward=noisy(level, 0.03, 2))
-    assert "entropy was 0 from the first step" in opening(read_run(folder)).evidence
+    assert "Entropy was 0 from the first step" in opening(read_run(folder)).evidence
 
 
 def test_one_lucky_response_at_the_first_step_is_no_fallen_reward(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_only_a_reward_that_is_known_to_be_unpaid_is_advised_to_be_paid(
     logged = {"rewards__right__mean": 0.5, "rewards__right__std": 0.5, "rewards__gold__mean": 0.5,
               "rewards__gold__std": 0.5}  # fmt: skip
     by_rule = lines(tmp_path, settings={"reward_weights": weights}, estimates=HACK, **logged)
-    assert then in by_rule["loophole"].setting
+    assert then in by_rule["loophole"].advice.text
 
 
 NEAR: dict[str, dict[str, Any]] = {
@@ -200,6 +200,52 @@ def test_the_learning_rate_that_a_loop_logs_is_no_fault_unless_it_is_0(tmp_path,
     run = read_run(folder)
     assert SetUp.of(run).kind == "loop"
     assert [line.name for line in standing_out(run)] == names
+
+
+def test_a_warm_up_that_goes_on_is_named_with_a_shorter_one(tmp_path: Path) -> None:
+    """Of 400 steps: a warm-up of 10⁶, or of nine tenths; one of a tenth ends soon. Also where the rate is next to 0."""
+    still = {"estimates": SMALL_KL, "learning_rate": lambda step: 1e-9 * step}
+    for warm_up, advised in (
+        ({"warmup_steps": 1_000_000}, "Setting: GRPOConfig(warmup_steps=40)."),
+        ({"warmup_steps": 0.9}, "Setting: GRPOConfig(warmup_steps=40)."),
+        ({"warmup_ratio": 0.9}, "Setting: GRPOConfig(warmup_steps=40)."),
+        ({"warmup_steps": 41}, "Wait until step 41, where the warm-up ends."),
+    ):
+        settings = {"max_steps": 410 if warm_up.get("warmup_steps") == 41 else 400, **warm_up}
+        (line,) = lines(tmp_path / str(warm_up), settings=settings, **still).values()
+        assert (line.name, line.advice.sentence) == ("no_step", advised)
+        assert "The warm-up takes " in line.evidence
+    never = {"settings": {"warmup_steps": 10**9, "max_steps": 400}, "learning_rate": 1e-13}
+    assert lines(tmp_path / "never", **never)["no_step"].advice.text == "GRPOConfig(warmup_steps=40)"
+
+
+def test_a_sampler_that_drifts_away_is_not_said_to_leave_tokens_out(tmp_path: Path) -> None:
+    """Its mean ratio falls below 1, as that of a truncated sampler is, but was 1 at first; and KL grows."""
+    drift = {
+        "sampler/kl": lambda step: Estimate(1e-3 * step, 1e-4, 20),
+        "sampler/ess": lambda step: Estimate(max(1 - 0.03 * step, 0.1), 0.05, 20),
+        "sampler/mean_ratio": lambda step: Estimate(1.0 if step < 10 else 0.7, 0.05, 20),
+    }
+    line = lines(tmp_path / "drift", estimates=drift)["sampler"]
+    assert line.evidence.startswith("The sampler drifts away from the policy that is trained: 0.0355 ± ")
+    assert "steps 31–40, from 0.001 at first." in line.evidence
+    assert line.advice.text == "copy the weights to the sampler more often"
+    again = lines(tmp_path / "again", estimates=drift, settings={"num_iterations": 4})["sampler"]
+    assert again.advice.text == "GRPOConfig(num_iterations=1)"
+    cut = {**drift, "sampler/mean_ratio": constant(0.7)}
+    assert "leaves tokens out" in lines(tmp_path / "cut", estimates=cut)["sampler"].evidence
+
+
+def test_a_samplers_own_setting_is_corrected_where_it_was_set(tmp_path: Path) -> None:
+    """As the reason for missing predictions says; other fields of generation_kwargs stay."""
+    own = {"settings": {"generation_kwargs": {"temperature": 0.5, "repetition_penalty": 1.1}}}
+    told = lines(tmp_path / "temperature", **own)["sampler"].advice.text
+    assert told == "GRPOConfig(generation_kwargs={'temperature': 1.0, 'repetition_penalty': 1.1})"
+    both = {"settings": {"top_k": 5, "generation_kwargs": {"top_p": 0.7}}}
+    told = lines(tmp_path / "both", **both)["sampler"].advice.text
+    assert told == "GRPOConfig(top_k=0, generation_kwargs={'top_p': 1.0})"
+    job = SetUp("job", {"trainer": {"generation_kwargs": {"top_p": 0.7}}})
+    assert job.sample_with(top_p=1.0, top_k=0) == "trainer.top_k=0 trainer.generation_kwargs.top_p=1"
 
 
 def test_a_rate_of_0_or_nan_rewards_from_the_start_are_the_verdict(tmp_path: Path) -> None:
@@ -305,7 +351,7 @@ def test_rewards_that_differ_within_prompts_as_if_by_lot_are_named_before_a_larg
     (line,) = lines(tmp_path, estimates=SCALE, reward=lambda step: right[step].mean() / 8,
                     frac_reward_zero_std=lambda step: np.isin(right[step], (0, 8)).mean()).values()  # fmt: skip
     assert line.name == "noise"
-    assert ("order of the completions" in line.setting) == named
+    assert ("order of the completions" in line.advice.text) == named
 
 
 def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
@@ -341,4 +387,4 @@ def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path
     logged = {"reward": 0.0, "reward_std": lambda step: 1.0 - later(step), "frac_reward_zero_std": later}
     first = opening(read_run(log_run(tmp_path, **logged)))
     assert first.lines[0].name == "equal"
-    assert first.headline == "Entropy is steady now"
+    assert first.headline == "Reward has hardly risen"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.standing_out import objective, rewards, sampling, steps
-from rl_training.records.report.standing_out.line import Line, RunRecords
+from rl_training.records.report.standing_out.line import Advice, Line, RunRecords
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
@@ -29,14 +29,15 @@ EXPLAINS = {
 WHOLE_RUN = ("nan", "decay", "bonus")  # settings and rewards: they come before anything else in the run
 
 
+@once_per_run
 def standing_out(run: Run) -> list[Line]:
-    """Return what stands out, explanations first, without what they explain. One line is kept on a setting."""
-    records, by_setting = RunRecords.of(run), dict[str, Line]()
+    """Return what stands out, explanations first, without what they explain. One line is kept of each advice."""
+    records, by_advice = RunRecords.of(run), dict[Advice, Line]()
     for rule in RULES:
         line = rule(records)
-        if line is not None and not any(_explains(first, line) for first in by_setting.values()):
-            by_setting.setdefault(line.setting, line)
-    return list(by_setting.values())[:MAX_LINES]
+        if line is not None and not any(_explains(first, line) for first in by_advice.values()):
+            by_advice.setdefault(line.advice, line)
+    return list(by_advice.values())[:MAX_LINES]
 
 
 def _explains(cause: Line, line: Line) -> bool:

@@ -17,8 +17,29 @@ from rl_training.statistics.estimate import Estimate
 
 
 @dataclass(frozen=True)
+class Advice:
+    """What to do about what stands out.
+
+    Args:
+        text: The text of settings to change, such as "GRPOConfig(beta=0.1)"; or else a whole sentence.
+        is_setting: Which of the two.
+    """
+
+    text: str
+    is_setting: bool = True
+
+    @classmethod
+    def to_do(cls, sentence: str) -> Advice:
+        return cls(sentence, is_setting=False)
+
+    @property
+    def sentence(self) -> str:
+        return f"Setting: {self.text}." if self.is_setting else self.text
+
+
+@dataclass(frozen=True)
 class Line:
-    """What a run shows: the evidence with its interval, the step since when, and the setting to change.
+    """What a run shows: the evidence with its interval, the step since when, and what to do.
 
     `headline` is set if a run of which this holds from its first step has no other verdict.
     """
@@ -26,12 +47,12 @@ class Line:
     name: str
     since: int
     evidence: str
-    setting: str
+    advice: Advice
     headline: str = ""
 
     @property
     def text(self) -> str:
-        return on_one_line(f"{self.evidence} Since step {self.since}. {self.setting}")
+        return on_one_line(f"{self.evidence} Since step {self.since}. {self.advice.sentence}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
-from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
 from rl_training.records.report.story import REWARD_SUM
 from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
@@ -19,7 +19,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
 FEW_STEPS = 3  # steps with equal rewards, before it is reported
-STOP_ADVICE = "Stop here, or give harder prompts, or a reward that still differs between responses."
+STOP = "Stop here, or give harder prompts, or a reward that still differs between responses."
 FEW_MIXED = 0.1  # share of prompts
 VISIBLE = 0.5  # share of responses cut off from which it is mentioned along with equal rewards
 STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
@@ -30,6 +30,8 @@ CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not ha
 MIN_FALL = 0.06  # of a function's standard deviation, by which steps must have lowered it; .03 for rewards of 0 and 1
 MIN_FALL_STDERRS = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
 NOTHING_LEARNED = "Nothing has been learned from rewards"
+HIGHEST = 1.0  # of a reward of 0 and 1
+FIND_CHANGE = "Find what changed at step {step}: the reward function, its service or the data."
 
 
 def not_a_number(records: RunRecords) -> Line | None:
@@ -45,7 +47,9 @@ def not_a_number(records: RunRecords) -> Line | None:
             function = name.removeprefix("rewards/").removesuffix("/mean")
             whose = "The reward" if name == "reward" else f"The reward function `{function}`"
             said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
-            return Line("nan", int(missing.index[0]), said, f"Correct what {function} returns.", NOTHING_LEARNED)
+            return Line(
+                "nan", int(missing.index[0]), said, Advice.to_do(f"Correct what {function} returns."), NOTHING_LEARNED
+            )
     return None
 
 
@@ -77,7 +81,7 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         )
         read = f"Read the responses that earn most: they earn it without `{function}`."
         then = "Then pay for it, or stop." if weights.get(function) == 0 else "Then correct what pays for them."
-        return Line("loophole", since, said, f"{read} {then}")
+        return Line("loophole", since, said, Advice.to_do(f"{read} {then}"))
     return None
 
 
@@ -102,20 +106,22 @@ def all_equal(records: RunRecords) -> Line | None:
     if len(before):
         said += f" Before, it was {before.tail(STEPS_BEFORE).mean():.3f} ({steps_of(before.tail(STEPS_BEFORE))})."
     if len(before) and part.iloc[-1] > records.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
-        return Line("equal", since, f"{said} No step had a higher one: nothing is left to learn here.", STOP_ADVICE)
+        return Line(
+            "equal", since, f"{said} No step had a higher one: nothing is left to learn here.", Advice.to_do(STOP)
+        )
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = records.of_responses(cut_off)
         length = records.set_up.number("max_completion_length")
-        setting = _longer(records, length)
         said += f" {in_percent(share)} of the responses are cut off at the maximum length."
-        return Line("equal", since, said, setting, NOTHING_LEARNED)
+        return Line("equal", since, said, _longer(records, length), NOTHING_LEARNED)
     look = "Look at responses and their rewards: the reward function gives all of them the same."
-    return Line("equal", since, said, look, NOTHING_LEARNED)
+    if part.iloc[-1] == HIGHEST:
+        look = "Read responses: if they are right, give harder prompts; if not, correct the reward function."
+    return Line("equal", since, said, Advice.to_do(look), NOTHING_LEARNED)
 
 
-def _longer(records: RunRecords, length: float) -> str:
-    longer = int(2 * length) if math.isfinite(length) else "…"
-    return f"Setting: {records.set_up.line(max_completion_length=longer)}."
+def _longer(records: RunRecords, length: float) -> Advice:
+    return Advice(records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…"))
 
 
 def hardly_mixed(records: RunRecords) -> Line | None:
@@ -134,9 +140,8 @@ def hardly_mixed(records: RunRecords) -> Line | None:
     said += f" have zero advantage. The mean reward is {format_estimate(mean)}."
     more = records.set_up.number("num_generations", 8)
     way = "buffer=filtered" if records.set_up.kind == "job" else records.set_up.line(num_generations=int(2 * more))
-    return Line(
-        "unmixed", since or int(shares.index[0]), said, f"Setting: {way}, or prompts nearer to a reward of one half."
-    )
+    to_change = Advice(f"{way}, or prompts nearer to a reward of one half")
+    return Line("unmixed", since or int(shares.index[0]), said, to_change)
 
 
 def jump(records: RunRecords) -> Line | None:
@@ -174,7 +179,7 @@ def jump(records: RunRecords) -> Line | None:
         ):
             ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
             said = f"Reward jumped {ends}: {size_and_side(change, 'higher', 'lower')}. {between}"
-            largest = score, Line("jump", step, said, f"The reward function or the data changed at step {step}.")
+            largest = score, Line("jump", step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
     return largest[1] if largest else None
 
 
@@ -230,7 +235,9 @@ def length_with_reward(records: RunRecords) -> Line | None:
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )
-    return Line("length", int(length.index[0]), said, "Check whether the reward function pays for length.")
+    return Line(
+        "length", int(length.index[0]), said, Advice.to_do("Check whether the reward function pays for length.")
+    )
 
 
 def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:

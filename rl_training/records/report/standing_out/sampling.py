@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
-from rl_training.records.report.trends import first_of_trailing, mean_of_recent
+from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
+from rl_training.records.report.trends import RECENT, first_of_trailing, mean_of_recent
 from rl_training.records.report.writing import format_estimate, steps_of
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import difference, mean_of
 
 MIN_CUT_OFF_SHARE = 0.5  # share of responses
 FEW_STEPS = 3
@@ -30,7 +31,7 @@ def no_end(records: RunRecords) -> Line | None:
     said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
     length = records.set_up.number("max_completion_length")
     longer = f" or {records.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
-    return Line("endless", since, said, f"Setting: eos_token_id of the model and its tokenizer{longer}.")
+    return Line("endless", since, said, Advice(f"eos_token_id of the model and its tokenizer{longer}"))
 
 
 def most_cut_off(records: RunRecords) -> Line | None:
@@ -44,7 +45,7 @@ def most_cut_off(records: RunRecords) -> Line | None:
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
     said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
     longer = records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
-    return Line("cut_off", since, said, f"Setting: {longer}.")
+    return Line("cut_off", since, said, Advice(longer))
 
 
 def other_sampler(records: RunRecords) -> Line | None:
@@ -53,9 +54,8 @@ def other_sampler(records: RunRecords) -> Line | None:
 
 
 def _by_settings(records: RunRecords) -> Line | None:
-    settings = records.set_up.trainer("generation_kwargs")
     sampling: dict[str, Any] = {name: records.set_up.trainer(name) for name in CUTS}
-    sampling |= dict(settings) if isinstance(settings, dict) else {}
+    sampling |= records.set_up.of_generation
     cut = {name: sampling[name] for name, whole in CUTS.items() if _is_other(sampling.get(name), whole)}
     if cut.get("top_k", 0) < 0:
         cut.pop("top_k")
@@ -63,14 +63,13 @@ def _by_settings(records: RunRecords) -> Line | None:
     first = records.run.steps[0]
     if _is_other(sampled, trained):
         said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
-        return Line(
-            "sampler", first, f"{said}{_distance(records)}", f"Setting: {records.set_up.line(temperature=sampled)}."
-        )
+        advice = Advice(records.set_up.sample_with(temperature=trained))
+        return Line("sampler", first, f"{said}{_distance(records)}", advice)
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
     said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
-    return Line("sampler", first, said, f"Setting: {records.set_up.line(**{name: CUTS[name] for name in cut})}.")
+    return Line("sampler", first, said, Advice(records.set_up.sample_with(**{name: CUTS[name] for name in cut})))
 
 
 def _is_other(value: Any, whole: float) -> bool:
@@ -98,28 +97,51 @@ def _by_own_tokens(records: RunRecords) -> Line | None:
     )
     temperature = records.set_up.number("temperature", 1.0)
     sampler = f"temperature {temperature:g} and top-p 1, without forced tokens"
-    setting = f"Setting: generate with the trained weights at {sampler}."
-    return Line("sampler", int(noticed.index[0]), said, setting)
+    return Line("sampler", int(noticed.index[0]), said, Advice(f"generate with the trained weights at {sampler}"))
 
 
 def _by_measurement(records: RunRecords) -> Line | None:
-    left, ratio = (mean_of_recent(records.run.values(f"sampler/{name}")) for name in ("ess", "mean_ratio"))
-    kl = records.run.values("sampler/kl")
+    kl, shares, ratios = (records.run.values(f"sampler/{name}") for name in ("kl", "ess", "mean_ratio"))
+    left, ratio = mean_of_recent(shares), mean_of_recent(ratios)
     if kl.empty or not recent(kl).mean() > 0 or not math.isfinite(left.stderr):
         return None
-    shares: pd.Series[float] = records.run.values("sampler/ess")
     distance = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
-    if ratio.bounds()[1] < MIN_MEAN_RATIO:
+    if ratio.bounds()[1] < MIN_MEAN_RATIO and _leaves_tokens_out(left, ratios):
         said = (
             f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
             f"1. They are {distance}."
         )
-        return Line("sampler", int(shares.index[0]), said, "Setting: the engine's top_p, top_k and temperature.")
+        return Line("sampler", int(shares.index[0]), said, Advice("the engine's top_p, top_k and temperature"))
     if left.bounds()[1] < MIN_ESS:
-        since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS) or int(
-            recent(shares).index[0]
-        )
-        said = f"The policy that samples is not the one that is trained: {distance}. Importance weights leave "
-        said += f"{format_estimate(left)} of the sequences."
-        return Line("sampler", since, said, "Setting: copy the weights to the sampler more often.")
+        is_low: pd.Series[bool] = shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS
+        since = first_of_trailing(is_low) or int(recent(shares).index[0])
+        said = f"The policy that samples is not the one that is trained: {distance}"
+        if _has_drifted(kl):
+            said = (
+                f"The sampler drifts away from the policy that is trained: {distance}, from {kl.iloc[0]:.2g} at first"
+            )
+        said += f". Importance weights leave {format_estimate(left)} of the sequences."
+        return Line("sampler", since, said, _fresher_weights(records))
     return None
+
+
+def _leaves_tokens_out(left: Estimate, ratios: pd.Series[float]) -> bool:
+    """Return whether a mean ratio below 1 tells of tokens that are never drawn, and not of weights that grew old.
+
+    A sampler that leaves tokens out does so from the first step on, and hardly makes weights unequal. Where policies
+    drift apart, weights are so unequal that their mean in a batch mostly lies below 1, which is that of all responses.
+    """
+    return left.bounds()[0] >= MIN_ESS or mean_of(list(ratios.head(FEW_STEPS))).bounds()[1] < MIN_MEAN_RATIO
+
+
+def _has_drifted(kl: pd.Series[float]) -> bool:
+    """Return whether KL has grown from the first steps to the last ones."""
+    growth = difference(mean_of(list(recent(kl))), mean_of(list(kl.head(FEW_STEPS))))
+    return len(kl) > RECENT + FEW_STEPS and growth.bounds()[0] > 0
+
+
+def _fresher_weights(records: RunRecords) -> Advice:
+    """Return the setting that keeps the sampler closer to the policy."""
+    if records.set_up.number("num_iterations", 1.0) > 1:
+        return Advice(records.set_up.line(num_iterations=1))
+    return Advice("copy the weights to the sampler more often")

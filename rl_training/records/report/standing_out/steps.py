@@ -9,7 +9,7 @@ import pandas as pd
 
 from rl_training.records.report.estimates import last_of, to_estimates
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
-from rl_training.records.report.standing_out.line import Line, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
 from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.records.report.writing import format_estimate, milli, steps_of
@@ -30,6 +30,7 @@ MIN_REWARD_LOSS = 0.5  # share of the best reward that is gone
 MIN_ENTROPY_CHANGE = 0.5  # share by which entropy changes after the best step
 MAX_BATCH_RATIO = 0.25  # batch over noise scale
 MAX_REWARD_GAIN = 0.25  # standard deviations of the reward: if it may have gained more, it may be learning
+SHORT_WARM_UP = 0.1  # of the steps of a run: what is advised instead of one that goes on
 STEPS_OF_NOISE = 12  # logged steps that reward must have had to rise
 
 
@@ -49,9 +50,8 @@ def _lost_to_rounding(records: RunRecords) -> Line | None:
     left = mean_of_recent(shares)
     said = f"Rounding to the weights' dtype leaves {format_estimate(left)} of a step."
     since = first_of_trailing(shares < MIN_SURVIVING_SHARE) or int(shares.index[0])
-    return Line(
-        "no_step", since, said, "Setting: weights in float32 (bf16=True computes in bf16), or a higher learning_rate."
-    )
+    more = Advice("weights in float32 (bf16=True computes in bf16), or a higher learning_rate")
+    return Line("no_step", since, said, more)
 
 
 def _hardly_moves(records: RunRecords) -> Line | None:
@@ -79,8 +79,28 @@ def _no_rate(records: RunRecords) -> Line | None:
         return None
     since = first_of_trailing(rates <= now.max()) or int(now.index[0])
     said = f"The learning rate is {now.max():.2g} ({steps_of(now)}): the steps move nothing."
-    setting = f"Setting: {records.set_up.rate_name}, its schedule and warm-up."
+    warm_up = _long_warm_up(records)
+    if warm_up is not None:
+        said, setting = f"{said} {warm_up[0]}", warm_up[1]
+    else:
+        setting = Advice(f"{records.set_up.rate_name}, its schedule and warm-up")
     return Line("no_step", since, said, setting, "Nothing is trained")
+
+
+def _long_warm_up(records: RunRecords) -> tuple[str, Advice] | None:
+    """Return how far the run is in its warm-up, and a shorter one; None if it is past the warm-up, or has none."""
+    set_up, last = records.set_up, records.run.steps[-1]
+    asked, planned = set_up.number("warmup_steps", 0.0), set_up.number("max_steps", 0.0)
+    planned = planned if planned > 0 else last  # TRL: −1 if epochs decide
+    share = max(asked if asked < 1 else 0.0, set_up.number("warmup_ratio", 0.0))
+    length = asked if asked >= 1 else share * planned
+    if not length > last:
+        return None
+    said = f"The warm-up takes {length:.0f} steps, and {last} are done."
+    shorter = max(1, round(SHORT_WARM_UP * planned))
+    if length <= shorter:
+        return said, Advice.to_do(f"Wait until step {length:.0f}, where the warm-up ends.")
+    return said, Advice(set_up.line(warmup_steps=shorter))
 
 
 def _why_so_little(records: RunRecords) -> str:
@@ -93,19 +113,22 @@ def _why_so_little(records: RunRecords) -> str:
     trained = records.set_up.trained_parameters
     if trained is not None:
         parts.append(f"{trained:,} parameters are trained")
-    return f"{', '.join(parts).capitalize()}." if parts else ""
+    said = f"{', '.join(parts).capitalize()}." if parts else ""
+    warm_up = _long_warm_up(records)
+    return said if warm_up is None else f"{said} {warm_up[0]}"
 
 
-def _more(records: RunRecords) -> str:
+def _more(records: RunRecords) -> Advice:
+    warm_up = _long_warm_up(records)
+    if warm_up is not None:
+        return warm_up[1]
     norm, clip = records.run.logged("grad_norm"), records.set_up.number("max_grad_norm")
     if str(records.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
-        return f"Setting: {records.set_up.line(max_grad_norm=float(norm.median()))}."
+        return Advice(records.set_up.line(max_grad_norm=float(norm.median())))
     if records.set_up.is_bounded:
-        return f"Setting: {records.set_up.bounded_step(times=3.0)}, or more trained parameters."
-    return (
-        f"Setting: {records.set_up.bounded_step()}, which adapts the rate; or a higher learning_rate, or more "
-        "trained parameters."
-    )
+        return Advice(f"{records.set_up.bounded_step(times=3.0)}, or more trained parameters")
+    bound = f"{records.set_up.bounded_step()}, which adapts the rate"
+    return Advice(f"{bound}; or a higher learning_rate, or more trained parameters")
 
 
 def too_large(records: RunRecords) -> Line | None:
@@ -146,7 +169,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
             f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) "
             f"to {after.mean():.3f} ({steps_of(after)})."
         )
-        return Line("large_step", int(step), said, f"Setting: {records.set_up.bounded_step()}.")
+        return Line("large_step", int(step), said, Advice(records.set_up.bounded_step()))
     return None
 
 
@@ -163,7 +186,7 @@ def _one_is_beyond_all(records: RunRecords) -> Line | None:
         f"A step is too large: step {step} moved the policy by {format_estimate(moved)} nats per token (KL), and its "
         f"entropy was {entropy[step]:.2g}."
     )
-    return Line("large_step", step, said, f"Setting: {records.set_up.bounded_step()}.")
+    return Line("large_step", step, said, Advice(records.set_up.bounded_step()))
 
 
 def _too_far(records: RunRecords) -> Line | None:
@@ -183,7 +206,7 @@ def _too_far(records: RunRecords) -> Line | None:
         "the median."
     )
     since = int(far.index[far.to_numpy()][0])
-    return Line("large_step", since, said, f"Setting: {records.set_up.bounded_step()}.")
+    return Line("large_step", since, said, Advice(records.set_up.bounded_step()))
 
 
 def _first_order_fails(records: RunRecords) -> Line | None:
@@ -195,8 +218,8 @@ def _first_order_fails(records: RunRecords) -> Line | None:
         f"Steps are too large for first order: half of forward − backward is {milli(half)} thousandths of a nat, of a "
         f"forward of {milli(forward)}, the mean over the last steps."
     )
-    return Line("large_step", int(recent(records.run.values("delta_h/forward")).index[0]), said,
-                f"Setting: {records.set_up.bounded_step()}.")  # fmt: skip
+    since = int(recent(records.run.values("delta_h/forward")).index[0])
+    return Line("large_step", since, said, Advice(records.set_up.bounded_step()))
 
 
 def _reward_is_gone(records: RunRecords) -> Line | None:
@@ -221,7 +244,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
         f"({steps_of(end)}), and entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
     )
-    return Line("large_step", best, said, f"Setting: {records.set_up.smaller_steps()}.")
+    return Line("large_step", best, said, Advice(records.set_up.smaller_steps()))
 
 
 def follows_noise(records: RunRecords) -> Line | None:
@@ -244,9 +267,10 @@ def follows_noise(records: RunRecords) -> Line | None:
         f"{reward} ({milli(rate)} thousandths a step)."
     )
     times = max(2, math.ceil(0.5 / high)) if high > 0 else 8
-    larger = f"{records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate."
-    setting = f"Setting: {larger}"
+    larger = f"{records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate"
+    advice = Advice(larger)
     if fall_as_if_by_lot(records):
         said += " Within prompts, rewards differ as if drawn by lot."
-        setting = f"Check first that the reward function returns rewards in the order of the completions; else {larger}"
-    return Line("noise", int(records.reward.index[0]), said, setting)
+        check = "Check whether the reward function returns rewards in the order of the completions; if it does,"
+        advice = Advice.to_do(f"{check} {larger}.")
+    return Line("noise", int(records.reward.index[0]), said, advice)

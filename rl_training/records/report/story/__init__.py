@@ -63,6 +63,12 @@ class Story:
         """Whether the first steps' mean entropy is not above 0."""
         return "token entropy" in self.levels and not self.levels["token entropy"].start > 0
 
+    @property
+    def whole_effect(self) -> Estimate | None:
+        """What the measured steps did to the paid reward in all; None if no step was measured."""
+        known = [effect for effect in self.effects.values() if math.isfinite(effect.stderr)]
+        return known[-1] if known else None
+
     def effect_since(self, step: int) -> Estimate:
         """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
         before, now = self.effects.get(step), next(reversed(self.effects.values()), None)

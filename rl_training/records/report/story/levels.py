@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from rl_training.records.report import findings
 from rl_training.records.report.story.broken_line import BrokenLine
-from rl_training.records.report.writing import level, plus_minus, steps_of
+from rl_training.records.report.writing import ROUNDING, level, plus_minus, steps_of
 
 FIRST_STEPS = 5  # logged steps whose mean is the level at the start; in short runs one in twenty
 
@@ -21,7 +22,7 @@ class Levels:
     Args:
         start: Mean of the first logged steps.
         now: The level at the last step, within the range of the values; None if there is only one value.
-        error: Standard error of `now`; nan if unknown.
+        error: Standard error of `now`; nan if unknown, 0 for a number that never changes.
         window: The steps that they cover, in words.
     """
 
@@ -34,8 +35,12 @@ class Levels:
     def text(self) -> str:
         if self.now is None:
             return level(self.start)
-        now = plus_minus(self.now, 2 * self.error) if self.error > 0 else level(self.now)
-        return f"{level(self.start)} → {now}"
+        return f"{level(self.start)} → {self.text_now}"
+
+    @property
+    def text_now(self) -> str:
+        assert self.now is not None
+        return plus_minus(self.now, 2 * self.error) if self.error > 0 else level(self.now)
 
 
 def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = math.nan) -> Levels:
@@ -57,6 +62,8 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = 
         return Levels(start, now, math.nan, at)
     head = first_values(values)
     at = f"mean of {steps_of(head)}" if len(head) > 1 else steps_of(head)
+    if float(np.ptp(values)) <= ROUNDING * float(values.abs().max()):  # a constant has no noise
+        return Levels(float(head.mean()), float(values.iloc[-1]), 0.0, f"the same at all steps up to {line.last}")
     window = f"{at} → smoothed level at step {line.last}, ± two standard errors"
     now = min(max(line.now, float(values.min())), float(values.max()))  # a line's end may lie beyond all values
     return Levels(float(head.mean()), now, line.now_error if math.isnan(error) else error, window)

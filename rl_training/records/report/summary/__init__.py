@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rl_training.probe_names import BUILT_IN_NAMES
 from rl_training.records.report import tokens
 from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
-from rl_training.records.report.interventions import STILL_FALLS, still_falls
-from rl_training.records.report.own_probes import BUILT_IN
+from rl_training.records.report.interventions import STILL_FALLS, is_fine, still_falls
+from rl_training.records.report.own_probes import own_probes
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
@@ -23,7 +24,7 @@ from rl_training.records.report.summary.batch import effective_sample, noise_sca
 from rl_training.records.report.summary.changes import entropy_changes
 from rl_training.records.report.summary.levels import levels
 from rl_training.records.report.summary.row import Link, Row
-from rl_training.records.report.verdict import NOTHING_TO_DO, UNKNOWN, Verdict, judge
+from rl_training.records.report.verdict import ENTROPY_IS_FINE, UNKNOWN, Verdict, judge
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 
 QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answers
@@ -40,7 +41,7 @@ def summarize(run: Run) -> list[Row]:
     verdict = judge(run)
     lines = [
         *levels(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
-        *noise_scale(run), *effective_sample(run), *entropy_changes(run), _cost(run),
+        *noise_scale(run, verdict), *effective_sample(run), *entropy_changes(run), _cost(run),
     ]  # fmt: skip
     return [
         Row(on_one_line(label), on_one_line(value), on_one_line(note), see, quotes)
@@ -54,8 +55,9 @@ def _further_probes(run: Run) -> Iterator[Row]:
     absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
     if recorded and absent:
         told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
-        on = [probe for probe in BUILT_IN if (run.table["probe"] == probe).any()]  # also those without a question
+        on, own = [name for name in BUILT_IN_NAMES if (run.table["probe"] == name).any()], own_probes(run.table)
         how = f"to turn them on, {SetUp.of(run).probes(*on, *absent)}"
+        how += f" beside your own: {', '.join(own)}" if own else ""
         yield Row("probes that were off", str(len(absent)), f"{told}; {how}")
 
 
@@ -73,10 +75,10 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
         return
     if still_falls(run, verdict.kind):
         yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
-    elif verdict.kind in NOTHING_TO_DO:
+    elif is_fine(run, verdict.kind) or verdict.kind == UNKNOWN:
         listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
-        value = "none needed yet" if verdict.kind == UNKNOWN else "none needed"
-        yield Row("interventions", value, NOTHING_TO_DO[verdict.kind] + listed)
+        value = "cannot be told yet" if verdict.kind == UNKNOWN else "none needed"
+        yield Row("interventions", value, ENTROPY_IS_FINE[verdict.kind] + listed)
     elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
         how = "would halve the fall, extrapolated from one step"

@@ -7,14 +7,19 @@ from collections.abc import Iterator, Sequence
 
 from rl_training.records.report.estimates import last_of
 from rl_training.records.report.series import Run
+from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import RECENT
+from rl_training.records.report.verdict import FALLEN, GONE, LEARNED, SOLVED, Verdict
 from rl_training.records.report.writing import MISSING, percent, steps_of
 
+IN_THE_WAY = {"nan", "equal", "no_step", "large_step", "jump"}  # lines that come before the size of the batch
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
-def noise_scale(run: Run) -> Iterator[Row]:
+def noise_scale(run: Run, verdict: Verdict) -> Iterator[Row]:
+    """Yield the row on the noise scale, and on the batch that it calls for where there is something left to learn."""
     scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
     if scale is None:
         return
@@ -27,8 +32,21 @@ def noise_scale(run: Run) -> Iterator[Row]:
     value = f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts"
     if math.isinf(high):
         value = "unbounded" if math.isinf(low) else f"above {low:.0f} prompts"
-    advice = _batch_size(ratio.interval if ratio else None, scale.interval)
+    advice = _nothing_to_gain(run, verdict) or _batch_size(ratio.interval if ratio else None, scale.interval)
     yield Row("noise scale", value, f"95 %; {advice}", see)
+
+
+def _nothing_to_gain(run: Run, verdict: Verdict) -> str:
+    """Return why no batch is called for: nothing is left to learn, or something else is in the way of it; else ""."""
+    mixed = 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
+    lines = {line.name for line in standing_out(run)}
+    if verdict.kind == GONE or lines & IN_THE_WAY or (verdict.kind == FALLEN and "noise" not in lines):
+        return "what the first lines say comes before the size of the batch"
+    if verdict.kind in (LEARNED, SOLVED):
+        return "it grows as the reward's highest value is reached, and calls for no other batch"
+    if mixed < FEW_MIXED:
+        return f"only {percent(mixed)} of the prompts have unequal rewards: that calls for other prompts"
+    return ""
 
 
 def _batch_size(ratio: tuple[float, float] | None, scale: tuple[float, float]) -> str:

@@ -18,6 +18,7 @@ from rl_training.records.report.verdict import holds, sentences
 
 FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
 SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
+SOLVED, FLAT = "solved", "flat"
 # The kinds in which there is nothing to do, and why.
 NOTHING_TO_DO = {
     LEARNED: "reward is at 80% or more of its highest possible value",
@@ -25,6 +26,12 @@ NOTHING_TO_DO = {
     RISES: "entropy does not fall",
     STEADY: "entropy has no trend in the last quarter of the run",
     UNKNOWN: "more steps are needed to tell",
+}
+# The kinds in which nothing need be done to keep entropy, and why.
+ENTROPY_IS_FINE = {
+    **NOTHING_TO_DO,
+    SOLVED: "the task was solved from the first step",
+    FLAT: "entropy does not fall",
 }
 
 
@@ -61,6 +68,7 @@ STATES = (
     State(FALLEN, holds.reward_fell, "Reward has fallen", sentences.fall),
     State(HELD_OUT, holds.held_out_fell, "Held-out reward has fallen", sentences.held_out_fall),
     State(PART, holds.part_fell, "The reward function {part} has fallen", sentences.part_fall),
+    State(SOLVED, holds.was_solved, "Solved from the first step, if the reward is right", sentences.after_colon),
     State(LEARNED, holds.has_learned, "Learned", sentences.after_colon),
     State(SPENT, holds.is_spent, "Entropy is being spent on reward", sentences.after_colon),
     State(RISES, holds.both_rise, "Entropy rises, and so does reward", sentences.after_colon),
@@ -68,6 +76,7 @@ STATES = (
     State(GONE, holds.is_wasted, "Entropy is gone", sentences.what_is_left),
     State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss),
     State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.after_colon),
+    State(FLAT, holds.has_hardly_risen, "Reward has hardly risen", sentences.over_all_steps),
     State(RISES, holds.entropy_rises, "Entropy rises", sentences.after_colon),
     State(STEADY, holds.is_steady, "Entropy is steady now", sentences.at_its_level),
     State(

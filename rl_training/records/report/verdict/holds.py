@@ -17,6 +17,8 @@ CEILING = 0.8  # of the highest possible reward: learned
 CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
 ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
+STEADY_STEPS = 100  # logged steps after which an entropy without a trend is steady, whatever its noise may hide
+MIN_STEPS_TO_RISE = 20  # logged steps that reward must have had before it is said to have hardly risen
 
 
 def is_short(story: Story) -> bool:
@@ -104,6 +106,12 @@ def has_learned(story: Story) -> bool:
     return story.reward is not None and story.reward.is_at_ceiling(ceiling)
 
 
+def was_solved(story: Story) -> bool:
+    """Return whether reward was at its ceiling from the first step on: nothing was left to learn."""
+    reward = story.reward
+    return reward is not None and has_learned(story) and reward.start >= CEILING * reward.top and not reward.has_risen
+
+
 def is_lost(story: Story) -> bool:
     """Return whether reward is flat, within what the loss of entropy should have bought, while entropy falls.
 
@@ -123,6 +131,15 @@ def has_erupted(story: Story) -> bool:
     return story.entropy is not None and story.entropy.left > ERUPTION
 
 
+def has_hardly_risen(story: Story) -> bool:
+    """Return whether reward, in a run long enough, is where it was, and entropy does not fall."""
+    reward = story.reward
+    if reward is None or story.logged < MIN_STEPS_TO_RISE or entropy_falls(story):
+        return False
+    gain = reward.now - max(reward.start, reward.line.start)
+    return not reward.rises and gain <= max(BAND * reward.spread, 2 * reward.line.now_error)
+
+
 def entropy_falls(story: Story) -> bool:
     return story.entropy is not None and story.entropy.change < 0
 
@@ -132,4 +149,7 @@ def entropy_rises(story: Story) -> bool:
 
 
 def is_steady(story: Story) -> bool:
-    return story.entropy is not None and not entropy_falls(story) and story.entropy.reach < STEADY_WITHIN
+    """Return whether entropy has no trend, and a short run's noise could not hide a large one."""
+    if story.entropy is None or entropy_falls(story):
+        return False
+    return story.entropy.reach < STEADY_WITHIN or story.logged >= STEADY_STEPS

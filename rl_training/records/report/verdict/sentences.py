@@ -7,8 +7,10 @@ from rl_training.records.report.story.broken_line import BrokenLine
 from rl_training.records.report.story.curves import NOW, Entropy, Reward
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict import holds
-from rl_training.records.report.verdict.holds import ALMOST_NOTHING
-from rl_training.records.report.writing import level, percent, plus_minus
+from rl_training.records.report.verdict.holds import ALMOST_NOTHING, STEADY_WITHIN
+from rl_training.records.report.writing import level, percent, share_left
+
+NO_ENTROPY = "entropy was 0 from the first step: every response to a prompt is the same"
 
 
 def so_far(story: Story) -> str:
@@ -24,7 +26,7 @@ def so_far(story: Story) -> str:
 
 def why_unknown(story: Story) -> str:
     if story.entropy is None and story.starts_without_entropy:
-        what = "entropy was 0 from the first step: every response to a prompt is the same"
+        what = NO_ENTROPY
     elif story.entropy is None:
         what = "too few steps have logged an entropy"
     elif holds.entropy_falls(story):
@@ -37,7 +39,7 @@ def why_unknown(story: Story) -> str:
 def fall(story: Story) -> str:
     reward = story.reward
     assert reward is not None
-    parts = [f"{part.name} {level(part.best)} → {_now(part)}" for part in story.parts if part.fall]
+    parts = [f"{part.name} {level(part.best)} → {part.levels.text_now}" for part in story.parts if part.fall]
     of_parts = f" ({'; '.join(parts)})" if parts else ""
     return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
 
@@ -71,11 +73,21 @@ def loss(story: Story) -> str:
     assert entropy is not None
     since = reward.line.step(reward.stands_from)
     lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
-    return f" since step {since}{lost}, while reward is flat at {_now(reward)}. {_of_entropy(entropy)}"
+    return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_of_entropy(entropy)}"
 
 
 def after_colon(story: Story) -> str:
     return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
+
+
+def over_all_steps(story: Story) -> str:
+    """Say that reward is where it was, and after how many steps."""
+    reward = story.reward
+    assert reward is not None
+    entropy = (
+        f"{NO_ENTROPY[0].upper()}{NO_ENTROPY[1:]}." if story.starts_without_entropy else _of_entropy(story.entropy)
+    )
+    return f" in {story.last - story.first + 1} steps: {reward.levels.text}. {entropy}".rstrip()
 
 
 def at_its_level(story: Story) -> str:
@@ -83,7 +95,8 @@ def at_its_level(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
     of_reward = f"reward {reward.levels.text}, {_of_reward_now(reward)}. " if reward else ""
-    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats."
+    hidden = f" Its noise could hide a change of {percent(entropy.reach)}." * (entropy.reach >= STEADY_WITHIN)
+    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats.{hidden}"
 
 
 def _both(story: Story, name: str = "Reward") -> str:
@@ -96,7 +109,7 @@ def _both(story: Story, name: str = "Reward") -> str:
 
 
 def _how_it_fell(reward: Reward) -> str:
-    return f"since step {reward.since}: from {level(reward.best)} at its best to {_now(reward)}"
+    return f"since step {reward.since}: from {level(reward.best)} at its best to {reward.levels.text_now}"
 
 
 def _of_reward_now(reward: Reward) -> str:
@@ -128,13 +141,3 @@ def _now_or_as_a_whole(line: BrokenLine, sign: float, verb: str) -> str:
     if line.moves_lately(NOW, sign) or first >= NOW * len(line.fitted):
         return f"now it {verb}"
     return f"it {verb} over steps {line.step(first)}–{line.last} as a whole"
-
-
-def _now(reward: Reward) -> str:
-    assert reward.levels.now is not None
-    return plus_minus(reward.levels.now, 2 * reward.levels.error)
-
-
-def share_left(share: float) -> str:
-    """Return a share in percent, with one digit if it is below one."""
-    return percent(share) if share > 0.01 else f"{100 * share:.1g}%"
