@@ -14,7 +14,7 @@ from rl_training.engine.loop import Loop
 from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step_checks import StepChecks
-from rl_training.optim.state import gradients_and_states, view_optimizer
+from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Batch
 from rl_training.step.data import Gradients, StepData
@@ -73,7 +73,7 @@ def build_step(
         loss_settings=step_recorder.loss_settings,
         copies=copies,
     )
-    mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
+    mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
     gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
     step = StepData(step_recorder.number, batch, gradients, optimizer, reasons)
     needs = needs_of(step_recorder.probes)

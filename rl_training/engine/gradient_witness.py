@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.optim.updates import clipping
+from rl_training.optim.updates import clip_factors
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import sample_entries
@@ -34,7 +34,7 @@ class GradientWitness:
         assert data.gradients.sq_norms is not None
         self._shard = shard
         self._measured = sample_entries(shard.layout, data.gradients.mean.values())
-        self._clip = float(clipping(data.gradients.sq_norms[-1, :, 0].sum().cpu(), data.optimizer.max_grad_norm))
+        self._clip = float(clip_factors(data.gradients.sq_norms[-1, :, 0].sum().cpu(), data.optimizer.max_grad_norm))
         self._sums: Tensor | None = None  # products of both gradients, on this rank
 
     def about_to_step(self) -> None:

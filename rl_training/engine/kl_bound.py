@@ -43,8 +43,8 @@ from rl_training.engine.kl_search import (
     search_factor,
 )
 from rl_training.errors import UserError
-from rl_training.optim.state import gradients_and_states, view_optimizer
-from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
+from rl_training.optim.state import gradients_and_view, view_optimizer
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import dots
@@ -230,13 +230,13 @@ class KLBound:
     def _scheduled_step(self) -> Mapping[str, Tensor]:
         """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""
         shard = self._shard
-        gradients, view = gradients_and_states(shard, view_optimizer(shard))
+        gradients, view = gradients_and_view(shard, view_optimizer(shard))
         pieces = OptimizerPieces(shard.layout, shard.weights(), view.states)
         square = torch.zeros((), dtype=torch.float64, device=shard.layout.device)
         for piece in pieces:
             gradient = piece.of(gradients)
             square += dots(gradient, gradient)
-        clip = float(clipping(self._ranks.reduce(square), view.max_grad_norm))
+        clip = float(clip_factors(self._ranks.reduce(square), view.max_grad_norm))
         return shard.layout.by_name(compute_update(shard.layout, StepUpdate(pieces, gradients, clip)))
 
     def _mean_over_tokens(self, values: Tensor, mask: Tensor) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_training.optim.updates import CAUSES
+from rl_training.optim.formula import CAUSES
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
 NUM_GROUPS, OUTSIDE = 3, "outside"  # groups of consecutive layers, and the parameters outside of layers

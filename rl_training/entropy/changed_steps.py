@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
-from rl_training.optim.updates import Entries, OptimizerPiece, clipping
+from rl_training.optim.updates import Entries, OptimizerPiece, clip_factors
 from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
@@ -224,7 +224,7 @@ class ChangedUpdates:
         """Return a piece's updates with the changed gradients, (K + 1, n)."""
         coefficients = self._grams.new_tensor([1.0 + change.gradient, change.basis][: len(gradients)])
         square = (self._grams @ coefficients @ coefficients).clamp(min=0.0)  # negative only by rounding
-        clips = clipping(square, self._max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
+        clips = clip_factors(square, self._max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
         factors = torch.outer(clips, coefficients).to(gradients[0]).unsqueeze(2)
         gradient = factors[:, 0] * gradients[0]
         for index, term in enumerate(gradients[1:], 1):
@@ -243,5 +243,5 @@ class GradientParts(ChangedUpdates):
     """
 
     def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        clips = clipping(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
+        clips = clip_factors(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
         return piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]

@@ -69,7 +69,7 @@ from rl_training.entropy.products import FoldProducts
 from rl_training.entropy.weights import PrefixRatios
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.rounding import rounded_update
-from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
 from rl_training.parallel.sums import square_norm
@@ -175,7 +175,7 @@ def _updates(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneO
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for span in pieces.spans:
         square += square_norm(span.of(mean))
-    whole = StepUpdate(pieces, mean, clip=float(clipping(ranks.reduce(square), max_grad_norm)))
+    whole = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
     if not layout.is_large and not step.optimizer.rounding_reason:
         whole = dataclasses.replace(whole, held=compute_update(layout, whole))
     if gradients.rows is None or _forward_reason(step):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import PRODUCTS, EntropySettings
+from rl_training.optim.formula import CAUSES
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
-from rl_training.optim.updates import CAUSES, OptimizerPiece, StepUpdate
+from rl_training.optim.updates import OptimizerPiece, StepUpdate
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sums import dots, inner_product
@@ -51,7 +52,7 @@ class _LeaveOneOutProducts:
         held = None if updates.whole.held is None else piece.of(updates.whole.held)
         terms = updates.clipped.terms_without(index, piece)
         fusion = updates.pieces.layout.fusion
-        sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, updates.whole.factor, held, *terms)
+        sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, updates.whole.clip_tensor, held, *terms)
         whole, without = sums[: -len(CAUSES)], sums[-len(CAUSES) :]
         self.without[index, :, piece.parameter_indices, target] += without.movedim(0, -2)
         self.whole[index, target] += whole.sum(dim=(0, -1))
@@ -164,7 +165,7 @@ class FoldProducts:
         if self._forward is not None:
             self._forward.add(piece, index, target, x)
         else:
-            terms = x, piece.of(update.mean), update.factor
+            terms = x, piece.of(update.mean), update.clip_tensor
             self._whole[index, target] += self._layout.fusion.sums(update_products, piece.sizes, piece, *terms).sum(
                 dim=(0, -1)
             )

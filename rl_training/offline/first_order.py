@@ -40,7 +40,8 @@ from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 from rl_training.optim.adamw import AdamWState
-from rl_training.optim.updates import CAUSES, OptimizerPiece
+from rl_training.optim.formula import CAUSES
+from rl_training.optim.updates import OptimizerPiece
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.probes.fresh_sample import TARGETS, weights_of_buffer, without_blocks

@@ -30,7 +30,7 @@ from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import MemorySettings
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
-from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.rows import Receiver, Rows
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout
@@ -78,7 +78,7 @@ def make_update(
     max_norm = restored.optimizer.max_grad_norm
     pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
     folds = fold_means(gradient, rows, batch.fold_sizes)
-    whole = StepUpdate(pieces, gradient, clip=float(clipping(restored.reduce(dot(gradient, gradient)), max_norm)))
+    whole = StepUpdate(pieces, gradient, clip=float(clip_factors(restored.reduce(dot(gradient, gradient)), max_norm)))
     without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, whole)
     return Update(batch, gradient, compute_update(layout, without.whole), without)
 

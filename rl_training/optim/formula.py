@@ -34,6 +34,9 @@ class UpdateParts(NamedTuple):
         return (self.momentum + self.gradient).add_(self.decay)
 
 
+CAUSES = UpdateParts._fields
+
+
 class OptimizerState(abc.ABC):
     """The optimizer's state of one parameter BEFORE a step: its moments, and the hyperparameters of its group.
 
@@ -98,7 +101,11 @@ class OptimizerState(abc.ABC):
     @property
     @abc.abstractmethod
     def steady_state_factor(self) -> float:
-        """A lasting gradient change's effect once momentum includes all of it, relative to its effect on this step."""
+        """A lasting gradient change's effect in the end, divided by its effect on this step.
+
+        If all gradients from now on change by ε: a step's change once momentum holds only changed ones, divided by this
+        step's.
+        """
 
     @property
     def is_sign_based(self) -> bool:
@@ -128,11 +135,6 @@ class OptimizerState(abc.ABC):
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]
 
 
-def no_reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    """Return None: every setting of the optimizer has a formula."""
-    return None
-
-
 @dataclass(frozen=True)
 class StepFormula:
     """The class of optimizer whose step is calculated, and how its state is read."""
@@ -140,6 +142,4 @@ class StepFormula:
     optimizer: str  # the full name of the class; its library need not be installed
     # Reads (weights, (n,); the optimizer's state of them, empty before the first step; their parameter group).
     read: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], OptimizerState]
-    reason: Callable[[torch.optim.Optimizer], Unavailable | None] = (
-        no_reason  # why the optimizer's settings have no formula
-    )
+    reason: Callable[[torch.optim.Optimizer], Unavailable | None]  # returns why its settings have no formula

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.optim.formula import CAUSES
 from rl_training.optim.updates import (
-    CAUSES,
     Entries,
     OptimizerPiece,
     OptimizerPieces,
     ParameterSpan,
     StepUpdate,
-    clipping,
+    clip_factors,
     scaled,
 )
 from rl_training.parallel.fusion import Product
@@ -55,25 +55,25 @@ class FoldMeans:
         return _without(mean, rows, self.mean_coefficient[folds], self.fold_coefficient[folds])
 
     def terms_without(
-        self, fold: int | slice, piece: ParameterSpan
+        self, folds: int | slice, piece: ParameterSpan
     ) -> tuple[Tensor, Tensor | EncodedRow, Tensor, Tensor]:
         """Return g, rows and their two coefficients in g_(−k), of which `_without` makes a piece's entries."""
-        column: tuple[int | slice, ...] = (fold, 0) if isinstance(fold, int) else (fold,)
+        column: tuple[int | slice, ...] = (folds, 0) if isinstance(folds, int) else (folds,)
         return (
             piece.of(self.mean),
-            self._row(piece, fold),
+            self._rows(piece, folds),
             self.mean_coefficient[column],
             self.fold_coefficient[column],
         )
 
     def rows_of(self, piece: ParameterSpan) -> tuple[Tensor | EncodedRow, ...]:
         """Return each row's entries of a piece."""
-        return tuple(self._row(piece, fold) for fold in range(len(self.rows)))
+        return tuple(self._rows(piece, fold) for fold in range(len(self.rows)))
 
-    def _row(self, piece: ParameterSpan, fold: int | slice) -> Tensor | EncodedRow:
-        if isinstance(fold, int) and self.rows.layout.fusion.is_on:
-            return self.rows.encoded(piece.bucket, piece.columns, fold)
-        return self.rows.of(piece.bucket, piece.columns, fold)
+    def _rows(self, piece: ParameterSpan, folds: int | slice) -> Tensor | EncodedRow:
+        if isinstance(folds, int) and self.rows.layout.fusion.is_on:
+            return self.rows.encoded(piece.bucket, piece.columns, folds)
+        return self.rows.of(piece.bucket, piece.columns, folds)
 
     def scaled(self, factors: Tensor) -> FoldMeans:
         """Return the same gradients with each g_(−k) multiplied by a factor, (K,)."""
@@ -91,7 +91,7 @@ class FoldMeans:
         """
         mean, fusion = piece.of(self.mean), self.rows.layout.fusion
         ratios = self.fold_coefficient / self.mean_coefficient
-        rows = (self._row(piece, fold) for fold in range(len(self.rows)))
+        rows = (self._rows(piece, fold) for fold in range(len(self.rows)))
         if fusion.is_on:
             numbers = zip(rows, ratios[:, 0], strict=True)
             squares = [fusion.sums(_square, (len(mean),), mean, *pair).sum() for pair in numbers]
@@ -111,20 +111,19 @@ def _square(mean: Tensor, row: Tensor | EncodedRow, ratio: Tensor) -> Iterator[P
     yield Product(1.0, difference, difference)
 
 
-def fold_means(mean: Entries, rows: Rows, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
+def fold_means(mean: Entries, rows: Rows, sizes: Tensor) -> FoldMeans:
     """Return a gradient by fold, with the factors that leave one fold out.
 
     Args:
         mean: The mean gradient over all folds.
         rows: The mean gradient of each fold.
         sizes: The number of sequences in each fold, (K,).
-        total_size: The number of sequences in all folds. None: the sum of `sizes`.
 
     Raises:
         ValueError: One fold holds everything.
     """
     entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
-    of_mean, of_fold = leave_out_coefficients(sizes, total_size)
+    of_mean, of_fold = leave_out_coefficients(sizes)
     coefficients = torch.stack([of_mean, of_fold * rows.factors.to(of_fold)]).to(entries).unsqueeze(2)
     return FoldMeans(mean, rows, sizes, *coefficients)
 
@@ -160,7 +159,7 @@ class LeaveOneOutUpdates:
             squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
             for span in pieces.spans:
                 squares += gradient.square_norms_without(span)
-            self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
+            self.clips = clip_factors(reduce(squares).cpu(), max_grad_norm)
         self.clipped = gradient.scaled(self.clips)
 
     @property
@@ -183,7 +182,7 @@ class LeaveOneOutUpdates:
             x: What the update is multiplied with, (n,).
         """
         fusion, gradient, sizes = self.pieces.layout.fusion, self.clipped, (len(x),)
-        mean, factor = piece.of(gradient.mean), self.whole.factor
+        mean, factor = piece.of(gradient.mean), self.whole.clip_tensor
         if piece.is_smooth:
             rows = gradient.rows_of(piece)
             sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows, is_rough=True)

@@ -41,15 +41,12 @@ class OptimizerView:
 
     @property
     def steady_state_factor(self) -> float:
-        """A lasting gradient change's effect once momentum includes all of it, relative to its effect on this step.
-
-        It is nan if parameters differ in it.
-        """
+        """The factor of `OptimizerState.steady_state_factor`; nan if parameters differ in it."""
         factors = {state.steady_state_factor for state in (self.states or {}).values() if state.is_updated}
         return factors.pop() if len(factors) == 1 else math.nan
 
 
-def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
+def gradients_and_view(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
     """Read the step's gradient, and mark in the optimizer's view the parameters that it will not update.
 
     A parameter that the loss does not reach gets a gradient of zeros here, and torch's optimizers do not update it.

@@ -1,11 +1,4 @@
-"""The update of an optimizer step, piece by piece: the real one, and the one without each fold.
-
-    whole       δθ of the step, from the mean gradient g
-    without k   δθ_(−k), the update from the other folds alone, from g_(−k) = (N g − n_k g_k) / (N − n_k)
-
-Each is the optimizer's step from its present state, clipped by the norm of its own gradient. Updates without a fold are
-in leave_one_out.py.
-"""
+"""δθ of a step, piece by piece: the optimizer's step from its present state, clipped by the gradient's norm."""
 
 from __future__ import annotations
 
@@ -24,7 +17,6 @@ from rl_training.parallel.fusion import BLOCK, Product, uncompiled_sums
 from rl_training.parallel.vectors import Layout, Vector, constant, join
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
-CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
 # A vector by bucket, or its tensors by parameter name, which are joined one piece at a time.
 Entries = Vector | Mapping[str, Tensor]
@@ -36,7 +28,6 @@ class ParameterSpan:
 
     bucket: int  # index of the bucket
     columns: slice  # the span within the bucket
-    flat: slice  # the span within the entries of all parameters, one after another
     names: tuple[str, ...]  # the parameters that the optimizer treats alike
     joined_columns: slice  # the span within the joined entries of `names`
     parameter_indices: slice  # the indices of `names` among all parameters
@@ -187,7 +178,6 @@ def _iter_spans(
                 yield ParameterSpan(
                     bucket=index,
                     columns=slice(begin, end),
-                    flat=slice(bucket.start + begin, bucket.start + end),
                     names=bucket.names[first:last],
                     joined_columns=slice(begin - start, end - start),
                     parameter_indices=slice(offset + first, offset + last),
@@ -220,7 +210,7 @@ def clip_coefficient(grad_norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (grad_norm + CLIP_EPSILON), max=1.0)
 
 
-def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
+def clip_factors(square_norm: Tensor, max_grad_norm: float) -> Tensor:
     """Return the clipping factors of gradients with these squared norms."""
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
@@ -238,7 +228,7 @@ class StepUpdate:
     held: Vector | None = None  # δθ, if the weights are not rounded
 
     @functools.cached_property
-    def factor(self) -> Tensor | None:
+    def clip_tensor(self) -> Tensor | None:
         """The clipping factor as a tensor, (). None if nothing is clipped, which saves an uncompiled pass."""
         layout = self.pieces.layout
         if self.clip == 1.0 and not layout.fusion.is_on:
@@ -247,7 +237,7 @@ class StepUpdate:
 
     def gradient(self, piece: OptimizerPiece) -> Tensor:
         """Return a piece's entries of the clipped gradient, (n,)."""
-        return scaled(piece.of(self.mean), self.factor)
+        return scaled(piece.of(self.mean), self.clip_tensor)
 
 
 def scaled(mean: Tensor, factor: Tensor | None) -> Tensor:
@@ -259,7 +249,7 @@ def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None
     """Return δθ of a step before the weights are rounded, as a vector, written over `out` if it is given."""
     out = out or layout.zeros()
     for piece in update.pieces:
-        arguments = piece, piece.of(update.mean), update.factor
+        arguments = piece, piece.of(update.mean), update.clip_tensor
         change = layout.fusion.entries(_intended, BLOCK, len(piece.param), *arguments)
         piece.of(out).copy_((_intended(*arguments) if change is None else change).view(-1))
     return out

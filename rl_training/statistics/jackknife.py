@@ -85,12 +85,11 @@ def jackknife_covariance(
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
 
 
-def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
+def leave_out_coefficients(fold_sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (K,) each: the mean without fold k is a_k g + b_k g_k.
 
     Args:
-        fold_sizes: (K,), n_k.
-        total_size: N. None for the sum of `fold_sizes`.
+        fold_sizes: (K,), n_k; N is their sum.
 
     Raises:
         ValueError: One fold holds everything.
@@ -98,7 +97,7 @@ def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) 
     >>> leave_out_coefficients(torch.tensor([1.0, 3.0]))
     (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
     """
-    total = fold_sizes.sum() if total_size is None else total_size
+    total = fold_sizes.sum()
     others = total - fold_sizes
     if float(others.min()) <= 0.0:
         raise ValueError("a fold holds the whole batch: nothing is left when it is left out")

@@ -19,7 +19,7 @@ from rl_training.optim.formula import OptimizerState
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.lion import LionState
 from rl_training.optim.sgd import SGDState
-from rl_training.optim.updates import OptimizerPieces, StepUpdate, clipping, compute_update
+from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel import fusion as fusion_module
 from rl_training.parallel import vectors
 from rl_training.parallel.fusion import BLOCK, Fusion, Product
@@ -68,7 +68,7 @@ def results(fusion: Fusion, kind: str, step: int, rows_dtype: torch.dtype, weigh
     mean = [torch.stack(parts).mean(dim=0) for parts in zip(*gradients, strict=True)]
     limit = 0.7 * math.sqrt(sum(float(part.square().sum()) for part in mean))
     pieces = OptimizerPieces(layout, weights, states)
-    whole = StepUpdate(pieces, mean, float(clipping(torch.tensor((limit / 0.7) ** 2), limit)))
+    whole = StepUpdate(pieces, mean, float(clip_factors(torch.tensor((limit / 0.7) ** 2), limit)))
     folds = fold_means(mean, rows, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
     updates = LeaveOneOutUpdates(pieces, folds, limit, identity, whole)
     previous = [torch.randn(bucket.size) for bucket in layout.buckets]
@@ -119,7 +119,7 @@ def test_compiled_updates_and_products_are_the_eager_ones_at_every_step_and_size
         span = OptimizerPieces(layout, {"w": torch.randn(size)}, {"w": state})
         (piece,) = span
         update = StepUpdate(span, [torch.randn(size)], clip=0.1 * step)
-        assert_same(compute_update(layout, update), [piece.intended(update.factor * update.mean[0])])
+        assert_same(compute_update(layout, update), [piece.intended(update.clip_tensor * update.mean[0])])
         x, mean, row = torch.randn(3, size)
         numbers = torch.randn(3) + step
         arguments = piece, x, numbers[0], None, mean, row, *numbers[1:]

@@ -28,7 +28,7 @@ from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.kernel.sequence_gradients import SequenceGradients
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
-from rl_training.optim.updates import CAUSES
+from rl_training.optim.formula import CAUSES
 from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores

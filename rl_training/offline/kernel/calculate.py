@@ -49,7 +49,7 @@ from rl_training.offline.kernel.checks import check_identity, check_row, check_s
 from rl_training.offline.kernel.sketches import CountSketches
 from rl_training.offline.kernel.structure import KERNEL_FILE
 from rl_training.offline.settings import KernelSettings
-from rl_training.optim.updates import CAUSES
+from rl_training.optim.formula import CAUSES
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import Rollout
