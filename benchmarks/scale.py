@@ -37,7 +37,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
 from rl_training.engine import build_step, gradient_check
-from rl_training.entropy import length_and_reward
+from rl_training.entropy import reward_gradient
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.optim.formula import OptimizerState
@@ -129,7 +129,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     gradient_check.TOLERANCE = gradient_check.SUM_TOLERANCE = gradient_check.SUM_TOLERANCE_ROUNDED = math.inf
     OptimizerState.max_error = math.inf  # nothing moves, which is not the optimizer's formula
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
-    length_and_reward.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
+    reward_gradient.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
     build_step.Batch = as_on_all_processes  # type: ignore[misc, assignment]
     simple = SimpleEntropyProbe(

@@ -16,8 +16,8 @@ from torch import Tensor
 from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.data import EntropyPrediction
-from rl_training.entropy.fold_gradients import levels_of_folds
-from rl_training.entropy.length_and_reward import RewardGradient, reward_gradient, reward_multiple_reason
+from rl_training.entropy.fold_gradients import totals_of_folds
+from rl_training.entropy.reward_gradient import RewardGradient, reward_gradient, reward_multiple_reason
 from rl_training.entropy.token_effects import iter_token_products
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
@@ -58,7 +58,8 @@ class StepContext:
     def reasons(self) -> Reasons:
         """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
         test = self.residual_test
-        seen = None if self.prediction_if_any is None else self.prediction_if_any.seen_in_scores
+        prediction = self.prediction_if_any
+        seen = prediction.reason if prediction is not None and prediction.is_seen_in_scores else None
         seen = seen or (None if test is None or self.step.reasons.sampling_mismatch else test.reason)
         if not seen:
             return self.step.reasons
@@ -80,9 +81,9 @@ class StepContext:
         """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (K, …). Collective."""
         return self.ranks.reduce(self.step.batch.sum_by_fold(values))
 
-    def levels(self) -> Tensor:
+    def totals(self) -> Tensor:
         """Return the number of sequences, the sum of entropies and the sum of lengths per fold, (K, 3). Collective."""
-        return levels_of_folds(self.step.batch, self.ranks, None)
+        return totals_of_folds(self.step.batch, self.ranks, None)
 
     def truncated_share(self) -> Estimate:
         """Return the share of the step's responses that were cut off at the maximum length. Collective."""

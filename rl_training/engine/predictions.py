@@ -8,8 +8,9 @@ from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.verifier import UpdateVerifier
+from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction
-from rl_training.entropy.prediction import predict_entropy
+from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
 from rl_training.probe_names import ENGINE
@@ -35,7 +36,9 @@ class Predictions:
 
     def __init__(self, loop: Loop, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard
-        self._previous = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
+        device = "cpu" if requirements.offload else None
+        self._setup = PredictionSetup(requirements.entropy, Attribution(loop.shard.layout.names), device)
+        self._previous = PreviousUpdate(loop.shard, requirements.entropy.error_decay, state)
         self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks.reduce)
         self._unverified: int | None = None  # number of the predicted step that awaits verification
 
@@ -69,7 +72,9 @@ class Predictions:
         """
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = step.number if asking else None
-        prediction = predict_entropy(step, passes, self._previous, needs_of(asking), test) if asking else None
+        prediction = None
+        if asking:
+            prediction = predict_entropy(step, passes, self._setup, self._previous, needs_of(asking), test)
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
 

@@ -6,7 +6,7 @@ prediction.py             forward, backward and reuse of a step, and what makes 
 fold_gradients.py         the entropy gradient X of each fold
 products.py               products of X with updates
 fold_sums.py              everything that is reported, as a function of sums over folds
-length_and_reward.py      the same predictions for length and reward
+reward_gradient.py        the gradient of the mean reward, and its products with the updates
 attribution.py            splits by cause, layer, kind of module and group of layers
 token_effects.py          what each single token of the step's gradient does
 previous_update.py        δθ of the previous step, and error bars averaged over steps

@@ -25,8 +25,9 @@ from rl_training.statistics.unavailable import Unavailable
 
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
 LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
-NO_STDERR = {"reuse": Unavailable("biased", "no error bar: the same-batch product is biased")}
+BIASED = Unavailable("biased", "no error bar: the same-batch product is biased")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class EntropySettings:
         responses_per_prompt: Responses used per prompt, the first ones. All if it is G or more. Baselines always use
             all responses.
         per_sequence: Compute X per sequence as well, for a second backward.
+        error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
+            to the next one, whether or not they are measured.
         unclipped: Compute what the step would do without clipping as well, which takes the optimizer's step twice more
             for each fold of a step that clips.
         keep_gathered: Under FSDP2, keep all weights gathered while X is computed.
-        error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
-            to the next one, whether or not they are measured.
     """
 
     responses_per_prompt: int = 1
@@ -81,11 +82,12 @@ class Quantity:
 
     def estimates(self, num_folds: int, few: Unavailable | None = None) -> list[Estimate]:
         """Return both numbers as estimates. Error bars require enough folds; `few` may say why there are too few."""
-        no_stderr = NO_STDERR.get(self.name.split("/")[0]) or stderr_reason(num_folds, few or FEW_FOLDS)
+        is_biased = self.name == PRODUCTS[REUSE]
+        no_stderr = BIASED if is_biased else stderr_reason(num_folds, few or FEW_FOLDS)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
-            error = math.nan if missing or self.name.split("/")[0] in NO_STDERR else stderr
+            error = math.nan if missing or is_biased else stderr
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
             num_samples = num_folds if math.isnan(error) else effective_samples(num_folds, float(self.batches[unit]))
             detail: dict[str, str | float] = {}
@@ -106,18 +108,18 @@ class EntropyPrediction:
 
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
-    # Why there is no entropy gradient. Of the fields below only the two δθ may then be set.
+    # Why there is no entropy gradient; only `is_seen_in_scores`, `intended` and `update` may then be set.
     reason: Unavailable | None = None
-    # The same, because of what the probes' own scores of the responses show: they differ from training's, or the policy
+    # Whether `reason` is what the probes' own scores of the responses show: they differ from training's, or the policy
     # did not draw these tokens.
-    seen_in_scores: Unavailable | None = None
+    is_seen_in_scores: bool = False
     forward_reason: Unavailable | None = None  # why no fold can be left out of the step
     backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
     # Why the reward gradient is no multiple of the step's own; with per_sequence.
     reward_reason: Unavailable | None = None
     intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
-    levels: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
+    totals: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None

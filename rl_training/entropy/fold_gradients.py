@@ -38,7 +38,7 @@ def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
     return PrefixRatios.of(log_ratios, mask).normalised(ranks.reduce)
 
 
-def levels_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> Tensor:
+def totals_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> Tensor:
     """Return each fold's number of sequences, and Σ ρh and Σ ρ over their tokens, (K, 3). Collective.
 
     A fold's row includes its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,

@@ -1,6 +1,6 @@
 """Everything that is reported about a step's entropy: a smooth function of sums over folds, with jackknife errors.
 
-Each fold k contributes a row. It starts with the fold's levels: the number of sequences, their entropies and their
+Each fold k contributes a row. It starts with the fold's totals: the number of sequences, their entropies and their
 lengths, weighted by prefix ratios if another policy sampled them. Then comes n_k X_k · δθ for each update δθ, with
 X = E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] per token and X = ∂H_seq per sequence. With predictions per sequence, the sums
 without a fold use the H_tok of the other folds. Without them H_tok is treated as a constant, and error bars per token
@@ -14,18 +14,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rl_training.entropy.data import LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, Quantity
-from rl_training.entropy.length_and_reward import reward_gradient, reward_products
+from rl_training.entropy.data import BACKWARD, FORWARD, LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, Quantity
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
+from rl_training.entropy.reward_gradient import reward_gradient, reward_products
 from rl_training.parallel.ranks import Ranks
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 
-LEVELS = 3  # columns of a row before the products
-FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products
+NUM_TOTALS = 3  # columns of a row before the products
 
 
 def fold_table(
@@ -34,20 +33,20 @@ def fold_table(
     """Return the rows of all folds. Collective.
 
     Returns:
-        The rows, (K, columns), in host memory: levels, then two columns per product, the reward's last. Then their
+        The rows, (K, columns), in host memory: totals, then two columns per product, the reward's last. Then their
         leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2), and why the reward's products are
         nan, or None.
     """
-    assert prediction.levels is not None
+    assert prediction.totals is not None
     by_fold, corrections = products.sum_over_ranks(ranks.reduce)
-    table = torch.cat([prediction.levels, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
+    table = torch.cat([prediction.totals, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
     factor, reward_reason = None, None
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.reasons)
         factor, reward_reason = gradient.factor, gradient.factor_reason
     reward_table = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
     reward, reward_corrections = reward_table.split(1, dim=1)
-    rows, corrections = table.split([LEVELS + by_fold[0].numel(), corrections[0].numel()], dim=1)
+    rows, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)
     rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)
     corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
     return rows, corrections.unflatten(1, (-1, 2)), reward_reason
@@ -93,18 +92,18 @@ def statistic(sums: Tensor) -> Tensor:
     """Calculate everything that is reported, from sums over folds.
 
     Args:
-        sums: The levels, then two columns per product, the reward's last, (..., columns).
+        sums: The totals, then two columns per product, the reward's last, (..., columns).
 
     Returns:
         (..., 1 + products + 2, 2): the entropy and each product, per token and per sequence; the changes of length and
         reward; and ½(forward + backward), the batch's term of the cumulative trapezoid. `forward` and `backward` share
         the batch's noise, so the error of their sum must be calculated from the sum itself.
     """
-    sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
+    sequences, entropy, length = sums[..., :NUM_TOTALS].unbind(-1)
     counts = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens and of sequences
-    levels = entropy[..., None, None].expand_as(counts)
-    products = sums[..., LEVELS:].unflatten(-1, (-1, 2))
-    *values, reward = torch.cat([levels, products], dim=-2).div(counts).unbind(-2)
+    entropies = entropy[..., None, None].expand_as(counts)
+    products = sums[..., NUM_TOTALS:].unflatten(-1, (-1, 2))
+    *values, reward = torch.cat([entropies, products], dim=-2).div(counts).unbind(-2)
     per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
     length_change = (per_sequence - per_token) * length / entropy / sequences
     half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
@@ -121,7 +120,7 @@ def sums_without(total: Tensor, by_fold: Tensor, corrections: Tensor, level: flo
         level: The H_tok in X, which row l replaces by the H_tok of the other folds. None: H_tok is a constant.
     """
     without = total - by_fold
-    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+    pairs = without[:, NUM_TOTALS:].unflatten(1, (-1, 2))
     pairs += corrections
     if level is not None:  # ∂E[T] is the difference between ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
         token, sequence = pairs.unbind(-1)

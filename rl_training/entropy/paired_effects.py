@@ -54,8 +54,8 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
             the gradient of the reward.
         corrections: Their leave-one-out corrections, (K, directions).
     """
-    assert prediction.levels is not None
-    counts = prediction.levels[:, [0, 2]].cpu()  # of sequences and of tokens
+    assert prediction.totals is not None
+    counts = prediction.totals[:, [0, 2]].cpu()  # of sequences and of tokens
     by_fold = torch.cat([counts, counts[:, :1] * products], dim=1)
     total = by_fold.sum(dim=0)
     without = total - by_fold

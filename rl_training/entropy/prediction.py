@@ -13,7 +13,7 @@ Where each quantity is calculated, and which reasons (step/reasons.py) make it n
                                                                       hooked, no_sampling_logps, sampler_too_far,
                                                                       no_tokens; from step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
-    entropy             levels_of_folds in fold_gradients.py          no others
+    entropy             totals_of_folds in fold_gradients.py          no others
     forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: the
     splits, unclipped                                                 optimizer has no formula (optim/state.py),
                                                                       one_fold, reused, `rows_reason`
@@ -23,7 +23,7 @@ Where each quantity is calculated, and which reasons (step/reasons.py) make it n
                                                                       (previous_update.py); reused
     reuse               FoldProducts._multiply in products.py         the optimizer has no formula
     change of length    statistic in fold_sums.py                     `forward_reason`
-    change of reward,   reward_products in length_and_reward.py       `forward_reason`, and `reward_reason`, from
+    change of reward,   reward_products in reward_gradient.py         `forward_reason`, and `reward_reason`, from
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
                                                                       no_rewards, no_others, relative_rewards,
                                                                       no_sampling_logps
@@ -33,7 +33,7 @@ All of them are nan if engine/verifier.py finds, after the step, that the optimi
 (not_the_formula).
 
 Example: a KL term in the loss is part of the loss's weights on log-probabilities, so in this table it affects only
-`delta_reward/forward`. That is nan (other_loss, from _step_gradient_factor in length_and_reward.py), because the step's
+`delta_reward/forward`. That is nan (other_loss, from _step_gradient_factor in reward_gradient.py), because the step's
 gradient is no longer a multiple of the reward's, except at the reference policy, where the term's gradient is 0. The
 same requirement makes two things outside this table nan: the split of `gns` (_split_reason in probes/gns.py), and
 interventions that need Dr-GRPO's loss or its advantages (unavailable_reason in interventions/named.py).
@@ -58,15 +58,18 @@ Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from rl_training.entropy.data import EntropyPrediction
-from rl_training.entropy.fold_gradients import hand_on_fold_gradients, levels_of_folds, prefix_ratios
+from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.data import EntropyPrediction, EntropySettings
+from rl_training.entropy.fold_gradients import hand_on_fold_gradients, prefix_ratios, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
-from rl_training.entropy.weights import PrefixRatios
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
@@ -87,28 +90,60 @@ from rl_training.step.score_check import ScoreCheck
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
 
 
+@dataclass(frozen=True)
+class PredictionSetup:
+    """What is the same for all predictions of a training run."""
+
+    settings: EntropySettings
+    attribution: Attribution
+    device: str | None = None  # where the entropy gradients of folds are kept; None: on the parameters' device
+
+
 def predict_entropy(
-    step: StepData, passes: Passes, previous: PreviousUpdate, needs: Need, test: ResidualTest | None = None
+    step: StepData,
+    passes: Passes,
+    setup: PredictionSetup,
+    previous: PreviousUpdate,
+    needs: Need,
+    test: ResidualTest | None = None,
 ) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
     Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the scores.
     """
-    batch, ranks = step.batch, passes.ranks
-    settings, labels = previous.settings, previous.attribution.all_labels
+    batch, ranks, layout = step.batch, passes.ranks, step.gradients.layout
+    settings, labels = setup.settings, setup.attribution.all_labels
     reason = _entropy_gradient_reason(batch, ranks, step.reasons)
     if reason:
-        return _without_entropy_gradient(step, previous, test, reason)
+        return _without_entropy_gradient(step, setup, previous, test, reason)
     ratios = prefix_ratios(batch, ranks)
-    levels = levels_of_folds(batch, ranks, ratios)
-    _, entropy, length = levels.sum(dim=0).tolist()
+    totals = totals_of_folds(batch, ranks, ratios)
+    _, entropy, length = totals.sum(dim=0).tolist()
     if not length:
-        return _without_entropy_gradient(step, previous, test, NO_TOKENS)
-    update, leave_one_out = updates = _updates(step, ranks)
+        return _without_entropy_gradient(step, setup, previous, test, NO_TOKENS)
+    update, leave_one_out = _whole_and_without_folds(step, ranks)
+    products = None
+    if Need.ENTROPY_CHANGE in needs:
+        update_before = previous.update_before(step.number)
+        sizes = batch.fold_sizes
+        products = FoldProducts(layout, sizes, setup.attribution, update, leave_one_out, update_before, settings)
+    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
+    num_held = 1 + settings.per_sequence if layout.is_small else int(Need.ENTROPY_ROWS in needs)
+    held = [Rows(layout, batch.num_folds, rows_dtype(layout), setup.device) for _ in range(num_held)]
+    receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
     score_check = ScoreCheck(batch, passes.policy, test)
-    products, rows = _products_and_rows(step, passes, previous, needs, updates, ratios, entropy / length, score_check)
+    hand_on_fold_gradients(batch, passes, ratios, entropy / length, settings, score_check, receiver_of)
+    for rows in held:
+        rows.complete()
+    if products is not None and layout.is_small:
+        _multiply(held, products, range(batch.num_folds))
+    previous.count_bytes(
+        None if update is None else update.held,
+        *(() if products is None else products.sums),
+        extra_bytes=sum(rows.num_bytes for rows in held),
+    )
     backward_reason = previous.reason(step.number) or step.reasons.reused
-    intended, rounded = _compute_updates(step, update, previous)
+    intended, rounded = _intended_and_rounded(step, update, previous)
     prediction = EntropyPrediction(
         settings,
         labels,
@@ -116,25 +151,25 @@ def predict_entropy(
         backward_reason=backward_reason,
         intended=intended,
         update=rounded,
-        levels=levels,
-        rows=rows,
+        totals=totals,
+        rows=held[0] if Need.ENTROPY_ROWS in needs else None,
         leave_one_out=leave_one_out,
     )
     previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
     seen = score_check.check(ranks.reduce, step.reasons)
     if seen:  # the updates remain valid: they do not depend on these scores
-        return EntropyPrediction(settings, labels, seen, seen, intended=intended, update=rounded)
+        return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, intended=intended, update=rounded)
     return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
 
 
 def _without_entropy_gradient(
-    step: StepData, previous: PreviousUpdate, test: ResidualTest | None, reason: Unavailable
+    step: StepData, setup: PredictionSetup, previous: PreviousUpdate, test: ResidualTest | None, reason: Unavailable
 ) -> EntropyPrediction:
     """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
     previous.keep_nothing(step.number, reason)
     if test is not None:
         test.leave_untested(reason)
-    return EntropyPrediction(previous.settings, previous.attribution.all_labels, reason)
+    return EntropyPrediction(setup.settings, setup.attribution.all_labels, reason)
 
 
 def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
@@ -160,7 +195,7 @@ def _forward_reason(step: StepData) -> Unavailable | None:
     return step.optimizer.reason or step.gradients.rows_reason or reasons.one_fold or reasons.reused
 
 
-def _updates(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
+def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
     """Return the update of the step and the updates without each fold, by the optimizer's formula. Collective.
 
     Each is None if it is not available.
@@ -184,10 +219,13 @@ def _updates(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneO
     return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole)
 
 
-def _compute_updates(
+def _intended_and_rounded(
     step: StepData, update: StepUpdate | None, previous: PreviousUpdate
 ) -> tuple[Vector | None, Vector | None]:
-    """Return δθ by the formula, unless held written over the previous one, and what weight rounding leaves of it."""
+    """Return δθ by the formula, and what rounding leaves of it.
+
+    Unless it is held, it is written over the previous step's.
+    """
     if update is None:
         return None, None
     layout, weights = step.gradients.layout, step.gradients.weights
@@ -202,58 +240,17 @@ def _compute_updates(
     return intended, rounded
 
 
-def _products_and_rows(
-    step: StepData,
-    passes: Passes,
-    previous: PreviousUpdate,
-    needs: Need,
-    updates: tuple[StepUpdate | None, LeaveOneOutUpdates | None],
-    ratios: PrefixRatios | None,
-    level: float,
-    check: ScoreCheck,
-) -> tuple[FoldProducts | None, Rows | None]:
-    """Return the products of X with the updates, and X of each fold; None unless in `needs`. Collective.
+def _receiver_of(held: Sequence[Rows], products: FoldProducts | None, target: int, folds: range) -> Receiver:
+    """Return what takes the X of these folds: their rows if they are held, and what multiplies them."""
+    receivers = [held[target].receiver(folds)] if target < len(held) else []
+    if products is not None:
+        receivers.append(products.receiver(target, folds))
+    return handing_to(receivers, len(folds))
 
-    Args:
-        step: The step.
-        passes: The policy, the ranks and the reduction that sums gradients by fold.
-        previous: Has δθ of the previous step.
-        needs: What the probes need.
-        updates: The update of the step, and those without each fold.
-        ratios: Prefix ratios to the sampler. None: all are 1.
-        level: H_tok of the whole step.
-        check: Receives all scores that X is calculated from.
-    """
-    batch, layout, settings = step.batch, step.gradients.layout, previous.settings
-    num_targets = 1 + settings.per_sequence
-    products = None
-    if Need.ENTROPY_CHANGE in needs:
-        products = FoldProducts(
-            layout,
-            batch.fold_sizes,
-            previous.attribution,
-            *updates,
-            previous.update_before(step.number),
-            settings,
-        )
-    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-    num_held = num_targets if layout.is_small else int(Need.ENTROPY_ROWS in needs)
-    held = [Rows(layout, batch.num_folds, rows_dtype(layout), previous.device) for _ in range(num_held)]
 
-    def receiver_of(target: int, folds: range) -> Receiver:
-        receivers = [held[target].receiver(folds)] if target < num_held else []
-        if products is not None and not layout.is_small:
-            receivers.append(products.receiver(target, folds))
-        return handing_to(receivers, len(folds))
-
-    hand_on_fold_gradients(batch, passes, ratios, level, settings, check, receiver_of)
+def _multiply(held: Sequence[Rows], products: FoldProducts, folds: range) -> None:
+    """Multiply the X of all folds that are held, for each target."""
     for target, rows in enumerate(held):
-        rows.complete()
-        if products is not None and layout.is_small:
-            receiver = products.receiver(target, range(batch.num_folds))
-            for bucket, x in enumerate(rows.of_folds(range(batch.num_folds))):
-                receiver.take(bucket, 0, x)
-    sums = products.sums if products is not None else []
-    update = None if updates[0] is None else updates[0].held
-    previous.count_bytes(update, *sums, extra_bytes=sum(rows.num_bytes for rows in held))
-    return products, held[0] if Need.ENTROPY_ROWS in needs else None
+        receiver = products.receiver(target, folds)
+        for bucket, x in enumerate(rows.of_folds(folds)):
+            receiver.take(bucket, 0, x)

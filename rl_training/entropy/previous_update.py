@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.data import PRODUCTS, EntropySettings
+from rl_training.entropy.data import BACKWARD
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
-
-BACKWARD = PRODUCTS.index("backward")
 
 
 @dataclass(frozen=True)
@@ -30,24 +27,21 @@ class UpdateState:
 
 
 class PreviousUpdate:
-    """Holds δθ of the previous step, the running errors of the products, and what is constant over steps.
+    """Holds δθ of the previous step, and the running errors of the products.
 
     If a step's δθ cannot come from the formula, because there is none or weights are rounded, the weights before the
     step are kept until it has been taken, and δθ is their difference.
 
     Args:
         shard: This rank's entries of the parameters.
-        settings: How the entropy gradient is estimated.
-        offload: Keep tensors by fold in host memory.
+        error_decay: The weight of an optimizer step in these errors relative to the next one.
         state: The state saved in a checkpoint. None starts from scratch.
 
     Raises:
         UserError: The state belongs to another model.
     """
 
-    def __init__(
-        self, shard: Shard, settings: EntropySettings, offload: bool = False, state: UpdateState | None = None
-    ) -> None:
+    def __init__(self, shard: Shard, error_decay: float, state: UpdateState | None = None) -> None:
         state = state or UpdateState()
         self._shard, self._layout = shard, shard.layout
         self.update: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
@@ -59,10 +53,8 @@ class PreviousUpdate:
         self._begin_errors()
         self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
         self._reason: Unavailable | None = None  # why δθ of `step` is unknown
-        self.settings = settings
-        self.device = "cpu" if offload else None  # where tensors by fold are kept; None: on the parameters' device
+        self._error_decay = error_decay
         self.peak_bytes = 0  # bytes of all vectors that the last step held at once
-        self.attribution = Attribution(shard.layout.names)
 
     @property
     def state(self) -> UpdateState:
@@ -146,7 +138,7 @@ class PreviousUpdate:
             variance: The step's own variances, (products, …).
             step: The step's number.
         """
-        decay = self.settings.error_decay
+        decay = self._error_decay
         self._errors_with_step = self._errors.add(variance, step, decay)
         backward_variance = torch.full_like(variance, torch.nan)
         backward_variance[BACKWARD] = variance[BACKWARD]

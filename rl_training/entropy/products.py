@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.data import PRODUCTS, EntropySettings
+from rl_training.entropy.data import BACKWARD, FORWARD, PRODUCTS, REUSE, UNCLIPPED, EntropySettings
 from rl_training.optim.formula import CAUSES
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import OptimizerPiece, StepUpdate
@@ -186,14 +186,14 @@ class FoldProducts:
         products = torch.full_like(self._table(len(names)), torch.nan)
         corrections = torch.zeros_like(products)
         if self._previous is not None:
-            products[:, PRODUCTS.index("backward")] = self._backward
+            products[:, BACKWARD] = self._backward
         if self._update is not None:
-            products[:, PRODUCTS.index("reuse")] = self._whole
-        for name, part in (("forward", self._forward), ("forward_unclipped", self._unclipped)):
+            products[:, REUSE] = self._whole
+        for index, part in ((FORWARD, self._forward), (UNCLIPPED, self._unclipped)):
             if part is not None:
-                products[:, PRODUCTS.index(name)] = part.without.sum(dim=(1, 2))
-                corrections[:, PRODUCTS.index(name)], by_cause = part.corrections(sizes, self.sums)
-                if name == "forward":
+                products[:, index] = part.without.sum(dim=(1, 2))
+                corrections[:, index], by_cause = part.corrections(sizes, self.sums)
+                if index == FORWARD:
                     products[:, len(PRODUCTS) :] = self._attribution.sum_all(part.without)
                     corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
         parts = pad_units(reduce(torch.stack([products, corrections])))

@@ -1,7 +1,7 @@
 """The interventions probe: what other losses or optimizer settings would do to entropy and reward at this step.
 
     ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, relative to the plain step
-    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: length_and_reward.py
+    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: reward_gradient.py
     price     −Δreward / ΔH                                 reward given up per nat kept
     kept      ΔH once all of the momentum includes the change: × (1 − β1^t) / (1 − β1) at step t of Adam
     halves    the strength whose kept ΔH would cancel half of the mean plain step's, by linear extrapolation

@@ -11,7 +11,7 @@ probe therefore reports (formulas: entropy/prediction.py)
     trapezoid    ½ (forward + backward), exact to second order: compare this with the measured change
 
 All of them are in nats per token. With `per_sequence` they are also in nats per sequence, and the first-order changes
-of length and reward are added (entropy/length_and_reward.py). `forward` is split by cause (momentum, this step's
+of length and reward are added (entropy/reward_gradient.py). `forward` is split by cause (momentum, this step's
 gradient, weight decay), by layer and by kind of module. It is also given without gradient clipping.
 
 Error bars average the variances of single steps over about three (statistics/running_variance.py). Sums over steps use
@@ -182,7 +182,7 @@ def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
     return estimates_over_units(
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # columns: number of sequences, Σ h, Σ T
-        ctx.levels(),
+        ctx.totals(),
         no_bar=ctx.reasons.split_prompts,
         few=FEW_FOLDS,
     )

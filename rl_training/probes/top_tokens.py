@@ -94,8 +94,8 @@ def _sums_of_step(ctx: StepContext) -> tuple[Tensor, Tensor]:
     ])  # fmt: skip
     by_token = ranks.reduce(sums).cpu()
     occurring = counts.cpu().nonzero().flatten()
-    assert ctx.prediction.levels is not None
-    levels = ctx.prediction.levels.cpu()
+    assert ctx.prediction.totals is not None
+    levels = ctx.prediction.totals.cpu()
     effects = torch.cat([by_token.sum(dim=1, keepdim=True), by_token[:, occurring]], dim=1)
     rows = torch.cat([levels[:, 2:3], levels[:, :1] * effects], dim=1)
 

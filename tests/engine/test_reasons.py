@@ -26,9 +26,10 @@ from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements
+from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
-from rl_training.entropy.prediction import predict_entropy
+from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.hosts.trl.loss_settings import fixes
@@ -70,8 +71,9 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
         return sums + sums.new_tensor([128.0, 1024.0])
 
     step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
-    previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in predict_entropy(step, passes, previous, Need.ENTROPY_ROWS).reason
+    previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), error_decay=0.5)
+    setup = PredictionSetup(EntropySettings(), Attribution(["logits"]))
+    assert "is 0.26 of the sequences" in predict_entropy(step, passes, setup, previous, Need.ENTROPY_ROWS).reason
 
 
 def test_a_step_reused_on_one_process_is_reused_on_all() -> None:

@@ -21,7 +21,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from rl_training import Reading, attach
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.engine.step_checks import StepChecks
-from rl_training.entropy.length_and_reward import reward_gradient
+from rl_training.entropy.reward_gradient import reward_gradient
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import (

@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
-from rl_training.entropy import length_and_reward, paired_effects
+from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.loss_settings import fixes
@@ -572,8 +572,8 @@ def test_a_reward_gradient_proportional_to_the_steps_gradient_needs_no_extra_pas
         return iter_basis_gradients(batch, passes, weights)
 
     monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
-    for rounding in (length_and_reward.TOLERANCE, -1.0):
-        monkeypatch.setattr(length_and_reward, "TOLERANCE", rounding)
+    for rounding in (reward_gradient.TOLERANCE, -1.0):
+        monkeypatch.setattr(reward_gradient, "TOLERANCE", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
         rewards.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
     assert counts == [0, 1]

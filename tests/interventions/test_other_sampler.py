@@ -14,7 +14,7 @@ from example_steps import scored
 from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
-from rl_training.entropy.length_and_reward import reward_gradient
+from rl_training.entropy.reward_gradient import reward_gradient
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe

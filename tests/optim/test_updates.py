@@ -11,7 +11,7 @@ from example_steps import draw, rows_of, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
-from rl_training.entropy.data import PRODUCTS, EntropySettings
+from rl_training.entropy.data import PRODUCTS
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState, StepFormula
@@ -156,7 +156,7 @@ def test_steps_of_bf16_weights_equal_those_of_torch(optimizer: Any, settings: An
 
 def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate:
     parameters = {"w": torch.zeros(entries)}
-    return PreviousUpdate(shard_of(parameters), EntropySettings(), state=state)
+    return PreviousUpdate(shard_of(parameters), error_decay=0.5, state=state)
 
 
 def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:

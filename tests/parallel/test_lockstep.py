@@ -84,7 +84,7 @@ class Rank:
     def context(self) -> StepContext:
         optimizer: Any = SimpleNamespace(reason=None, rounding_reason="")
         prediction: Any = SimpleNamespace(
-            settings=SimpleNamespace(per_sequence=False), reason=NO_TRUTH, seen_in_scores=None
+            settings=SimpleNamespace(per_sequence=False), reason=NO_TRUTH, is_seen_in_scores=False
         )
         step: Any = SimpleNamespace(number=1, batch=self.batch, reasons=Reasons(), optimizer=optimizer)
         return StepContext(step, self.passes, prediction)

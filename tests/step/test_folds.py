@@ -12,8 +12,8 @@ from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.entropy.data import PRODUCTS
-from rl_training.entropy.fold_sums import FORWARD, LEVELS, REUSE, sums_without
+from rl_training.entropy.data import FORWARD, PRODUCTS, REUSE
+from rl_training.entropy.fold_sums import NUM_TOTALS, sums_without
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr, leave_out_coefficients
 from rl_training.step.folds import (
@@ -230,9 +230,9 @@ def test_leave_one_out_sums_use_the_entropy_level_of_the_other_folds() -> None:
     without = sums_without(by_fold.sum(dim=0), by_fold, corrections, level=0.3)
     # Without fold 0: fold 1 at its own level, with a step that lost fold 0: 5 − 1 − (1 + 0.4)/6. And vice versa.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
-    forward = slice(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)
+    forward = slice(NUM_TOTALS + 2 * FORWARD, NUM_TOTALS + 2 * FORWARD + 2)
     torch.testing.assert_close(without[:, forward], expected)
-    reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # its step loses nothing
+    reuse = slice(NUM_TOTALS + 2 * REUSE, NUM_TOTALS + 2 * REUSE + 2)  # its step loses nothing
     torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
     torch.testing.assert_close(without[:, -1], expected.new_tensor([5 + 0.4, 3 + 0.2]))
     as_given = sums_without(by_fold.sum(dim=0), by_fold, corrections, level=None)

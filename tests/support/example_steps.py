@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.context import StepContext
-from rl_training.entropy.prediction import predict_entropy
+from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.data import EntropySettings
+from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.leave_one_out import EVERY_FOLD, fold_means
@@ -103,7 +105,7 @@ def step_of(
     states: Any = None,
     rows: Vector | None = None,
     sq_norms: Tensor | None = None,
-    previous: PreviousUpdate | None = None,
+    entropy: EntropySettings | None = None,
     ranks: Ranks = ALONE,
 ) -> StepContext:
     """Return what a probe sees of a step with equal microbatches, each a fold.
@@ -114,7 +116,7 @@ def step_of(
         mean: The mean gradient by parameter, in the parameters' shapes.
         rows: The gradient of each fold.
         sq_norms: The squared gradient norm of each fold.
-        previous: With the previous update, the context also has the entropy prediction.
+        entropy: With these settings, the context also has the entropy prediction.
     """
     size = rollout.num_sequences // microbatches
     microbatch_rows = ranges_of([size] * microbatches)
@@ -144,6 +146,8 @@ def step_of(
         reasons=Reasons(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
     )
     passes = Passes(policy, ranks, FoldReduction(shard))
-    if previous is None:
+    if entropy is None:
         return StepContext(step, passes)
-    return StepContext(step, passes, predict_entropy(step, passes, previous, Need.ENTROPY_CHANGE))
+    setup = PredictionSetup(entropy, Attribution(shard.layout.names))
+    previous = PreviousUpdate(shard, entropy.error_decay)
+    return StepContext(step, passes, predict_entropy(step, passes, setup, previous, Need.ENTROPY_CHANGE))

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import reference
 import torch
-from example_steps import shard_of, step_of
+from example_steps import step_of
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
-from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
@@ -147,7 +146,7 @@ def step_on(
         Tabular(logits),
         states=states,
         rows=[rows],
-        previous=PreviousUpdate(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
+        entropy=EntropySettings(per_sequence=True, error_decay=0.0),
     )
 
 

@@ -1,7 +1,6 @@
-"""The first-order change of length and reward by a step, leave-fold-out like `forward`, without further backwards.
+"""The gradient of the mean reward, and the first-order change of reward by a step, leave-fold-out like `forward`.
 
-    length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence minus X per token is H_tok ∂E[T]
-    reward  Σ_k n_k J_k · δθ_(−k) / N         J_k is fold k's gradient of the mean reward
+    δ reward = Σ_k n_k J_k · δθ_(−k) / N         J_k is fold k's gradient of the mean reward
 
     J = 1/S Σ_i (r_i − mean of the n responses to its prompt) n/(n−1) ρ_i Σ_k ∂log π(t_ik)
 
