@@ -99,9 +99,7 @@ def read_evaluation(cfg: DictConfig) -> Evaluation:
     config, is_task_of_run = _apply_overrides(run_config, values)
     refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    options = OmegaConf.create(values["evaluation"])
-    for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
-        options[key] = options[key] or config.get("trainer", {}).get(key) or default
+    options = _with_sampling(values["evaluation"], config.get("trainer", {}))
     name = str(options.name or task_name)
     root = Path(values["output"]) if values["output"] else run
     if root is None:
@@ -121,6 +119,15 @@ def read_evaluation(cfg: DictConfig) -> Evaluation:
         config=config,
         prefix="evaluation/" if is_task_of_run and name == task_name else f"evaluation/{name}/",
     )
+
+
+def _with_sampling(options: Mapping[str, Any], trainer: Mapping[str, Any]) -> DictConfig:
+    """Return the options with temperature and response length: those given, otherwise the run's."""
+    sampling = {
+        name: options[name] or trainer.get(name) or default
+        for name, default in (("max_completion_length", 256), ("temperature", 1.0))
+    }
+    return OmegaConf.create({**options, **sampling})
 
 
 def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:

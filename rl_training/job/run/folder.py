@@ -87,16 +87,23 @@ def find_run_folder(cfg: DictConfig) -> FoundRun:
         refuse_other_settings(cfg, run)
         _say_where_it_continues(found, state.num_processes)
     state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
-    if is_resumed and state.is_main_process:
-        set_aside_later(run, found.steps_taken)
-    if is_damaged and state.is_main_process:
-        (run / CONFIG_FILE).replace(run / DAMAGED)
-        logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
+    if state.is_main_process:
+        _move_out_of_the_way(found, is_damaged)
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={run} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
     return found
+
+
+def _move_out_of_the_way(found: FoundRun, is_damaged: bool) -> None:
+    """Set aside the checkpoints of steps that a resumed run takes again, and a config.yaml without settings."""
+    run = found.folder.folder
+    if found.is_resumed:
+        set_aside_later(run, found.steps_taken)
+    if is_damaged:
+        (run / CONFIG_FILE).replace(run / DAMAGED)
+        logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
 
 
 def _has_only_damaged_settings(run: Path) -> bool:

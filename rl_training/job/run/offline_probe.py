@@ -12,6 +12,7 @@ settings of `rl-training analyze` and runs as that command does. Defaults come f
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,7 +96,8 @@ class OfflineEntropyProbe:
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
             raise UserError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
-        overrides = [f"checkpoint={quote_value(str(path))}", *FIXED_OVERRIDES]
+        path = os.path.expanduser(path)  # here, because the adapter is read from it
+        overrides = [f"checkpoint={quote_value(path)}", *FIXED_OVERRIDES]
         for key, setting in SETTINGS.items():
             if key in self._given:
                 value = self._given[key]

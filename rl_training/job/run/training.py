@@ -71,8 +71,11 @@ class TrainingRun:
         if 0 < self.trainer.args.max_steps <= taken:
             logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
             return
-        named = timeouts_explained(self.trainer.args.ddp_timeout)
-        with self.stop.listening(), as_user_errors(unless=lambda: self.trainer.state.global_step > taken), named:
+        with (
+            self.stop.listening(),
+            as_user_errors(unless=lambda: self.trainer.state.global_step > taken),
+            timeouts_explained(self.trainer.args.ddp_timeout),
+        ):
             try:
                 self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
             except BaseException as error:
