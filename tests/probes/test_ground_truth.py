@@ -25,7 +25,8 @@ from trl import GRPOTrainer
 from rl_training import Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
-from rl_training.hosts.trl.policy import STREAM, TrainerPolicy
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sampling_settings import STREAM
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores

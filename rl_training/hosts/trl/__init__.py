@@ -8,14 +8,16 @@ Read in this order:
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py, generated.py and prompt_numbers.py
                      read its rows; loss_settings.py reads the settings of the loss
-    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss;
-                     old_logps.py tells whose old log-probabilities a batch has
+    policy.py        scores and samples as the trainer would; sampling_settings.py tells whether these are the scored
+                     policy's samples, scoring_calls.py finds the scores behind a loss, old_logps.py tells whose old
+                     log-probabilities a batch has
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; alerts.py sends alerts
     attached_run.py, recorded_settings.py                    the folder of a run, and the settings written to it
     launcher.py      runs a script whose trainers are attached: python -m rl_training.attach
     guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
-    trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py, trained_loss.py and reward_functions.py
+    trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py and resuming.py; trained_loss.py adds
+                     interventions to a loss, reward_functions.py notes to the errors of rewards
 """
 
 from __future__ import annotations

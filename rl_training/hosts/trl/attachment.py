@@ -56,8 +56,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         compatibility.check_version(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
-        keeps_order = options.whole_prompts is None and not whole_prompts_only_reorder(trainer)
-        whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
+        whole_prompts = options.whole_prompts
+        if whole_prompts is None:
+            whole_prompts = whole_prompts_only_reorder(trainer)
         if whole_prompts:
             compatibility.refuse_split_prompts(trainer)
         self._bound = None if options.target_kl_share is None else KLBound(options.target_kl_share)

@@ -8,7 +8,8 @@ from trl import GRPOTrainer
 
 from rl_training.engine.loop import Loop
 from rl_training.hosts.trl import loss_settings
-from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_reason, sampling_reason
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings

@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl import versions
+from rl_training.hosts.trl.sampling_settings import STREAM
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
 from rl_training.parallel.ranks import all_ranks
@@ -32,46 +33,7 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
-from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import SAMPLING_MISMATCH
 
-REGEX = "vllm_structured_outputs_regex"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options that are fields of GRPOConfig
-# Options of `generate` other than the temperature, with the value that switches each off. None always does.
-NEUTRAL_SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0.0),
-    **dict.fromkeys(("top_k", "min_length", "min_new_tokens", "min_tokens"), 0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
-    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
-    **dict.fromkeys(("watermarking_config", "top_h")),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),  # this and the next line: vLLM's options
-    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX)),
-}
-
-
-STREAM = Unavailable(
-    "streamed",
-    "prompts can be drawn at random only from a training set with a length",
-    fix="load it without streaming, or measure without fresh samples",
-)
-KEEPS_STATE = Unavailable(
-    "generation_keeps_state",
-    "fresh responses would call the tools, environments or rollout_func once more; if these keep state, training would "
-    "differ from training without probes",
-)
-IMAGES = Unavailable(
-    "images", "fresh responses can only be sampled for text prompts", fix="validate in a run without images"
-)
-OTHER_SAMPLING = Unavailable(
-    SAMPLING_MISMATCH.code,
-    "{setting} makes the sampled policy differ from the scored one, so its entropy gradient cannot be estimated from "
-    "these samples",
-    fix="set {name}={neutral}",
-)
 KV_CACHE_MEMORY_SHARE = 1 / 8  # share of a GPU's memory for the KV cache of responses that a probe generates
 
 
@@ -246,53 +208,3 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     is_end = torch.isin(completions, torch.tensor(ends, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
-
-
-def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return why responses sampled now are not samples of the scored policy, or None.
-
-    It reads the current options of generation, which a callback may have changed since the trainer was made.
-    """
-    args = trainer.args
-    requested = {key: getattr(args, key) for key in SAMPLING}
-    requested |= {"do_sample": True, REGEX: getattr(args, REGEX) if args.use_vllm else None}
-    requested |= args.generation_kwargs or {}
-    effective, where = _effective_sampling(trainer)
-    if effective.get("suppress_tokens") == [getattr(trainer.model.config, "image_token_id", None)]:
-        del effective["suppress_tokens"]  # set by TRL, so that no response contains an image token
-    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": trainer.temperature}.items():
-        value = effective.get(key)
-        if value is not None and value != neutral:
-            place = "" if requested.get(key) == value else f" in {where[key]}"
-            return OTHER_SAMPLING.formatted(setting=f"{key}={value}{place}", name=key, neutral=neutral)
-    return None
-
-
-def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of the next generation, and the place that each comes from."""
-    if trainer.use_vllm:
-        engine = trainer.vllm_generation
-        engine_settings = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}
-        layers = {"trainer.vllm_generation": engine_settings | engine.generation_kwargs}
-    else:  # later layers override earlier ones
-        layers = {
-            "the model's generation_config.json": trainer.model.generation_config.to_dict(),
-            "trainer.generation_kwargs": trainer.generation_kwargs,
-            "trainer.generation_config": trainer.generation_config.to_dict(),
-        }
-    effective: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    for place, options in layers.items():
-        given = {key: value for key, value in options.items() if value is not None}
-        effective |= given
-        where |= dict.fromkeys(given, place)
-    return effective, where
-
-
-def fresh_responses_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return why this trainer cannot sample extra responses during training, or None."""
-    if versions.generation_calls_code(trainer):
-        return KEEPS_STATE
-    if not hasattr(trainer.train_dataset, "__len__"):
-        return STREAM
-    return IMAGES if versions.has_images(trainer) else None

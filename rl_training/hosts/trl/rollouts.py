@@ -23,8 +23,9 @@ from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of
 from rl_training.hosts.trl.loss_settings import steps_per_rollout
 from rl_training.hosts.trl.members import SHUFFLE
 from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
-from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
+from rl_training.hosts.trl.sampling_settings import sampling_reason
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
@@ -78,7 +79,7 @@ def _to_host(*tables: Tensor) -> list[Tensor]:
 
 
 class BatchFacts(NamedTuple):
-    """What is known of a rank's rows of a batch. Ranks exchange and add these numbers."""
+    """What is known of a rank's rows of a batch, as numbers that ranks exchange."""
 
     num_rows: float
     num_foreign: float  # rows that were not generated for this rollout
@@ -165,16 +166,19 @@ class Rollouts:
         local_facts = BatchFacts(len(keys), num_foreign, has_learned, not is_rewarded, group_size)
         self._classify_batch(output, local_facts, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
-        mismatches = [response.mismatch for response in responses if response is not None]
-        # By the present settings, if no row is a known response.
-        mismatch = next(filter(None, mismatches), None) if mismatches else sampling_reason(trainer)
-        if not mismatch and placeholders.any():
-            mismatch = PLACEHOLDERS
+        mismatch = self._sampling_mismatch(responses) or (PLACEHOLDERS if placeholders.any() else None)
         self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
         self._generated.begin_next(keys)
         self._old_logps_are_own = None
         if is_measured and batches.OLD_LOGPS in output:
             self._examine_old_logps(output)
+
+    def _sampling_mismatch(self, responses: Sequence[Response | None]) -> Unavailable | None:
+        """Return why these responses are no samples of the policy: the first reason of any, or None."""
+        known = [response for response in responses if response is not None]
+        if not known:
+            return sampling_reason(self._trainer)  # by the present settings
+        return next((response.mismatch for response in known if response.mismatch), None)
 
     def _examine_old_logps(self, output: dict) -> None:
         """Tell whose old log-probabilities a fresh batch has, and complete them. Collective."""

@@ -23,8 +23,9 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import FORWARD_PASS
-from rl_training.hosts.trl.policy import TrainerPolicy, sampling_reason
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.sampling_settings import sampling_reason
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss

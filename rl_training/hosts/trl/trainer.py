@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model, parse_flag_from_env
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
-from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 from trl import GRPOConfig
 from trl import GRPOTrainer as GRPOTrainer  # re-exported: offline and job read TRL's trainer through hosts/trl alone
@@ -33,6 +30,7 @@ from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
 from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings, steps_per_rollout
 from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.resuming import SaveBetweenRollouts, keep_settings
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
@@ -82,58 +80,6 @@ class DrGRPOConfig(GRPOConfig):
         """Return the fields to pickle, without access tokens: every checkpoint holds a pickle, training_args.bin."""
         masked = without_secrets(vars(self))
         return {name: None if value == MASK else value for name, value in masked.items()}
-
-
-class SaveBetweenRollouts(TrainerCallback):
-    """Moves checkpoints to steps that use up a rollout, and logs this: TRL does not save a rollout still in use.
-
-    Args:
-        steps_per_rollout: Optimizer steps per rollout. With 1, the usual value, nothing is moved.
-    """
-
-    def __init__(self, steps_per_rollout: int) -> None:
-        self.steps_per_rollout = steps_per_rollout
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        every, notes = self.steps_per_rollout, []
-        if state.global_step % every:
-            notes.append(f"step {state.global_step}, where this run resumes, is inside one")
-        if args.save_strategy == SaveStrategy.STEPS:
-            requested, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
-            if state.save_steps != requested:
-                notes.append(f"checkpoints are written every {state.save_steps} steps, not every {requested}")
-            if state.max_steps % every:
-                notes.append(f"the last checkpoint, of step {state.max_steps}, is inside one")
-        if notes and state.is_world_process_zero:
-            logger.warning(
-                f"a rollout lasts {every} optimizer steps, and TRL does not save it: training resumes exactly only "
-                f"where one ends. {'; '.join(notes)}"
-            )
-
-
-@contextlib.contextmanager
-def keep_settings(trainer: GRPOTrainer) -> Iterator[None]:
-    """Keep this trainer's settings while a checkpoint is loaded: only moments and the schedule's position change.
-
-    Learning rates, betas, weight decay and save steps stay this trainer's.
-
-    Raises:
-        UserError: If they cannot be kept.
-    """
-    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-    if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
-        raise UserError(
-            "a branch and intervention=lr set new learning rates, but DeepSpeed and "
-            f"trainer.lr_scheduler_type={trainer.args.lr_scheduler_type} take them from the checkpoint: continue the "
-            "run itself with resume="
-        )
-    base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
-    yield
-    rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(base, schedule.lr_lambdas, strict=True)]
-    schedule.load_state_dict(schedule.state_dict() | {"base_lrs": base, "_last_lr": rates})
-    for group, settings, rate in zip(trainer.optimizer.param_groups, groups, rates, strict=True):
-        group.update(settings, params=group["params"], lr=rate)
-    trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
 
 
 def _refuse_few_prompts(trainer: GRPOTrainer) -> None:

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Con
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import SAMPLING, max_kv_caches, max_responses, sampling_reason
+from rl_training.hosts.trl.policy import max_kv_caches, max_responses
+from rl_training.hosts.trl.sampling_settings import SAMPLING, sampling_reason
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
