@@ -108,19 +108,19 @@ class SimpleEntropyProbe(Probe):
         self.offload = offload
         self.rows_dtype = None if rows_dtype == "auto" else getattr(torch, rows_dtype)
         self.compile = compile
-        self.steps = self._num_steps = steps  # a subclass may keep something else as `steps`
+        self.steps = steps
         self.unclipped = unclipped
         self.keep_gathered = keep_gathered
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
 
     def measures_at(self, number: int) -> bool:
-        return (number - 1) % self.every < self._num_steps
+        return (number - 1) % self.every < self.steps
 
     @property
     def interval(self) -> str:
-        if self._num_steps == self.every:
+        if self.steps == self.every:
             return ""
-        return super().interval if self._num_steps == 1 else f" {self._num_steps} of every {self.every} steps"
+        return super().interval if self.steps == 1 else f" {self.steps} of every {self.every} steps"
 
     def init(self) -> TrapezoidSum:
         return TrapezoidSum.empty(len(UNITS))
