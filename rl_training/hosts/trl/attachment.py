@@ -78,7 +78,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
-        is_needed = bool(self._bound or self._loss.interventions)
+        is_needed = bool(self.driver.is_bounded or self._loss.interventions)
         self._guard = Guard(self.driver, self._writer, training_needs_measurements=is_needed, strict=options.strict)
         self._steps = StepHooks(
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, self._writer
@@ -244,7 +244,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             with self._guard.watching(refuses=True):
                 settings = settings_of_trainer(self._trainer, attached_settings)
                 self._write_config(settings)
-                if self.probes or self._bound:
+                if self.probes or self.driver.is_bounded:
                     self._begin_training(resumed)
             with self._guard.watching(refuses=True):
                 if self._records is not None:
