@@ -123,7 +123,7 @@ class TrainedLoss:
             rollout,
             Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask),
             LossWeights(c, d),
-            loss_settings(self._trainer),
+            loss_settings(self._trainer),  # before the interventions
             reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
             zero_advantage_share=self._zero_advantage_share,
