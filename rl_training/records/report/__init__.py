@@ -7,7 +7,7 @@
     verdict/            what that means, in one sentence
     standing_out/       rules that each detect one fault
     advice.py           the one thing to change, from these
-    opening.py          the first lines; hindrance.py: why there are no predictions; as_json.py: for programs
+    opening.py          the first lines; predictions.py: do they hold, or why are there none; as_json.py: for programs
     summary/            the table below them
     effects.py          what interventions do: interventions.py in words, plane.py as a chart, branches.py to try them
     ledger.py           where the entropy went: a sum that closes
@@ -51,7 +51,7 @@ from rl_training.records.report.summary.step_numbers import step_numbers
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
     """Write the HTML page of a run and return its path. Only rank 0 writes.
 
-    Not collective: rank 0 may also call it alone.
+    Not collective: rank 0 may also call it alone. The package's docstring names the file of each part of the page.
 
     Args:
         run_dir: The folder of a run, or the result of `read_run`.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.report import findings
 from rl_training.records.report.effects import Effect, effects_of, halving, keeping
-from rl_training.records.report.hindrance import predictions_fail
+from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
@@ -39,7 +39,6 @@ HARDLY_EARNED = 0.05  # of the highest possible reward
 HALF = 0.5  # share of prompts with unequal rewards
 SYMPTOMS = ("equal", "unmixed")  # causes, unless reward or entropy was lost before
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
-NOTHING = "There is nothing to do"
 LITTLE = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
@@ -64,9 +63,11 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
         cause = next((line for line in causes if not is_a_symptom(line, verdict)), None)
         return action(run, verdict, set_up, cause)
     yet, unseen = " yet" * (verdict.kind == UNKNOWN), _what_one_reward_hides(run, verdict)
-    if not lines:
-        return f"{NOTHING}{yet}: {NOTHING_TO_DO[verdict.kind]}.{unseen}"
-    return f"About entropy there is nothing to do{yet}. {_because(lines[0])}{unseen}"
+    if lines:
+        change = as_a_change(lines[0], "To change because of what stands out")
+        return f"About entropy there is nothing to do{yet}. {change}{unseen}"
+    start = "About entropy there is nothing to do" if hindrance(run) else "There is nothing to do"
+    return f"{start}{yet}: {NOTHING_TO_DO[verdict.kind]}.{unseen}"
 
 
 def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
@@ -80,10 +81,6 @@ def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
         f" Read a few responses too: {share_left(entropy.left)} of the entropy is left, and a hack of the only reward "
         "function would look the same."
     )
-
-
-def _because(line: Line) -> str:
-    return as_a_change(line, "To change because of what stands out")
 
 
 def is_a_symptom(line: Line, verdict: Verdict) -> bool:

@@ -46,6 +46,11 @@ def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
     return pd.DataFrame(rows, pd.Index(estimates, name="step"), list(kinds)).astype(kinds)
 
 
+def by_about_step(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return these rows by the step that they are about, where that is recorded; backward is about the step before."""
+    return rows.set_index(rows["about_step"].fillna(rows.index.to_series()).astype(int))
+
+
 def last_of(rows: pd.DataFrame) -> Estimate | None:
     """Return the last of these rows as an estimate; None if there are no rows."""
     return next(iter(to_estimates(rows.tail(1)).values()), None)

@@ -16,7 +16,7 @@ from rl_training.records.report import charts, findings
 from rl_training.records.report.calibration import calibration
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
 from rl_training.records.report.drawing import axis_limits, diagonal, draw, heatmap
-from rl_training.records.report.estimates import finite, to_estimates
+from rl_training.records.report.estimates import by_about_step, finite, to_estimates
 from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.missing import missing_notes
 from rl_training.records.report.series import Run
@@ -147,9 +147,7 @@ def _entropy(run: Run) -> Chart:
 
 def _delta_h(run: Run) -> Chart:
     quantities = {name: run.rows(f"delta_h/{name}") for name in ("forward", "backward")}
-    forward, backward = (
-        rows.set_index(rows["about_step"].fillna(rows.index.to_series())) for rows in quantities.values()
-    )
+    forward, backward = map(by_about_step, quantities.values())
     shown = len(finite(forward)) or len(finite(backward))
     series = [
         *points("forward, from this step's batch", forward, BLUE, "circle", -OFFSET),

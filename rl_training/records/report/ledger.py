@@ -23,7 +23,7 @@ import pandas as pd
 
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
 from rl_training.records.report.drawing import draw
-from rl_training.records.report.estimates import finite, to_estimates
+from rl_training.records.report.estimates import by_about_step, finite, to_estimates
 from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import milli
@@ -81,7 +81,7 @@ class Ledger:
 def ledger_of(run: Run) -> Ledger | None:
     """Return the ledger of a run; None if fewer than MIN_STEPS steps have both predictions."""
     levels, forward, backward = (run.finite_rows(name) for name in ("entropy/token", *PREDICTIONS))
-    backward = backward.set_index(backward["about_step"].fillna(backward.index.to_series() - 1).astype(int))
+    backward = by_about_step(backward)
     steps = forward.index.intersection(backward.index).intersection(levels.index)
     steps = steps[steps + 1 <= max(levels.index, default=0)]
     if len(steps) < MIN_STEPS:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-from rl_training.records.report.advice import NOTHING, advice, as_a_change, is_a_symptom
-from rl_training.records.report.hindrance import early_end, hindrance, predictions_fail, sums_of_changes
+from rl_training.records.failure import read_failure
+from rl_training.records.files.printable import escape_surrogates
+from rl_training.records.report.advice import advice, as_a_change, is_a_symptom
+from rl_training.records.report.predictions import hindrance, whether_they_hold
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Advice, Line
-from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, judge
-from rl_training.records.report.writing import format_estimate, non_empty_lines, on_one_line
-from rl_training.statistics.welch import difference
+from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, Verdict, judge
+from rl_training.records.report.writing import non_empty_lines, on_one_line
 
-JUMP, FALLS = "jump", (FALLEN, HELD_OUT, PART)  # a line; verdicts that a jump of reward explains, or does not touch
+JUMP = "jump"  # a line
+FALLS = (FALLEN, HELD_OUT, PART)  # verdicts that stand beside it: it explains them, or is no part of them
 SYMPTOM = Advice.to_do("This follows from what the first line says.")
 
 
@@ -45,53 +46,38 @@ def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict = judge(run)
     lines = [replace(line, advice=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
-    further = non_empty_lines(hindrance(run) or _whether_predictions_hold(run), _bound(run))
-    whole = next(
-        (line for line in lines if line.headline and line.since <= run.steps[0] and line.advice != SYMPTOM), None
-    )
-    jump = next((line for line in lines if line.name == JUMP and verdict.kind not in FALLS), None)
-    if whole is not None:  # since the first step: nothing else is to be said of this run
-        lines = [line for line in lines if line is not whole]
-        first = Opening(
-            whole.name, whole.since, whole.headline, f": {whole.evidence}", as_a_change(whole), further, lines
-        )
-    elif jump is not None:
-        first = _until(run, jump, further, [line for line in lines if line is not jump])
-    else:
+    further = non_empty_lines(hindrance(run) or whether_they_hold(run), _bound(run))
+    told = next((line for line in lines if _comes_first(line, run, verdict)), None)
+    if told is None:
+        kind, since, headline, evidence = verdict.kind, verdict.since, verdict.headline, verdict.evidence
         change = advice(run, verdict, lines)
-        if hindrance(run) and change.startswith(NOTHING):
-            change = change.replace(NOTHING, "About entropy there is nothing to do", 1)
-        first = Opening(verdict.kind, verdict.since, verdict.headline, verdict.evidence, change, further, lines)
-    ended = on_one_line(early_end(run))
+    else:
+        kind, since, change = told.name, told.since, as_a_change(told)
+        headline, evidence = _until(run, told) if told.name == JUMP else (told.headline, f": {told.evidence}")
+    first = Opening(kind, since, headline, evidence, change, further, [line for line in lines if line is not told])
+    ended = on_one_line(_early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
 
 
-def _until(run: Run, jump: Line, further: list[str], lines: list[Line]) -> Opening:
-    """Return the first lines of a run whose reward jumped without a step that did it: its verdict is of before that."""
+def _comes_first(line: Line, run: Run, verdict: Verdict) -> bool:
+    """Return whether a line says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
+    if line.name == JUMP:
+        return verdict.kind not in FALLS
+    return bool(line.headline) and line.since <= run.steps[0] and line.advice != SYMPTOM
+
+
+def _early_end(run: Run) -> str:
+    """Return why measuring ended early, or "". A report says it first."""
+    failure = str(escape_surrogates(read_failure(run.folder)))
+    return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt." if failure else ""
+
+
+def _until(run: Run, jump: Line) -> tuple[str, str]:
+    """Return headline and evidence of a run whose reward jumped without a step that did it: what was so before that."""
     before = judge(run.until(jump.since - 1))
     told = f"{before.headline[:1].lower()}{before.headline[1:]}{before.evidence}"
     headline = f"Reward cannot be compared across step {jump.since}"
-    evidence = f": {jump.evidence} Up to step {jump.since - 1}: {told}"
-    return Opening(jump.name, jump.since, headline, evidence, as_a_change(jump), further, lines)
-
-
-def _whether_predictions_hold(run: Run) -> str:
-    """Compare the sums of predicted and measured changes at the last step that has both."""
-    sums = sums_of_changes(run)
-    if sums is None:
-        return ""
-    predicted, measured = sums
-    error = difference(predicted, measured)
-    figures = (
-        f"they add up to {format_estimate(predicted, True)} nats, and {format_estimate(measured, True)} was measured"
-    )
-    if math.isnan(error.stderr):
-        return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    if predictions_fail(run):
-        return f"The predictions do not hold here: {figures}, which is further apart than their errors allow."
-    if 2.0 * error.bounds()[1] - 2.0 * error.value > abs(measured.value):  # twice the half-width
-        return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
-    return f"The predictions hold so far: {figures}."
+    return headline, f": {jump.evidence} Up to step {jump.since - 1}: {told}"
 
 
 def _bound(run: Run) -> str:

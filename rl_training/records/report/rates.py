@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rl_training.records.report import findings
+from rl_training.records.report.estimates import by_about_step
 from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.trends import MIN_STEPS, line_through
 from rl_training.statistics.estimate import Estimate
@@ -50,8 +51,7 @@ def predictions_disagree(run: Run) -> bool:
 
 def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
-    forward, backward = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/backward")
-    backward = backward.set_index(backward["about_step"].astype(int)) if len(backward) else backward
+    forward, backward = run.finite_rows("delta_h/forward"), by_about_step(run.finite_rows("delta_h/backward"))
     steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
     if steps.empty:
         return None

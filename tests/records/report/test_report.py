@@ -32,10 +32,10 @@ from rl_training.records.report.charts import BLUE, Series
 from rl_training.records.report.drawing import draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
-from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.missing import ending_reason
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
+from rl_training.records.report.predictions import hindrance
 from rl_training.records.report.preview import preview
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import read_run

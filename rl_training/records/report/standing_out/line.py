@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.story.reward_functions import spreads
 from rl_training.records.report.trends import RECENT, share_of
 from rl_training.records.report.writing import on_one_line
 from rl_training.statistics.estimate import Estimate
@@ -91,11 +91,7 @@ class RunRecords:
 
     @functools.cached_property
     def spread(self) -> pd.Series[float]:
-        """Standard deviation of all rewards, by step; within prompts if TRL logs no other."""
-        single = [
-            name for name in self.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")
-        ]
-        return self.run.logged(single[0] if len(single) == 1 else "reward_std")
+        return spreads(self.run)
 
     def of_responses(self, shares: pd.Series[float]) -> Estimate:
         """Return the mean of these shares, with its interval as a share of all responses in these steps.

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.estimates import last_of, to_estimates
+from rl_training.records.report.estimates import by_about_step, last_of, to_estimates
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
 from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
 from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
@@ -142,19 +142,24 @@ def too_large(records: RunRecords) -> Line | None:
     )
 
 
-def _far(records: RunRecords) -> tuple[pd.DataFrame, pd.Series[float]]:
+def _moved(records: RunRecords) -> tuple[pd.DataFrame, pd.Series[float]]:
     """Return the rows of each step's KL and the entropy of the policy before it, both by the step that moved."""
-    kl = records.run.finite_rows("measured/kl")
-    kl = kl.set_index(kl["about_step"].astype(int)) if len(kl) else kl
+    kl = by_about_step(records.run.finite_rows("measured/kl"))
     return kl, records.run.token_entropy().reindex(kl.index)
+
+
+def _is_far(records: RunRecords) -> pd.Series[bool]:
+    """Return whether each step moved the policy far: beside its entropy, or so that few sequences still describe it."""
+    rows, entropy = _moved(records)
+    left = records.run.values("measured/ess").reindex(records.run.finite_rows("measured/kl").index).to_numpy()
+    of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
+    return (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (left < LEFT)
 
 
 def _one_broke_it(records: RunRecords) -> Line | None:
     """Report one step that moved the policy far, and after which reward was lower than before."""
-    rows, entropy = _far(records)
-    ess = records.run.values("measured/ess").reindex(records.run.finite_rows("measured/kl").index)
-    of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
-    far = (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (ess.to_numpy() < LEFT)
+    rows, entropy = _moved(records)
+    far = _is_far(records)
     far &= (rows["value"] >= MIN_OF_LARGEST * rows["value"].max()) | (rows["value"] > entropy)
     for step in rows.index[far.to_numpy()]:
         before = records.reward[records.reward.index <= step].tail(AROUND)
@@ -175,7 +180,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
 
 def _one_is_beyond_all(records: RunRecords) -> Line | None:
     """Report one step whose KL exceeded all of the policy's entropy."""
-    kl, entropy = _far(records)
+    kl, entropy = _moved(records)
     beyond = kl["low"] > entropy.clip(lower=1e-12)
     beyond &= kl["value"] * records.length.reindex(kl.index).fillna(0.0) > 1.0  # above one nat per response
     if not beyond.any():
@@ -191,12 +196,9 @@ def _one_is_beyond_all(records: RunRecords) -> Line | None:
 
 def _too_far(records: RunRecords) -> Line | None:
     """Report that many steps moved the policy far."""
-    rows, entropy = _far(records)
-    kl, ess = rows["value"], records.run.values("measured/ess").reindex(records.run.finite_rows("measured/kl").index)
+    kl, far = _moved(records)[0]["value"], _is_far(records)
     if len(kl) < MIN_STEPS:
         return None
-    of_responses = kl * records.length.reindex(kl.index)
-    far = (kl > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (ess.to_numpy() < LEFT)
     share = share_of(int(far.sum()), len(far))
     if not share.bounds()[0] > MIN_FAR_SHARE:
         return None

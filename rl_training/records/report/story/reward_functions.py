@@ -51,10 +51,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def spreads(run: Run) -> pd.Series[float]:
+    """Return the standard deviation of all rewards, by step; within prompts if TRL logs no other."""
+    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")]
+    return run.logged(names[0] if len(names) == 1 else "reward_std")
+
+
 def spread_of_rewards(run: Run) -> float:
     """Return the standard deviation of single rewards: the mean over the better half of the steps."""
-    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")]
-    spread = run.logged(names[0] if len(names) == 1 else "reward_std")
+    spread = spreads(run)
     return float(spread[spread >= spread.median()].mean()) if len(spread) else 0.0
 
 

@@ -14,7 +14,7 @@ from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import reward_functions, reward_weights
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import MIN_STEPS
-from rl_training.records.report.verdict.holds import NOTABLE, is_cheap
+from rl_training.records.report.verdict.holds import NOTABLE, cost_next_to_nothing
 from rl_training.records.report.writing import MISSING, format_estimate, percent
 
 MAX_FUNCTIONS = 6  # reward functions with a line of their own
@@ -74,7 +74,7 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
     """Yield the line on whether a reward is earned at the cost of another, or what this run lacks to tell."""
     label, see = "is it hacked?", how_to("is_it_hacked")
-    fallen = [part.name for part in story.parts if part.fall and not is_cheap(part, story.reward)]
+    fallen = [part.name for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]
     cheap = [part.name for part in story.parts if part.fall and part.name not in fallen]
     risen = [part.name for part in story.parts if part.has_risen and not part.fall]
     number = len(reward_functions(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from rl_training.records.report import findings
-from rl_training.records.report.estimates import finite, to_estimates
+from rl_training.records.report.estimates import by_about_step, finite, to_estimates
 from rl_training.records.report.series import Run
 from rl_training.records.report.trends import RECENT
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, percent, steps_of
@@ -28,7 +28,10 @@ def step_numbers(run: Run) -> list[list[str]]:
     rows, windows, explained = list[list[str]](), list[str](), set[str]()
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
-        columns = [by_step(findings.measured_by_one_step(run, measured)), by_step(run.finite_rows(predicted))]
+        columns = [
+            by_about_step(findings.measured_by_one_step(run, measured)),
+            by_about_step(run.finite_rows(predicted)),
+        ]
         both = columns[0].index.intersection(columns[1].index)
         known = (columns[0].loc[both] if len(both) else columns[0]).tail(RECENT)
         asked = run.rows(measured)
@@ -69,8 +72,3 @@ def _measured_steps(asked: pd.DataFrame, shown: pd.DataFrame, known: pd.DataFram
     first = shown.index.min() if len(shown) else 0
     steps = asked["about_step"].fillna(asked.index.to_series()).unique()
     return int((steps >= first).sum()), int((known.index >= first).sum())
-
-
-def by_step(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return these rows by the step that they are about, where that is recorded."""
-    return rows.set_index(rows["about_step"].fillna(rows.index.to_series()).astype(int))

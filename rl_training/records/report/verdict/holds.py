@@ -50,11 +50,11 @@ def fallen_part(story: Story) -> Reward | None:
 
     While the paid sum rises, a paid function that has cost next to nothing of it is no news; one that is watched is.
     """
-    fallen = [part for part in story.parts if part.fall and not is_cheap(part, story.reward)]
+    fallen = [part for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]
     return max(fallen, key=relative_fall, default=None)
 
 
-def is_cheap(part: Reward, paid: Reward | None) -> bool:
+def cost_next_to_nothing(part: Reward, paid: Reward | None) -> bool:
     """Return whether a paid reward function's fall is next to nothing beside what the others have gained."""
     if paid is None or not paid.has_risen or not part.weight > 0:
         return False

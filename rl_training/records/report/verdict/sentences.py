@@ -32,7 +32,7 @@ def why_unknown(story: Story) -> str:
     elif holds.entropy_falls(story):
         what = "entropy falls; whether that buys reward is not certain yet"
     else:
-        what = "noise hides whether entropy falls now"
+        what = _hidden(story.entropy)
     return f": {what}. {_both(story)}"
 
 
@@ -95,8 +95,14 @@ def at_its_level(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
     of_reward = f"reward {reward.levels.text}, {_of_reward_now(reward)}. " if reward else ""
-    hidden = f" Its noise could hide a change of {percent(entropy.reach)}." * (entropy.reach >= STEADY_WITHIN)
-    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats.{hidden}"
+    aside = f" ({_hidden(entropy)})" * (entropy.reach >= STEADY_WITHIN)
+    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats{aside}."
+
+
+def _hidden(entropy: Entropy) -> str:
+    """Say how large a change of entropy its noise could hide."""
+    size = percent(entropy.reach) if entropy.reach < 1 else "as much as its level"
+    return f"noise could hide a change by {size}"
 
 
 def _both(story: Story, name: str = "Reward") -> str:

@@ -1,23 +1,18 @@
-"""What prevents predictions in a run, and whether they agree with what was measured."""
+"""Whether a run has predictions, or what prevents them, and whether they agree with what was measured."""
 
 from __future__ import annotations
 
-from rl_training.records.failure import read_failure
-from rl_training.records.files.printable import escape_surrogates
+import math
+
 from rl_training.records.report.estimates import finite, last_of
 from rl_training.records.report.series import Run
+from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import FEW_FOLDS, FEW_PROMPTS, Estimate
 from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"
 # Codes of reasons that begin with what the sentence says itself: "no error bar: …"
 FEW = (FEW_FOLDS.code, FEW_PROMPTS.code)
-
-
-def early_end(run: Run) -> str:
-    """Return why measuring ended early, or "". A report says it first."""
-    failure = str(escape_surrogates(read_failure(run.folder)))
-    return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt." if failure else ""
 
 
 def hindrance(run: Run) -> str:
@@ -45,3 +40,22 @@ def predictions_fail(run: Run) -> bool:
     """Return whether these sums are further apart than their errors allow."""
     sums = sums_of_changes(run)
     return sums is not None and is_significant(difference(*sums))
+
+
+def whether_they_hold(run: Run) -> str:
+    """Compare the sums of predicted and measured changes at the last step that has both."""
+    sums = sums_of_changes(run)
+    if sums is None:
+        return ""
+    predicted, measured = sums
+    error = difference(predicted, measured)
+    figures = (
+        f"they add up to {format_estimate(predicted, True)} nats, and {format_estimate(measured, True)} was measured"
+    )
+    if math.isnan(error.stderr):
+        return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
+    if predictions_fail(run):
+        return f"The predictions do not hold here: {figures}, which is further apart than their errors allow."
+    if 2.0 * error.bounds()[1] - 2.0 * error.value > abs(measured.value):  # twice the half-width
+        return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
+    return f"The predictions hold so far: {figures}."
