@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "fast", "nan"])
 def test_a_kl_share_that_is_not_positive_is_refused(share: Any) -> None:
-    with pytest.raises(ValueError, match='must be "auto", a positive number'):
+    with pytest.raises(ValueError, match=rf"target_kl_share={re.escape(repr(share))} "):
         KLBound(share)
 
 
@@ -135,7 +136,7 @@ def test_a_share_is_auto_or_a_number_also_from_a_command_line(share: Any, number
 
 @pytest.mark.parametrize("share", [0.11, 1.0, 2.0])
 def test_a_kl_share_that_destroys_the_policy_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match=r"is above 0\.1"):
+    with pytest.raises(ValueError, match=rf"target_kl_share={share:g} .*\b0\.1\b"):
         KLBound(share)
     KLBound(0.1)
 
@@ -377,7 +378,7 @@ def test_rounding_that_hides_small_steps_is_reported_and_refused(make_trainer: C
     trainer = make_trainer(
         target_kl_share=1e-7, dtype=torch.bfloat16, **FEW | {"learning_rate": 1e-2, "bf16": True, "max_steps": 3}
     )
-    with pytest.raises(ValueError, match="rounding hides smaller steps"):
+    with pytest.raises(ValueError, match=r"^target_kl_share: .*fp32"):
         trainer.train()
 
 

@@ -115,9 +115,9 @@ def test_a_training_that_fails_in_its_first_step_leaves_no_state_for_the_next() 
     def fail(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         optimizer.zero_grad()
-        raise RuntimeError("a mistake of the loop's")
+        raise RuntimeError("mistake")
 
-    with pytest.raises(RuntimeError, match="a mistake of the loop's"):
+    with pytest.raises(RuntimeError, match=r"^mistake$"):
         train(model, optimizer, measured, before_optimizer=fail)
     answers = train(model, optimizer, measured, steps=1)
     assert math.isfinite(answers[0]["delta_h/forward"].value)
@@ -137,8 +137,8 @@ def test_a_probe_state_that_gains_keys_is_refused_since_a_resumed_run_would_lose
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("reward", 1.0, r"names with a slash, and 'reward' has none: plain/reward"),  # the trainer logs one
-        ("plain/length", torch.tensor(1.0), r"numbers, and 'plain/length' has a Tensor: float"),
+        ("reward", 1.0, "'reward' .*plain/reward"),  # the trainer logs one
+        ("plain/length", torch.tensor(1.0), "'plain/length' .*Tensor.*float"),
     ],
 )
 def test_an_estimate_is_a_number_under_a_name_that_no_trainer_uses(name: str, value: Any, says: str) -> None:
@@ -151,7 +151,7 @@ def test_an_estimate_is_a_number_under_a_name_that_no_trainer_uses(name: str, va
         def measure(self, ctx: Any, state: None) -> Reading:
             return Reading(measured={"plain/one": Estimate(1.0)} if ctx.step.number == 1 else {name: Estimate(value)})
 
-    with pytest.raises(UserError, match=rf"probe 'plain': measure must return {says}"):
+    with pytest.raises(UserError, match=rf"^probe 'plain': measure .*{says}"):
         train(*loop_with(Plain()), steps=2)  # the first of which is measured
 
 

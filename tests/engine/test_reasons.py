@@ -285,8 +285,8 @@ def test_estimates_of_a_one_prompt_step_name_the_setting_that_gives_enough_folds
 
 @pytest.mark.parametrize(
     ("num_prompts", "num_ranks", "num_folds", "fix"),
-    [(2, 1, 3, "use num_folds=2"), (8, 2, 9, "use num_folds=8"), (8, 2, 17, "use num_folds=16"),
-     (1, 1, 4, "leave num_folds out, and put more prompts into a step")],
+    [(2, 1, 3, ".*num_folds=2"), (8, 2, 9, ".*num_folds=8"), (8, 2, 17, ".*num_folds=16"),
+     (1, 1, 4, "leave num_folds out.*")],
 )  # fmt: skip
 def test_more_folds_than_prompts_allow_are_refused_with_a_number_that_gives_a_prediction(
     num_prompts: int, num_ranks: int, num_folds: int, fix: str

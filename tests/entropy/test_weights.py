@@ -210,9 +210,9 @@ def test_weights_carry_no_graph(target: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ([0, 0, 0], {"target": "nats"}, "'sequence', 'token' or 'length'"),
-        ([0, 0, 0], {"baseline": "batch"}, "choose 'prompt' or 'buffer'"),
-        *(([0, 0, 1], {"target": target}, "at least two responses") for target in ("sequence", "token", "length")),
+        ([0, 0, 0], {"target": "nats"}, "'sequence'.*'token'.*'length'"),
+        ([0, 0, 0], {"baseline": "batch"}, "'prompt'.*'buffer'"),
+        *(([0, 0, 1], {"target": target}, "two responses") for target in ("sequence", "token", "length")),
     ],
 )
 def test_inputs_that_have_no_weights_are_refused_with_the_choices(

@@ -133,7 +133,7 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
     second: list[str] = []
 
     def kill_at_the_first_batch(bar: tqdm, num_responses: int) -> None:
-        with pytest.raises(ValueError, match="is being written to by process") as refused:
+        with pytest.raises(ValueError, match=f"process {os.getpid()} ") as refused:
             evaluate(cfg)
         second.append(str(refused.value))
         for process in multiprocessing.active_children():
@@ -160,7 +160,7 @@ def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: s
 
 def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    with pytest.raises(ValueError, match="has no checkpoints"):
+    with pytest.raises(ValueError, match=rf"^run={tmp_path} .*trainer\.save_steps"):
         read_evaluation(composed("evaluate", f"run={tmp_path}"))
 
 
@@ -208,7 +208,7 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
     loaded = load_policy(
         evaluation.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
-    with pytest.raises(ValueError, match="it was made for another task"):
+    with pytest.raises(ValueError, match=r"tokenizer .*'A user asks .*data=…"):
         list(generate_responses(loaded, evaluation.task, [[(0, 0)]], 0, {}))
 
 
@@ -226,8 +226,7 @@ def test_a_checkpoint_that_is_unfinished_or_has_no_weights_is_named(run: Path, t
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "optimizer.pt").touch()
-    reason = "it has no weights" if missing.endswith("tensors") else "it was not written completely"
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=missing):
         require_weights(tmp_path)
 
 

@@ -112,7 +112,7 @@ def undisturbed() -> tuple[list[dict[str, Estimate]], torch.Tensor]:
 
 def test_steps_are_numbered_from_1() -> None:
     training = Training()
-    with training.loop, pytest.raises(ValueError, match="number the optimizer steps from 1"):
+    with training.loop, pytest.raises(ValueError, match=r"^step 0: .*1$"):
         training.step(0)
 
 
@@ -212,7 +212,7 @@ def test_parameters_that_are_frozen_between_microbatches_are_named_in_one_line()
     training = Training()
     first = next(training.model.parameters())
     with training.loop, contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.raises(ValueError, match=r"embed_tokens\.weight is not trained now"))
+        stack.enter_context(pytest.raises(ValueError, match=r"embed_tokens\.weight"))
         stack.enter_context(training.loop.step(1))
         for part in microbatches(1)[:COUNT]:
             logps, entropies = scores_of(training.model, part)
@@ -255,7 +255,7 @@ def test_a_step_whose_line_could_not_be_written_need_not_be_repeated(tmp_path: P
     training.loop = training.new_loop(records=tmp_path)
     with training.loop:
         training.metrics = {"mine": object()}
-        with pytest.raises(TypeError, match="object is not JSON serializable"):
+        with pytest.raises(TypeError, match="JSON"):
             training.step(1)
         training.metrics = {}
         training.step(2)

@@ -35,7 +35,7 @@ def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:
 def test_a_refused_step_may_be_repeated_and_no_step_number_may_be_missing() -> None:
     model, optimizer, measured = new_loop([])
     with measured:
-        with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
+        with pytest.raises(ValueError, match=r"optimizer\.step\(\) .*gradients_ready\(\)"), measured.step(5):
             optimizer.step()
         with measured.step(5):
             one_step(model, measured, 1)
@@ -123,7 +123,7 @@ def test_responses_of_a_skipped_step_count_as_fresh() -> None:
                     optimizer.step()
                 optimizer.zero_grad()
             codes.append(measured.latest["delta_h/forward"].code)
-        with pytest.raises(ValueError, match="has trained on this rollout"), measured.step(3, 1):
+        with pytest.raises(ValueError, match="on_policy=False, sampling_logps="), measured.step(3, 1):
             one_step(model, measured, 1)
     assert codes == ["left_out", ""]
 
@@ -148,7 +148,7 @@ def test_an_optimizer_that_steps_after_its_step_has_ended_is_refused() -> None:
         with measured.step(1):
             one_step(model, measured, 1)
             measured.gradients_ready()
-        with pytest.raises(ValueError, match="between two steps"):
+        with pytest.raises(ValueError, match=r"optimizer\.step\(\)"):
             optimizer.step()
 
 

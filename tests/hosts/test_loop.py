@@ -389,19 +389,19 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     ),
     "other size": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, rollout=rollout_of(1))),
-        r"64 sequences, but measured_loop\(microbatch_size=8\)",
+        r"64 .*microbatch_size=8",
     ),
     "entropies in bits": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, entropies=first_entropies(model) / math.log(2.0))),
-        r"entropies are [\d.]+ off the model's, whose mean is [\d.]+ nats per token: pass those .* in nats",
+        r"entropies .*[\d.]+ .*[\d.]+ nats per token",
     ),
     "shifted by a token": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model).roll(1, dims=1))),
-        "nats per token off the model's at temperature=1: check the shift by one token",
+        "nats per token .*temperature=1.* one token",
     ),
     "other probes": (
         lambda loop, model: loop.load_state_dict({"gns": {}}),
-        r"state is of the probes \['gns'\], but the loop has \['checks', .*'simple'\]: use the same probes",
+        r"\['gns'\].* \['checks', .*'simple'\]",
     ),
 }
 
@@ -424,9 +424,7 @@ def static_graph(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("harm", "said"), [(reentrant, "with use_reentrant=False"), (static_graph, "DDP's static_graph")]
-)
+@pytest.mark.parametrize(("harm", "said"), [(reentrant, "use_reentrant=False"), (static_graph, "static_graph")])
 def test_settings_that_a_second_backward_would_corrupt_are_refused_at_once(
     harm: Callable[[Any], None], said: str
 ) -> None:
@@ -481,12 +479,12 @@ class HalfAFold(Seen):
     [
         (
             [SimpleEntropyProbe],
-            r"SimpleEntropyProbe'> is no probe: give the name of one, .* such as SimpleEntropyProbe\(\)",
+            r"SimpleEntropyProbe'> .*SimpleEntropyProbe\(\)",
         ),
-        ([None], "None is no probe"),
-        (["entropy"], "'entropy' names no probe: there are simple,"),
-        ([HalfAFold()], "half: num_folds=2.5 must be a whole number"),
-        ({"simple": {"every": 5}}, r"is a dictionary: give a list .* SimpleEntropyProbe\(every=5\)"),
+        ([None], "^None "),
+        (["entropy"], "^'entropy' .* simple,"),
+        ([HalfAFold()], "half: num_folds=2.5 "),
+        ({"simple": {"every": 5}}, r"SimpleEntropyProbe\(every=5\)"),
     ],
 )
 def test_an_object_that_is_not_a_probe_is_refused_in_words(given: Any, said: str) -> None:
@@ -497,14 +495,14 @@ def test_an_object_that_is_not_a_probe_is_refused_in_words(given: Any, said: str
 def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     model, other = load_tiny()[0], load_tiny()[0]
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
-    with pytest.raises(ValueError, match="has no parameter of the model"):
+    with pytest.raises(ValueError, match=r"model\.parameters\(\)"):
         measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
     with pytest.raises(ValueError, match=r"SimpleNamespace .*torch\.optim\.Optimizer"):
         measured_loop(model, SimpleNamespace(step=None), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"^ReLU .* language model"):
         measured_loop(torch.nn.ReLU(), optimizer, [], **shape)
-    with pytest.raises(ValueError, match="has no parameter of the model"):
+    with pytest.raises(ValueError, match=r"model\.parameters\(\)"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)
 
 
@@ -519,8 +517,8 @@ class Critic(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Critic, "^Critic is not a Hugging Face causal language model: pass model.lm, which is one$"),
-        (lambda: load_tiny()[0].model, "^Qwen2Model is not a .*: pass the one whose logits the loss is computed from$"),
+        (Critic, r"^Critic .*model\.lm\b"),
+        (lambda: load_tiny()[0].model, "^Qwen2Model .* logits"),
     ],
 )
 def test_a_model_without_logits_is_refused_by_name_and_the_one_inside_it_is_measured(

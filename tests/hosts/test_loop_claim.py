@@ -96,7 +96,7 @@ def test_a_loop_that_resumes_continues_in_its_own_folder_whatever_else_lies_besi
     resumed.train(4, 5, 4.0)
     assert mine(tmp_path / "run-3" / "logs") == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 4.0), (5, 4.0)]
     unknown = Loop(logs)
-    with unknown.measured, pytest.raises(ValueError, match="each hold a training"):
+    with unknown.measured, pytest.raises(ValueError, match=r"/run, .*/run-2, .* load_state_dict\("):
         unknown.step(4)
     assert mine(logs) == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
@@ -118,7 +118,7 @@ def of_two(rank: int, folder: Path) -> None:
             assert mine(folder / name / "logs") == [(1, float(number)), (2, float(number))]
     Loop(folder / "run" / "logs" if rank == 0 else None).train(1, 1)  # run-3
     unknown = Loop(folder / "run" / "logs" if rank == 0 else None)
-    with unknown.measured, pytest.raises(ValueError, match="each hold a training"):
+    with unknown.measured, pytest.raises(ValueError, match=r"/run, .*/run-2, .* load_state_dict\("):
         unknown.step(2)
     for error, on_others in ((UserError, UserError), (PermissionError, RuntimeError)):
         with pytest.raises(error if rank == 0 else on_others, match="no room") as raised:

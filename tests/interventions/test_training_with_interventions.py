@@ -235,10 +235,10 @@ def test_training_with_intervention_none_is_bitwise_plain_training(make_trainer:
 @pytest.mark.parametrize(
     ("names", "settings", "said"),
     [
-        (["bonnus"], {}, "did you mean bonus"),
-        (["kl"], {}, "set trainer.beta=0.04, for which TRL keeps one"),
-        (["keep_truncated"], {"mask_truncated_completions": True}, "set trainer.mask_truncated_completions=false"),
-        (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: the loss is not Dr-GRPO's"),
+        (["bonnus"], {}, "bonus?"),
+        (["kl"], {}, "trainer.beta=0.04"),
+        (["keep_truncated"], {"mask_truncated_completions": True}, "trainer.mask_truncated_completions=false"),
+        (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: "),
     ],
 )
 def test_interventions_that_cannot_be_trained_with_are_refused_before_a_step(
@@ -267,7 +267,7 @@ def test_the_bonus_in_the_short_last_step_of_an_epoch_counts_its_microbatches(ma
 
 
 def test_a_bonus_that_is_too_strong_is_named_beside_the_learning_rate(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="or intervention=bonus:1e30 too strong"):
+    with pytest.raises(ValueError, match=r"learning_rate=0\.003 .*intervention=bonus:1e30"):
         make_trainer(interventions=["bonus:1e30"], **SHAPE).train()
 
 

@@ -114,7 +114,7 @@ def test_no_code_of_a_model_folder_is_run(folder: Path, make: Callable[[Path], N
 def test_no_module_that_an_adapter_names_is_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     adapter_with_a_module(folder)
-    with pytest.raises(ValueError, match="names modules to be imported"):
+    with pytest.raises(ValueError, match="megatron_config"):
         load_policy(folder, load_tiny, with_reference=False, temperature=1.0, max_completion_length=4)
     assert not (folder.parent / "canary").exists()
 
@@ -150,7 +150,7 @@ def test_a_pattern_whose_trial_crashes_is_named_and_not_said_to_be_slow(monkeypa
         "    for expression", "    if pattern == 'b*': sys.exit(1)\n    for expression"
     )
     monkeypatch.setattr(adapter_patterns, "TRIAL", trial)
-    with pytest.raises(UserError, match=r"^adapter: the pattern 'b\*' .*give names"):
+    with pytest.raises(UserError, match=r"^adapter: .*'b\*' .* names"):
         refuse_endless_patterns({"target_modules": ["a*", "b*"]}, "adapter")
 
 

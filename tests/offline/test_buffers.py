@@ -77,7 +77,7 @@ def test_e_may_be_the_evaluation_split_or_given_rows_with_several_responses(rest
     assert given.rows == (data[5], data[5], data[7], data[7])  # the reward needs the rows' other columns
     held_out = sample_evaluation(restored, EvaluationSettings(4, source="eval"), None, 64)
     assert {row["prompt"] for row in held_out.rows} <= set(restored.trainer.eval_dataset["prompt"])
-    with pytest.raises(ValueError, match="row 99999 is not in the training set"):
+    with pytest.raises(ValueError, match=r"^evaluation.source: row 99999 "):
         sample_evaluation(restored, EvaluationSettings(source=[99999]), None, 64)
 
 

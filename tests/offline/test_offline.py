@@ -208,9 +208,9 @@ def test_results_hold_the_settings_of_the_run_and_of_the_analysis() -> None:
 def test_an_analysis_uses_the_settings_of_the_run_except_overridden_ones(run: Path) -> None:
     changed = run_settings(checkpoint(run, 1), ["trainer.temperature=0.7", "seed=5"])
     assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
-    with pytest.raises(ValueError, match=r"have it; did you mean batch.microbatch_size\?"):
+    with pytest.raises(ValueError, match=r"batch\.microbatch_sise: .*batch\.microbatch_size\?"):
         run_settings(checkpoint(run, 1), ["batch.microbatch_sise=4"])
-    with pytest.raises(ValueError, match=r"have it; did you mean evaluation.prompts\?"):
+    with pytest.raises(ValueError, match=r"evalution\.prompts: .*evaluation\.prompts\?"):
         run_settings(checkpoint(run, 1), ["evalution.prompts=4"])
 
 
@@ -218,9 +218,9 @@ def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path,
     shutil.copytree(checkpoint(run, 1), tmp_path / "alone" / "checkpoint-1")
     alone = tmp_path / "alone" / "checkpoint-1"
     with composing():
-        with pytest.raises(ValueError, match=r"is not in a run .* model=… data=…"):
+        with pytest.raises(ValueError, match=f"{alone} .* model=… data=…"):
             run_settings(alone, [])
-        with pytest.raises(ValueError, match=r"^/checkpoint-1 is not in a run \(there is no /config.yaml\): "):
+        with pytest.raises(ValueError, match=r"^/checkpoint-1 .*/config\.yaml\b"):
             run_settings(Path("/checkpoint-1"), [])
         named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
         restored = build_restored(run_settings(alone, named), alone)
@@ -234,11 +234,11 @@ def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Pat
     assert resolve_checkpoints([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
     assert resolve_checkpoints("latest", run.parent) == all_of_them[-1:]
     assert resolve_checkpoints("all", run.parent) == all_of_them
-    with composing(), pytest.raises(ValueError, match=r"checkpoint=\[\] names no checkpoint"):
+    with composing(), pytest.raises(ValueError, match=r"^checkpoint=\[\] "):
         analyze_checkpoints(compose("offline", ["checkpoint=[]"]))
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'nowhere'}: "):
         resolve_checkpoints(str(tmp_path / "nowhere"), tmp_path)
-    with pytest.raises(ValueError, match=r"no complete checkpoint in .*; give checkpoint=PATH"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.* checkpoint=PATH"):
         resolve_checkpoints("latest", tmp_path)
 
 

@@ -44,7 +44,7 @@ def test_a_phase_that_runs_out_of_memory_names_the_setting_to_lower(
     monkeypatch.setattr(Phases, "__call__", noted)
     handle = restored.trainer.model.get_input_embeddings().register_forward_pre_hook(take_too_much)
     try:
-        with pytest.raises(ValueError, match=rf"^out of memory in phase '{phase}': ") as caught:
+        with pytest.raises(ValueError, match=f"memory .*'{phase}': ") as caught:
             analyze(restored, SMALL)
     finally:
         handle.remove()

@@ -84,11 +84,11 @@ def test_a_loss_whose_step_cannot_be_analyzed_is_refused_with_what_to_set(
 ) -> None:
     trainer = make_trainer(**PLAIN, loss_type="bnpo")
     for name in ("", "a/b", ".."):
-        with pytest.raises(ValueError, match=f"name={re.escape(name)} names a folder in RUN/offline"):
+        with pytest.raises(ValueError, match=f"name={re.escape(name)} .*RUN/offline"):
             analyze(trainer, tmp_path, tmp_path / "run", name=name)
     with attach(trainer, probes=()):
         trainer.train()
-    with pytest.raises(ValueError, match="make the trainer with loss_type='dr_grpo'"):
+    with pytest.raises(ValueError, match="loss_type='dr_grpo'"):
         analyze(
             make_trainer(**PLAIN, loss_type="bnpo"), Path(trainer.args.output_dir) / "checkpoint-1", tmp_path / "run"
         )

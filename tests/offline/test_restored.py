@@ -105,7 +105,7 @@ def test_folds_of_unequal_sizes_are_left_out_by_their_share(restored: RestoredTr
 
 
 def test_a_finished_schedule_is_refused_with_a_learning_rate_as_the_fix(run: Path) -> None:
-    with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
+    with pytest.raises(ValueError, match=r"checkpoint-3 .*learning_rate=1e-6"):
         restored_at(run, 3)
     assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
 
@@ -119,11 +119,11 @@ def permute_moments(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("alter", "says"),
     [
-        (permute_moments, "moments of .* have the shape of another parameter"),
-        (lambda f: (f / "optimizer.pt").unlink(), "has no optimizer.pt"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors is damaged"),
-        (lambda f: torch.save(print, f / "optimizer.pt"), r"/optimizer.pt holds objects that could run code"),
-        (lambda f: torch.save(print, f / "scheduler.pt"), r"/scheduler.pt holds objects that could run code"),
+        (permute_moments, r"moments of model\.\S+ "),
+        (lambda f: (f / "optimizer.pt").unlink(), r"checkpoint-1 .*optimizer\.pt"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors "),
+        (lambda f: torch.save(print, f / "optimizer.pt"), r"/optimizer\.pt .*builtins\.print"),
+        (lambda f: torch.save(print, f / "scheduler.pt"), r"/scheduler\.pt .*builtins\.print"),
     ],
     ids=["moments", "no optimizer", "damaged", "code in the optimizer", "code in the schedule"],
 )
@@ -148,7 +148,7 @@ def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: A
         refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
     frozen = make_trainer()
     frozen.model.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^'model.embed_tokens.weight' .* is not trainable"):
+    with pytest.raises(ValueError, match=r"^'model\.embed_tokens\.weight' .*is_trainable=True"):
         restore(frozen, checkpoint(run, 1))
     larger = make_trainer()
     larger.model.odd = torch.nn.Parameter(torch.zeros(2))

@@ -56,7 +56,7 @@ def test_a_section_that_hangs_or_fails_loses_no_row_and_no_other_section(
     monkeypatch.setattr(gpu, "SCRIPT", script)
     monkeypatch.setattr(gpu, "SECTIONS", [gpu.Section(name, f"Title of {name}", limits[name]) for name in limits])
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="failed, stopped or left out: machine, tests, late"):
+    with pytest.raises(SystemExit, match=": machine, tests, late"):
         gpu.main()
     hanging, failing, whole, late = (tmp_path / "gpu.md").read_text(encoding="utf-8").split("\n## ")[1:]
     for name, part in (("machine", hanging), ("tests", failing), ("costs", whole)):

@@ -113,7 +113,7 @@ def test_numbers_are_compared_exactly_where_floats_would_agree() -> None:
 def test_each_row_has_its_own_answer_in_one_call() -> None:
     completions = [f"<answer>{text}</answer>" for text in ("$18.00", "18", "$18.00", "2.")]
     assert gsm8k_reward(completions, answer=["18", "2", "2", "2"]) == [1.0, 0.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="must hold numbers"):
+    with pytest.raises(ValueError, match=r"`answer` .*'some #### 18'"):
         reward("18", right="some #### 18")
 
 
@@ -174,7 +174,7 @@ def test_a_held_out_prompt_is_not_in_training(tmp_path: Path, caplog: pytest.Log
     task = gsm8k(str(_write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])))
     assert list(task.train_dataset["answer"]) == ["1,080", "-3", "1.5"]
     assert "1 training rows are left out" in caplog.text
-    with pytest.raises(ValueError, match="no training row is left"):
+    with pytest.raises(ValueError, match="training rows"):
         gsm8k(str(_write(tmp_path / "same.jsonl", [ROWS[0], ROWS[0]])))
 
 
@@ -200,9 +200,9 @@ def test_a_malformed_line_is_named_with_its_number(tmp_path: Path, line: bytes, 
 def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path=FILE\.jsonl"):
         gsm8k(str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match=r"train\.jsonl does not exist"):
+    with pytest.raises(UserError, match=rf"{tmp_path}.train\.jsonl"):
         gsm8k(str(tmp_path))
-    with pytest.raises(ValueError, match="has no rows"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl .*data\.path=FILE\.jsonl"):
         gsm8k(str(_write(tmp_path / "rows.jsonl", [])))
     with pytest.raises(ValueError, match="one row"):
         gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS[:1])))

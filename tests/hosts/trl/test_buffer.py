@@ -153,7 +153,7 @@ def test_rewards_that_differ_only_by_rounding_are_not_mixed() -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"max_attempts": 0}, "at least 1"), ({"floor": 0.0}, "prompts die out"), ({"half_life": 0}, "above 0")],
+    [({"max_attempts": 0}, "max_attempts=0"), ({"floor": 0.0}, "floor=0.0"), ({"half_life": 0}, "half_life=0")],
 )
 def test_invalid_buffer_options_are_refused(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -368,13 +368,13 @@ def seven_prompts() -> Dataset:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (lambda: {"train_dataset": seven_prompts()}, "has 7 prompts, and a rollout needs 8 "),
+        (lambda: {"train_dataset": seven_prompts()}, "7 prompts.* 8 "),
         pytest.param(
             lambda: {"train_dataset": seven_prompts().to_iterable_dataset()},
-            "load it without streaming",
+            "streaming",
             marks=since("trl 1.9.0"),
         ),
-        (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize' or buffer=plain"),
+        (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "'sum_then_normalize'.* buffer=plain"),
     ],
 )
 def test_a_training_that_the_filter_does_not_support_is_refused(make_trainer: Make, settings: Any, said: str) -> None:

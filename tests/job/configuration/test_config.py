@@ -68,9 +68,9 @@ def test_a_refused_argument_names_its_setting_and_an_error_in_custom_code_keeps_
     (tmp_path / "a_task_of_mine.py").write_text(file, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     node = {"_target_": "a_task_of_mine.task"}
-    with pytest.raises(UserError, match=r"^data: ValueError: invalid literal for int.*: 'x' \(--debug shows where\)$"):
+    with pytest.raises(UserError, match=r"^data: ValueError: .*'x'.* \(--debug .*\)$"):
         make("data", node, lines="x")
-    with pytest.raises(UserError, match=r"^data: TypeError: .* got an unexpected keyword argument 'rows'"):
+    with pytest.raises(UserError, match=r"^data: TypeError: .*'rows'"):
         make("data", node, lines="1", rows="1")
     with pytest.raises(KeyError, match="question") as caught:
         make("data", node, lines="0")
@@ -235,14 +235,14 @@ def test_resuming_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
 )
 def test_resuming_a_run_with_a_broken_config_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*fix or delete it"):
+    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} "):
         refuse_other_settings(composed("train"), tmp_path)
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(TINY_PATH / name, tmp_path)
-    with pytest.raises(ValueError, match=f"model.name={tmp_path} has no tokenizer: put its files there"):
+    with pytest.raises(ValueError, match=rf"model\.name={tmp_path} .*tokenizer\.json"):
         load_causal_lm(tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_a_damaged_model_folder_is_named(tmp_path: Path, damage: str) -> None:
         (tmp_path / "model" / "config.json").write_text("{")
     else:
         (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="no model could be loaded from model"):
+    with pytest.raises(ValueError, match=rf"model\.name={tmp_path / 'model'}: "):
         built(tmp_path, "model=hub", f"model.name={tmp_path / 'model'}")
 
 
@@ -295,7 +295,7 @@ def test_a_run_has_a_dashboard_for_every_named_logger(words: list[str], kept: li
 def test_two_options_of_a_single_choice_group_are_refused() -> None:
     with (
         composing(),
-        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: only one is possible, give adapter=")),
+        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: ")),
     ):
         with_all_loggers(compose("train", ["adapter=[lora,none]"]), ["adapter=[lora,none]"])
 

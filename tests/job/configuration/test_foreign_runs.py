@@ -176,10 +176,10 @@ def test_code_named_by_a_foreign_run_is_used_once_typed_on_the_command_line(
     assert evaluate(run, named[0]).rows == tuple(range(24))
     assert branch(run, *named).data == {"_target_": "a_task_of_mine.task", "rows": 24}
     write_config(run, {"intervention": ["a_task_of_mine:f"]})
-    with pytest.raises(ValueError, match=r"add to this command line: 'intervention=\[\"a_task_of_mine:f\"\]'"):
+    with pytest.raises(ValueError, match=r"command line: 'intervention=\[\"a_task_of_mine:f\"\]'"):
         branch(run)
     write_config(run, {"data": {"_target_": "another_task.task"}})
-    with pytest.raises(ValueError, match="a branch keeps model, adapter, data"):
+    with pytest.raises(ValueError, match=r"data\._target_='a_task_of_mine\.task' \(was 'another_task\.task'\)"):
         branch(run, *named)
 
 
@@ -205,7 +205,7 @@ def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_p
         OfflineEntropyProbe({"overrides": words})
     for text in ("${oc.env:HF_TOKEN}", "a=${oc.env:HF_TOKEN}"):
         file.write_text(yaml.dump({"overrides": [text]}))
-        with pytest.raises(ValueError, match="write the value itself"):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: overrides.*oc.env:HF_TOKEN"):
             OfflineEntropyProbe.from_config_file(file)
 
 

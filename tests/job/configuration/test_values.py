@@ -82,7 +82,7 @@ def test_settings_of_an_analysis_made_in_python_are_checked_too(make: Callable[[
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    fix = r"logger=trackio: trackio is not installed: pip install 'rl-training\[trackio\]', or choose another logger"
+    fix = r"^logger=trackio: .*pip install 'rl-training\[trackio\]'"
     with pytest.raises(ValueError, match=fix):
         check_run(composed("train", "logger=trackio", "run_dir=somewhere"))
     check_run(composed("train", "logger=none", "run_dir=somewhere"))
@@ -121,9 +121,7 @@ def test_a_tilde_before_the_name_of_no_user_is_kept() -> None:
 def test_a_mistyped_folder_of_a_resumed_run_does_not_start_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "run_a" / "training_state").mkdir(parents=True)
     check_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
-    with pytest.raises(
-        ValueError, match=rf"run_aa holds no run to continue; .*; did you mean run_dir={tmp_path}/run_a\?"
-    ):
+    with pytest.raises(ValueError, match=rf"run_aa .* run_dir={tmp_path}/run_a\?"):
         check_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
 
 
@@ -148,7 +146,7 @@ def test_a_run_whose_config_lacks_data_is_analyzed_with_given_data(tmp_path: Pat
     del cfg["data"]
     OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
     with composing():
-        with pytest.raises(ValueError, match=r"config.yaml lacks data, which .* or give data=…$"):
+        with pytest.raises(ValueError, match=r"config\.yaml .*\bdata\b.* data=…$"):
             run_settings(checkpoint, [])
         changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])
     assert changed.data._target_.endswith("arithmetic")

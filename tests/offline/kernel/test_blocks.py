@@ -165,5 +165,5 @@ def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_differenc
 def test_invalid_sketch_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"buckets=500 .* 512"):
         KernelSettings(sketch_buckets=500)
-    with pytest.raises(ValueError, match=r"sketch_repeats=1 .*at least 2: they give the error bars"):
+    with pytest.raises(ValueError, match=r"sketch_repeats=1 .*\b2\b"):
         KernelSettings(sketch_repeats=1)

@@ -247,7 +247,7 @@ def test_an_output_without_graph_is_refused(reentrant: bool, ids: Tensor) -> Non
         model.train()
     else:
         score = torch.no_grad()(score)
-    with pytest.raises(ValueError, match="has no gradient"):
+    with pytest.raises(ValueError, match=r"no_grad.*use_reentrant"):
         by_hooks(model, score, weights_of(ids))
 
 
@@ -257,7 +257,7 @@ def test_a_module_that_gets_no_gradient_is_named(ids: Tensor) -> None:
     other = model.get_input_embeddings()(ids)
     assert isinstance(recording, Recording)
     aside = recording._embedding_outputs[0].sum(dim=2) + other.sum(dim=2)  # bypasses the layers
-    with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
+    with pytest.raises(ValueError, match=r"model\.layers.*lora_A"):
         recording.fill(room_for(trained(model)), [aside], [torch.ones_like(aside)])
 
 
@@ -315,7 +315,7 @@ def test_modules_without_a_batch_dimension_are_refused_by_name(flat: bool, ids: 
     recorder = SequenceGradients(model, trained(model))
     with pytest.raises(ValueError, match=rf"^{'head' if flat else 'positions'} was given .* batch of {BATCH}"):
         recorder.record(lambda: logps(model(ids), ids))
-    with pytest.raises(ValueError, match="cannot be assigned to sequences"):  # with as many tokens as sequences
+    with pytest.raises(ValueError, match=r"^(head|positions) .*sequences"):  # with as many tokens as sequences
         recorder.record(lambda: model(ids[:, :1] if flat else ids))
 
 
@@ -359,5 +359,5 @@ def test_running_out_of_memory_is_not_reported_as_an_unknown_gradient(ids: Tenso
 
 
 def test_a_parameter_of_another_model_is_named() -> None:
-    with pytest.raises(ValueError, match="not a parameter of this model"):
+    with pytest.raises(ValueError, match=r"^'model\.\S+' "):
         SequenceGradients(qwen(), trained(qwen()))

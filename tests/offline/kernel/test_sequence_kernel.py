@@ -288,7 +288,7 @@ def test_a_killed_run_resumes_after_its_last_block(cases: Any, tmp_path: Path, c
     assert child.exitcode == -signal.SIGKILL
     assert {path.name for path in folder.iterdir()} == {"block-00000.safetensors"}
     longer = dataclasses.replace(case.inputs, max_length=L_MAX + 1)
-    with pytest.raises(ValueError, match="holds a kernel with other max_length:"):
+    with pytest.raises(ValueError, match=f"^{folder} .*max_length: "):
         calculate_kernel(case.rows(), longer, settings, folder)
     again = Killed(case.trainer, case.parameters, 3)
     again.left = 8  # the microbatches of U in the other two blocks
@@ -310,7 +310,7 @@ def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> N
         case.inputs, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)
     )
     for other, named in ((longer, "max_length"), (otherwise_taught, "advantages")):
-        with pytest.raises(ValueError, match=f"holds a kernel with other {named}:"):
+        with pytest.raises(ValueError, match=f"^{finished('adapter')} .*{named}: "):
             calculate_kernel(case.rows(), other, SETTINGS, finished("adapter"))
 
 
@@ -340,7 +340,7 @@ def test_two_processes_compute_the_kernel_of_one(cases: Any, finished: Any, tmp_
 def refused(rank: int, port: int, case: Case, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    with pytest.raises(ValueError, match="holds a kernel with other"):
+    with pytest.raises(ValueError, match=f"^{folder} .*max_length"):
         calculate_kernel(case.rows(), case.inputs, SETTINGS, folder)
 
 
@@ -417,5 +417,5 @@ def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     metadata = check_identity(tensors, case.inputs, by_rows, value, 1e-4)
     assert float(metadata["identity_error"]) < 1e-12
     tensors["entropy_kernel"][2] = 0.0
-    with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
+    with pytest.raises(ValueError, match="rows of the kernel"):
         check_identity(tensors, case.inputs, by_rows, value, 1e-4)
