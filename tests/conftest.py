@@ -63,7 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Once everything is imported, cache what trainings would repeat, and start the server of forks."""
-    gc.collect()
     if not os.environ.get("PLAIN_TESTS"):  # make test-plain
         spare_trainings()
     gc.enable()

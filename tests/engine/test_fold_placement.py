@@ -89,7 +89,7 @@ def measured_at(
 def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, Sequence[int | None]]) -> None:
     """They agree up to rounding of X, because the head computes in fp32."""
     size, count, shuffled, folds = layout
-    responses = 1 + (size + count) % G
+    responses = 1 + (size + count) % G if (size, count) != (4, 8) else G  # with G the next test has the same steps
     first, *others = (totals(size, count, shuffled, number, responses, sampler=size == 12) for number in folds)
     assert all(map(math.isfinite, first))
     for other in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -119,7 +120,7 @@ class TokensTwin(Twin):
         zero = torch.zeros_like(self.step.parameters)
         by_fold = [sum((of_tokens[i, t] for i, t in members if i in fold), zero) / len(fold) for fold in self.folds]
         rows = torch.stack(by_fold)
-        parts = self.factor(self.without) * self.means_without(rows)
+        parts = self.factors * self.means_without(rows)
         x = self.x[0] - self.level * self.x[1]
         sizes = torch.tensor([len(fold) for fold in self.folds]).double()
         tokens = torch.tensor([sum(self.lengths[i] for i in fold) for fold in self.folds]).double()
@@ -132,9 +133,10 @@ class TokensTwin(Twin):
         lengths = x.norm(dim=1) * parts.norm(dim=1)
         return float(sizes @ products / tokens.sum()), math.sqrt(variance), float(sizes @ lengths / tokens.sum())
 
-    def factor(self, gradients: Tensor) -> Tensor:
-        """Return the factor of optimizer and clipping on each gradient entry; 0 for unused embeddings."""
-        return (self.parts(self.clipped(gradients))["gradient"] / gradients).nan_to_num()
+    @functools.cached_property
+    def factors(self) -> Tensor:
+        """The factor of optimizer and clipping on each gradient entry without each fold; 0 for unused embeddings."""
+        return (self.parts(self.clipped(self.without))["gradient"] / self.without).nan_to_num()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 
 from rl_training.records.evaluated import write_step
@@ -34,6 +33,8 @@ def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str
 
     It runs in this process, because a Jupyter kernel would import everything again.
     """
+    import matplotlib.pyplot as plt  # not above: each process that runs tests imports this module
+
     monkeypatch.setenv("RUNS", os.pathsep.join(map(str, runs)))
     plt.close("all")
     names: dict[str, object] = {}

@@ -8,7 +8,7 @@ It may end with one of these:
     _resumed    resumes after the first of its two steps
     _continued  resumes after the first step of the run with two processes
     _remedied   trains with interventions, without probes
-    _bounded    each step's learning rate follows from its KL, without probes
+    _bounded    the learning rate of its only step follows from the KL, without probes
 
 Every run gets the same prompts, completions and advantages, each process a contiguous share. Rank r writes
 FOLDER/RUN/r.pt. ZeRO and FSDP2 with probes save a checkpoint of their first step.
@@ -172,7 +172,8 @@ def probes_of(run: str) -> list[Probe]:
     """Return the probes of a run: those for which its launch takes a different code path.
 
     Interventions and token classes run in the engine: parallel/test_sharding.py covers them under FSDP2, and ZeRO-2
-    covers ZeRO-1. For the ground truth the whole model samples, unless its weights are sharded.
+    covers ZeRO-1. A resumed run has none: a checkpoint keeps their states like those of other probes. For the truth
+    the whole model samples, unless its weights are sharded.
     """
     if run.endswith(("bare", "remedied", "bounded")):
         return []
@@ -183,7 +184,7 @@ def probes_of(run: str) -> list[Probe]:
         probes += [GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
         if run.startswith(("plain_2", "zero3", "fsdp2")) or "_gpu" in run:  # DDP, and sharded weights
             probes.append(GroundTruthProbe(every=STEPS, sequences=16))  # at the first step
-    if not run.startswith(("fsdp2", "zero1")) or "_gpu" in run:
+    if "_gpu" in run or not (run.startswith(("fsdp2", "zero1")) or run.endswith(("resumed", "continued"))):
         probes += [
             InterventionsProbe(["bonus:0.5", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
             TokenClassesProbe(every=1),
@@ -230,7 +231,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
         "gradient_accumulation_steps": PROMPTS * G // (MICROBATCH * world),
         "num_generations": G,
         "max_completion_length": L_MAX,
-        "max_steps": STEPS,  # bounded and remedied runs too: they are compared with plain_1
+        "max_steps": 1 if run.endswith("bounded") else STEPS,  # remedied runs too: they are compared with plain_1
         "adam_epsilon": 1e-5,  # without it Adam's first step is a sign, and rounding decides the sign of a zero
         "max_grad_norm": 0.05,  # every step is clipped
         "lr_scheduler_type": "linear",

@@ -25,6 +25,7 @@ def spare_trainings() -> None:
     - The default task, whose rows no training changes, is made once for this process and its forks. Its model is read
       once and copied.
     - git is asked only once for the commit of a folder.
+    - W&B does not import its launcher of jobs, a second per process, to see whether one has staged settings.
     - One process draws all pictures. If it fails, the picture is drawn again in a new process. Page templates are
       compiled once.
     - libyaml reads the settings, and a command composes them once. Hydra would first compose them to see whether they
@@ -42,6 +43,8 @@ def spare_trainings() -> None:
         origin._commit = functools.cache(origin._commit)
         for folder in (Path(origin.__file__).parent, Path.cwd()):  # for the forks
             origin._commit(folder)
+    if wandb_run := sys.modules.get("wandb.sdk.wandb_run"):
+        wandb_run.Run._detect_and_apply_job_inputs = lambda self: None
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()

@@ -16,9 +16,13 @@ from rl_training.errors import UserError
 from rl_training.tasks.reasoning_gym import SOUND_TASKS, _score, answered_examples, reasoning_gym
 from rl_training.tasks.task import Task
 
-pytest.importorskip("reasoning_gym")
-
 SHORT_SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    """Skip where it is not installed. Each process that runs tests imports this module, so it is not asked above."""
+    pytest.importorskip("reasoning_gym")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def test_an_accepted_task_cannot_be_exploited(task: str) -> None:
 
 @pytest.mark.parametrize("task", UNSOUND)
 def test_a_task_that_can_be_exploited_is_refused_by_name(task: str) -> None:
-    with pytest.raises(UserError, match=f"data.task={task}: the package's score"):
+    with pytest.raises(UserError, match=f"data.task={task}: .*score"):
         reasoning_gym(task)
 
 
@@ -165,7 +169,7 @@ def test_a_task_with_a_fixed_list_of_questions_gives_rows_like_any_other(task: s
 @pytest.mark.parametrize(
     ("task", "options", "said"),
     [
-        ("chain_sums", {}, "data.task=chain_sums is not in reasoning-gym: use chain_sum"),
+        ("chain_sums", {}, "data.task=chain_sums .*chain_sum"),
         ("chain_sum", {"settings": {"max_term": 3}}, "data.settings={'max_term': 3} do not suit"),
         ("chain_sum", {"settings": {"min_terms": 0}}, "data.settings={'min_terms': 0} do not suit"),
         ("chain_sum", {"num_train": 500, "settings": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}, "has only"),

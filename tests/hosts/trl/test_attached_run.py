@@ -183,7 +183,7 @@ def trained_until_told_to_end(folder: Path) -> None:
 
 
 def test_a_terminated_process_writes_its_report_and_dies_by_that_signal(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
+    with pytest.raises(RuntimeError, match=f" -{signal.SIGTERM.value}$"):
         forks.in_fork(trained_until_told_to_end, tmp_path)
     assert files_in(tmp_path / "run") == FILES
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
@@ -198,7 +198,7 @@ def told_to_end_behind_a_later_handler(folder: Path) -> None:
 
 
 def test_a_handler_set_later_that_calls_ours_ends_the_process_after_one_report(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
+    with pytest.raises(RuntimeError, match=f" -{signal.SIGTERM.value}$"):
         forks.in_fork(told_to_end_behind_a_later_handler, tmp_path)
     assert (tmp_path / "reports").read_text() == "one "
 
@@ -240,7 +240,7 @@ def test_without_a_with_block_the_attachment_ends_with_the_training(make_trainer
     assert files_in(attached.folder) == FILES
     assert METHODS.keys().isdisjoint(vars(trainer))
     attach(trainer)
-    with pytest.raises(ValueError, match="already has probes attached"):
+    with pytest.raises(ValueError, match=r"\bremove\(\)"):
         attach(trainer)
 
 
@@ -306,7 +306,7 @@ def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
     metrics = attached.folder / "logs" / "metrics.jsonl"
     metrics.unlink()
     metrics.mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=str(metrics)):
         attached.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is before
     with locked(attached.folder, "it is locked"):
@@ -385,8 +385,8 @@ def test_a_resumed_training_writes_to_the_folder_that_the_user_named_and_to_no_o
     (runs / "unrelated").rename(runs / "mine")  # where another training's records now lie
     kept = {path: path.read_bytes() for path in (runs / "mine").rglob("*") if path.is_file()}
 
-    def resumed(folder: Path, run: str | None = None) -> Path | None:
-        trainer = make_trainer(**saving, max_steps=3)
+    def resumed(folder: Path, run: str | None, last_step: int) -> Path | None:
+        trainer = make_trainer(**saving, max_steps=last_step)
         checkpoint = shutil.copytree(tmp_path / "of_mine" / "checkpoint-1", Path(tempfile.mkdtemp()) / "checkpoint-1")
         if run is not None:
             tensors = load_file(checkpoint / PROBE_STATES)
@@ -398,12 +398,12 @@ def test_a_resumed_training_writes_to_the_folder_that_the_user_named_and_to_no_o
     for folder, run, expected, steps in (
         (runs / "renamed", None, runs / "renamed", [1, 2, 3]),
         (runs / "mine", None, runs / "mine-2", [2, 3]),
-        (runs / "mine", None, runs / "mine-2", [2, 3]),
-        (runs / "new", None, runs / "new", [2, 3]),
-        (runs / "other", "../renamed", runs / "other", [2, 3]),
-        (runs / "another", "mine", runs / "another", [2, 3]),
+        (runs / "mine", None, runs / "mine-2", [2]),
+        (runs / "new", None, runs / "new", [2]),
+        (runs / "other", "../renamed", runs / "other", [2]),
+        (runs / "another", "mine", runs / "another", [2]),
     ):
-        assert resumed(folder, run) == expected
+        assert resumed(folder, run, steps[-1]) == expected
         assert [row["step"] for row in read_metrics(expected / "logs")] == steps
     assert {path: path.read_bytes() for path in (runs / "mine").rglob("*") if path.is_file()} == kept
     assert f"so those of this one begin anew in {runs / 'mine-2'}" in caplog.text

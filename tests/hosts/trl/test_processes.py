@@ -176,7 +176,7 @@ def test_a_zero_checkpoint_is_restored_with_the_moments_of_its_next_step(runs: P
 
 
 def test_an_fsdp_checkpoint_is_refused(runs: Path, make_trainer) -> None:
-    with pytest.raises(ValueError, match="written under FSDP"):
+    with pytest.raises(ValueError, match=r"fsdp2_2/state/checkpoint-1 .*FSDP"):
         restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-1")
 
 
@@ -222,7 +222,8 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
         whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     last, again = (
-        {key: row for key, row in estimates(runs, name).items() if key[0] == 2} for name in (run, f"{run}_resumed")
+        {key: row for key, row in estimates(runs, name).items() if key[0] == 2 and not key[1].startswith(BY_FOLDS)}
+        for name in (run, f"{run}_resumed")
     )
     assert len(last) > 40
     assert repr(again) == repr(last)  # repr, so that nan equals nan
@@ -234,7 +235,7 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
 def test_a_run_resumed_with_another_number_of_processes_has_its_last_update(runs: Path) -> None:
     """Each process reads its own entries of that update, for `backward`. Error bars continue from earlier steps."""
     last, again = (
-        {key: row for key, row in estimates(runs, name).items() if key[0] == 2}
+        {key: row for key, row in estimates(runs, name).items() if key[0] == 2 and not key[1].startswith(BY_FOLDS)}
         for name in ("plain_1", "plain_1_continued")
     )
     assert math.isfinite(last[2, "delta_h/backward"][0])
@@ -293,10 +294,10 @@ def test_a_rank_without_any_advantage_joins_all_collectives(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "leave out offload_param"),
-        ({}, "this is stage 0"),
-        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16 scales the loss"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+        ({}, "stage 0"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
     ],
 )
 def test_an_unsupported_deepspeed_setup_is_refused_with_the_fix(config: dict, message: str) -> None:
@@ -307,8 +308,8 @@ def test_an_unsupported_deepspeed_setup_is_refused_with_the_fix(config: dict, me
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fsdp_version": 1}, r"probes do not read FSDP1.*: set fsdp_version: 2 \(launch/fsdp2.yaml\)"),
-        ({"fsdp_version": 2, "cpu_offload": True}, "set fsdp_offload_params: false"),
+        ({"fsdp_version": 1}, r"FSDP1.* fsdp_version: 2 "),
+        ({"fsdp_version": 2, "cpu_offload": True}, "fsdp_offload_params: false"),
     ],
 )
 def test_an_unsupported_fsdp_setup_is_refused_with_the_fix(settings: dict, message: str) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from logged_runs import Curve, log_run, noisy
-from scipy import stats
 
 from rl_training import Estimate
 from rl_training.records.jsonl import Records
@@ -477,6 +476,8 @@ def test_half_a_difference_has_half_its_error(tmp_path: Path) -> None:
 
 def test_a_lines_slope_and_error_are_those_of_least_squares() -> None:
     """Compared with scipy, for alternating residuals, which have no positive correlation."""
+    from scipy import stats
+
     steps = np.arange(1, 21)
     values = pd.Series(0.3 * steps + np.where(steps % 2, 0.5, -0.5), index=steps)
     fit, line = stats.linregress(steps, values), line_through(values)
