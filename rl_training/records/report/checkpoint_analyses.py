@@ -33,7 +33,8 @@ STYLES = {  # by key of a result: label, colour and marker
 }
 IN_TABLE = list(STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
-KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # for the verdict
+KEYS = ("deltaH1", "deltaH_true", "paired_error")  # for the verdict
+HALF = 0.5  # of the prediction: a difference from which on first order fails
 MAX_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
 
 

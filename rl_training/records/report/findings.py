@@ -1,4 +1,4 @@
-"""Statistics of a run's records: rates, sums and costs. Nothing here draws or writes."""
+"""What a page takes from a run's table: sums, means, responses, gaps and costs. Nothing here draws or writes."""
 
 from __future__ import annotations
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PHONE_WIDTH, LETTER_WIDTH, LINE_HEIGHT = (
-    250.0,
-    7.0,
-    14.0,
-)  # pixels: width of a chart on a phone, of a letter, height of a line
+# In pixels:
+PHONE_WIDTH = 250.0  # of a chart on a phone
+LETTER_WIDTH = 7.0
+LINE_HEIGHT = 14.0
 
 
 def side(across: float) -> int:

@@ -36,7 +36,11 @@ CAUSES = {  # by name in the records: what a page calls it, and its colour
     "decay": ("weight decay", GREEN),
 }
 OUTSIDE = "outside layers"
-FIRST_ORDER, SECOND_ORDER, REST, MEASURED = "first order", "second order", "not explained", "measured"
+# Names of rows:
+FIRST_ORDER = "first order"  # where the causes are not known
+SECOND_ORDER = "second order"
+REST = "not explained"
+MEASURED = "measured"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward")
 MIN_STEPS = 2  # predicted steps of a ledger
 MIN_BATCHES = 8  # for a variance from the differences between neighbouring batches

@@ -10,7 +10,11 @@ from typing import Any
 from rl_training.records.jsonl import read_settings
 from rl_training.records.report.series import Run
 
-JOB, TRL, VERL, LOOP = "job", "trl", "verl", "loop"
+# What made a run:
+JOB = "job"  # rl-training train
+TRL = "trl"  # a TRL trainer with attached probes
+VERL = "verl"
+LOOP = "loop"  # any other
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL_NAMES = {  # by field of GRPOConfig
     "learning_rate": f"{ACTOR}.optim.lr", "weight_decay": f"{ACTOR}.optim.weight_decay",
@@ -22,7 +26,8 @@ PSR = "psr"  # the intervention that trains on positive advantages only
 PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
 KEPT_STEP = "target_kl_share"
 SHARE = "auto"  # recommended in docs/how_to/bound_the_step.md
-AUTO_SHARE, MAX_SHARE = 0.01, 0.1  # what it is, and the largest share that is accepted: engine/kl_bound.py
+AUTO_SHARE = 0.01  # what it is: engine/kl_bound.py
+MAX_SHARE = 0.1  # the largest that is accepted there
 SMALLER = 1 / 3  # times the share of a run whose bounded steps are too large
 
 
@@ -31,7 +36,7 @@ class SetUp:
     """The settings of a run, whichever trainer made it.
 
     Args:
-        kind: JOB for `rl-training train`, TRL for a TRL trainer with attached probes, VERL, LOOP for any other loop.
+        kind: JOB, TRL, VERL or LOOP.
         settings: All recorded settings.
         share: The KL that the steps are bounded to, as a share of entropy; nan if they are not bounded.
         aimed_at: The largest such share that the schedule of the rate has made of it; nan if that is unknown.

@@ -11,7 +11,8 @@ import pandas as pd
 from rl_training.statistics.estimate import Estimate
 
 MISSING = "–"
-MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
+MILLI = 1e3  # changes of a step are shown in thousandths
+Z_95 = 1.96  # half of a 95 % interval in standard errors
 ROUNDING = 1e-6  # a value whose whole interval is closer to 0 is rounding error
 
 

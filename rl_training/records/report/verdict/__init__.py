@@ -16,9 +16,21 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.story import Story
 from rl_training.records.report.verdict import holds, sentences
 
-FALLEN, HELD_OUT, PART, LEARNED, GONE, LOST = "fallen", "held_out", "part", "learned", "gone", "lost"
-SPENT, ERUPTS, RISES, STEADY, UNKNOWN = "spent", "erupts", "rises", "steady", "unknown"
-SOLVED, FLAT = "solved", "flat"
+# The kinds of states. Of reward:
+FALLEN = "fallen"
+HELD_OUT = "held_out"  # reward on held-out prompts has fallen
+PART = "part"  # one of several reward functions has fallen
+SOLVED = "solved"  # from the first step
+LEARNED = "learned"
+FLAT = "flat"  # it has hardly risen, and entropy does not fall
+# Of entropy:
+SPENT = "spent"
+GONE = "gone"
+LOST = "lost"
+ERUPTS = "erupts"
+RISES = "rises"
+STEADY = "steady"
+UNKNOWN = "unknown"
 # The kinds in which there is nothing to do, and why.
 NOTHING_TO_DO = {
     LEARNED: "reward is at 80% or more of its highest possible value",
