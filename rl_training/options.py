@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -41,6 +42,18 @@ def check_share(option: str, value: object, interval: str, hint: str = "") -> No
     is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
     if not is_share or (value == 0.0 and interval[0] == "(") or (value == 1.0 and interval[-1] == ")"):
         raise UserError(f"{option}={value!r} must lie in {interval}{hint}")
+
+
+def check_positive(option: str, value: object, hint: str = "") -> None:
+    """Raise UserError, with the hint, unless the value is a finite number above 0.
+
+    >>> check_positive("kernel.memory_gb", 0)
+    Traceback (most recent call last):
+    rl_training.errors.UserError: kernel.memory_gb=0 must be above 0
+    """
+    is_positive = isinstance(value, int | float) and 0.0 < value < math.inf
+    if not is_positive or isinstance(value, bool):
+        raise UserError(f"{option}={value} must be above 0{hint}")
 
 
 def check_flag(option: str, value: object) -> None:

@@ -20,6 +20,7 @@ from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
+from rl_training.options import check_positive
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import OFFLINE
 from rl_training.records.frames import RESULT_FILE
@@ -55,6 +56,8 @@ def analyze(
     if not is_grpo_trainer(trainer):
         raise UserError(wrong_trainer_message(trainer))
     check_name(name)
+    if learning_rate is not None:
+        check_positive("learning_rate", learning_rate, ", or None for the checkpoint's")
     start = time.perf_counter()
     analysis_settings = settings or Settings()
     checkpoint = Path(checkpoint)

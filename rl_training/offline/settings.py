@@ -5,14 +5,13 @@ Each class checks its values and names them in errors as the command does, `upda
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rl_training.errors import UserError
-from rl_training.options import check_choice, check_flag, check_whole
+from rl_training.options import check_choice, check_flag, check_positive, check_whole
 
 LEVELS = ("none", "minimal", "standard", "detailed", "debug")
 
@@ -84,7 +83,7 @@ class TruthSettings:
     def __post_init__(self) -> None:
         _check_flags("truth", self)
         for eta in self.etas:
-            _check_positive("truth.etas", eta, ": a multiple of the step; truth.odd makes the step back")
+            check_positive("truth.etas", eta, ": a multiple of the step; truth.odd makes the step back")
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class KernelSettings:
 
     def __post_init__(self) -> None:
         _check_flags("kernel", self)
-        _check_positive("kernel.memory_gb", self.memory_gb)
+        check_positive("kernel.memory_gb", self.memory_gb)
         check_choice("kernel.dtype", self.dtype, ("float32", "bfloat16"))
         check_choice("kernel.source", self.source, ("own", "fixed"))
         check_whole("kernel.microbatch_size", self.microbatch_size, 1)
@@ -213,9 +212,3 @@ def _check_flags(group: str, settings: Any) -> None:
     for setting in fields(settings):
         if isinstance(setting.default, bool):
             check_flag(f"{group}.{setting.name}", getattr(settings, setting.name))
-
-
-def _check_positive(setting: str, value: float, hint: str = "") -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0.0 < value < math.inf:
-        raise UserError(f"{setting}={value} must be above 0{hint}")

@@ -108,7 +108,7 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
     again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
-    with pytest.raises(ValueError, match=r"^evaluation\.name= "):  # that of all evaluations
+    with pytest.raises(ValueError, match=r"^name= "):  # that of all evaluations
         evaluate(fresh, checkpoint, folder, name="", overwrite=True)
     assert {*evaluations(folder)["evaluation"]} == {"default"}
 

@@ -78,7 +78,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):  # overwriting removes this folder
-            raise UserError(f"evaluation.name={self.name} names a folder: use letters, digits and dashes")
+            setting = self.ways_out[0].partition("=")[0]
+            raise UserError(f"{setting}={self.name} names a folder: use letters, digits and dashes")
         for metric in self.metrics:
             if metric in BUILT_IN:
                 raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
