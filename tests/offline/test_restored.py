@@ -140,11 +140,11 @@ def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
 
 def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
     policy, parameters, device = restored.policy, restored.parameters, restored.device
-    with torch.no_grad(), pytest.raises(ValueError, match=r"^the scores have no gradient .*no_grad"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"scores .*no_grad"):
         refuse_without_gradients(policy, parameters, device)
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"^the scores have no gradient .*inference_mode"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"scores .*inference_mode"):
         refuse_without_gradients(policy, parameters, device)
-    with pytest.raises(ValueError, match=r"^'odd' is trainable and gets no gradient"):
+    with pytest.raises(ValueError, match=r"^'odd' .* gradient"):
         refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
     frozen = make_trainer()
     frozen.model.requires_grad_(False)
@@ -152,13 +152,13 @@ def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: A
         restore(frozen, checkpoint(run, 1))
     larger = make_trainer()
     larger.model.odd = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"^'odd' is trainable, and .* does not hold it"):
+    with pytest.raises(ValueError, match=rf"^'odd' .*{checkpoint(run, 1)}"):
         restore(larger, checkpoint(run, 1))
 
 
 def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path) -> None:
     reentrant = ("trainer.gradient_checkpointing=true", "trainer.gradient_checkpointing_kwargs={use_reentrant: true}")
-    with pytest.raises(ValueError, match=r"^the scores have no gradient .*checkpointing"):
+    with pytest.raises(ValueError, match=r"scores .*checkpointing"):
         restored_at(run, 1, *reentrant)
 
 

@@ -200,7 +200,7 @@ def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_p
     file = tmp_path / "probe.yaml"
     for words in (["+data._target_=os.system"], ["data={_target_: os.system, command: x}"], ["intervention=own.py:f"]):
         file.write_text(yaml.dump({"overrides": words}))
-        with pytest.raises(ValueError, match="a file is not your command line"):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: .*command line"):
             OfflineEntropyProbe.from_config_file(file)
         OfflineEntropyProbe({"overrides": words})
     for text in ("${oc.env:HF_TOKEN}", "a=${oc.env:HF_TOKEN}"):
