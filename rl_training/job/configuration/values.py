@@ -16,7 +16,7 @@ from omegaconf import ListConfig
 from rl_training.errors import UserError
 from rl_training.options import check_choice
 
-INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # as written in ranges.yaml
+INTERVAL = re.compile(r"(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # as written in ranges.yaml
 
 
 def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
@@ -31,16 +31,15 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
         return
     interval = INTERVAL.fullmatch(allowed)
     assert interval, allowed
-    in_list, kind, end, least, most, or_null, hint = interval.groups()
+    kind, end, least, most, or_null, hint = interval.groups()
     hint = ", or null" * bool(or_null) + hint
-    for number in value if in_list else (value,):
-        if number is None and or_null:
-            continue
-        check_kind(key, number, 0 if kind == "int" else 0.0, hint)
-        if not (float(least) < number if end == "(" else float(least) <= number) or number > float(most):
-            at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
-            above = "above" if end == "(" else "at least"
-            raise UserError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
+    if value is None and or_null:
+        return
+    check_kind(key, value, 0 if kind == "int" else 0.0, hint)
+    if not (float(least) < value if end == "(" else float(least) <= value) or value > float(most):
+        at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
+        above = "above" if end == "(" else "at least"
+        raise UserError(f"{key}={value} must be {above} {float(least):g}{at_most}{hint}")
 
 
 def check_kinds(given: Mapping[Any, Any], defaults: Mapping[Any, Any], prefix: str = "") -> None:
