@@ -37,11 +37,14 @@ class EvaluationSettings:
         check_whole("evaluation.responses", self.responses, 1)
         check_whole("evaluation.seed", self.seed, 0)
         check_choice("evaluation.overlap", self.overlap, ("forbidden", "allowed", "wanted"))
-        is_split = self.source in ("train", "eval")
-        if not is_split and (isinstance(self.source, str) or not self.source):
+        if self.source in ("train", "eval"):
+            return
+        if isinstance(self.source, str) or not self.source:
             raise UserError(
                 f"evaluation.source={self.source}: choose train, eval, or a list of rows of the training set"
             )
+        for row in self.source:
+            check_whole("evaluation.source", row, 0)
 
     @property
     def num_sequences(self) -> int:

@@ -67,6 +67,7 @@ def test_settings_of_an_analysis_have_the_defaults_of_its_file() -> None:
         (lambda: EvaluationSettings(overlap="forbiden"), "evaluation.overlap=forbiden: choose from forbidden, allowed"),
         (lambda: EvaluationSettings(source="test"), "evaluation.source=test: choose train, eval, or a list of rows"),
         (lambda: EvaluationSettings(source=[]), "evaluation.source=[]: choose train, eval, or a list of rows"),
+        (lambda: EvaluationSettings(source=[3, -1]), "evaluation.source=-1 must be a whole number, at least 0"),
         (lambda: UpdateSettings(filtered="false"), "update.filtered='false' must be true or false"),
         (lambda: TruthSettings(etas=[1.0, -1.0]), "truth.etas=-1.0 must be above 0: a multiple of the step"),
         (lambda: KernelSettings(source="fixd"), "kernel.source=fixd: choose from own, fixed"),
