@@ -1,9 +1,10 @@
 """One optimizer step in any training loop: recorded, measured, and checked against what happened.
 
 driver.py                           the six calls in which a loop reports each step: read it first
-recorder.py, fold_recorder.py       collect the step's sequences and gradients; build_step.py turns them into StepData
+open_step.py, fold_recorder.py      collect the step's sequences and gradients; build_step.py turns them into StepData
+step_reasons.py                     what cannot be measured at a step
 probe.py, context.py                what a probe is and returns, and what it is given
-requirements.py                     what all probes together need, and the announcement at the start
+requirements.py                     what all probes together need; announcement.py: what is said of it at the start
 probe_states.py                     the probes' states, kept once a step is verified
 loop.py, fold_placement.py          what the driver knows about a loop, and the folds of its steps
 step_checks.py                      what is checked at each step

@@ -11,9 +11,10 @@ from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import mismatch_of
 from rl_training.engine.loop import Loop
-from rl_training.engine.recorder import StepRecorder
-from rl_training.engine.requirements import Requirements, needs_of
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
+from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Batch
@@ -23,7 +24,7 @@ from rl_training.step.passes import Passes
 
 
 def build_step(
-    step_recorder: StepRecorder,
+    open_step: OpenStep,
     loop: Loop,
     requirements: Requirements,
     passes: Passes,
@@ -35,7 +36,7 @@ def build_step(
     """Return the data of a step whose gradients are complete. Collective.
 
     Args:
-        step_recorder: The recorded step and its plan.
+        open_step: The step and its plan.
         loop: The training loop.
         requirements: What all probes require together.
         passes: Runs further passes.
@@ -45,10 +46,10 @@ def build_step(
         edit_reason: Set if the weights were changed since the step began.
     """
     ranks = passes.ranks
-    rollout = step_recorder.join_rollouts(ranks)
+    rollout = open_step.join_on_all_ranks(ranks)
     mismatch = checks.sampling_reason(rollout, loop, edit_reason)
-    reasons = step_recorder.reasons(loop, seen_prompts, mismatch)
-    scores = step_recorder.join_scores(rollout)
+    reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)
+    scores = open_step.join_scores(rollout)
     copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
     if copies.reason:
         shared = copies.reason if copies.on_several_ranks else None
@@ -57,32 +58,31 @@ def build_step(
         )
     can_recompute = requirements.allows_extra_passes and not (reasons.split_prompts or reasons.other_terms)
     folds, fold, is_recomputed = choose_folds(
-        ranks, rollout, step_recorder.folds, requirements.num_folds, copies,
+        ranks, rollout, open_step.folds, requirements.num_folds, copies,
         plan_fails=bool(reasons.no_whole_folds), can_recompute=can_recompute,
     )  # fmt: skip
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
     batch = Batch(
         rollout=rollout,
         scores=scores,
-        loss_weights=step_recorder.join_loss_weights(),
-        microbatch_rows=step_recorder.microbatch_rows,
+        loss_weights=open_step.join_loss_weights(),
+        microbatch_rows=open_step.microbatch_rows,
         folds=folds,
         fold=fold,
         fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
-        responses_per_prompt=step_recorder.responses_per_prompt,
-        loss_settings=step_recorder.loss_settings,
+        responses_per_prompt=open_step.responses_per_prompt,
+        loss_settings=open_step.loss_settings,
         copies=copies,
     )
     mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
     gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
-    step = StepData(step_recorder.number, batch, gradients, optimizer, reasons)
-    needs = needs_of(step_recorder.probes)
-    step = _with_fold_gradients(step, passes, fold_recorder, checks, needs, is_recomputed=is_recomputed)
+    step = StepData(open_step.number, batch, gradients, optimizer, reasons)
+    step = _with_fold_gradients(step, passes, fold_recorder, checks, open_step.needs, is_recomputed=is_recomputed)
     return dataclasses.replace(
         step,
         reasons=dataclasses.replace(
             step.reasons,
-            one_fold=loop.one_fold_reason(step_recorder.probes) if batch.num_folds < 2 else None,
+            one_fold=loop.one_fold_reason(open_step.probes) if batch.num_folds < 2 else None,
             relative_rewards=checks.relative_rewards(rollout, reasons, ranks),
         ),
     )

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rl_training.engine.announcement import announcement
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
@@ -32,11 +33,11 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.open_step import OpenStep, SeenPrompts
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
-from rl_training.engine.recorder import SeenPrompts, StepRecorder
-from rl_training.engine.requirements import Requirements, announcement, needs_of
+from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
@@ -60,22 +61,24 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = ENGINE  # key of the predictions' state in a checkpoint, of the engine's estimates and of its time
+    name = ENGINE  # the engine's name in checkpoints, records and costs
+
+    _loop: Loop  # set when training starts
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
         self._bound = bound  # even for steps that no probe measures
         self._requirements = Requirements.of(probes)
         self._states = ProbeStates(self.probes)
-        self.open_step: StepRecorder | None = None  # the current step, between `begin` and `finish`
+        self.open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
-        self._fold_recorder: FoldRecorder | None = None  # these three are set when training starts
+        self._passes: Passes | None = None  # set when training starts, and the next two if probes ask for them
+        self._fold_recorder: FoldRecorder | None = None
         self._predictions: Predictions | None = None
-        self._passes: Passes | None = None
+        self._update_state = UpdateState()  # of the predictions, as long as there are none
         self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
         self._checks = StepChecks()
         self.costs = Costs(torch.device("cpu"))
-        self._states.values = self.initial_states()
 
     @property
     def is_bounded(self) -> bool:
@@ -92,18 +95,17 @@ class StepDriver:
         self.close()
         self.end()
         values = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
-        self._states.values = values
+        self._states.values = {probe.name: values[probe.name] for probe in self.probes}
+        self._update_state = values[self.name]
         self._seen_prompts = SeenPrompts()
         self._loop = loop
-        self._layout = loop.shard.layout
-        self._layout.fusion = self._requirements.fusion(self._layout)
+        layout = loop.shard.layout
+        layout.fusion = self._requirements.fusion(layout)
         loop.policy.begin(loop.shard, loop.ranks)
         self._checks = StepChecks.of(values[StepChecks.name])
-        self.costs = Costs(self._layout.device)
+        self.costs = Costs(layout.device)
         requirements, needs = self._requirements, self._requirements.needs
-        self._residual_test = ResidualTest(
-            values[ResidualTest.name], loop.policy.scorer.temperature, self._layout.device
-        )
+        self._residual_test = ResidualTest(values[ResidualTest.name], loop.policy.scorer.temperature, layout.device)
         self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
@@ -113,7 +115,7 @@ class StepDriver:
             return
         self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
-            self._predictions = Predictions(loop, requirements, values[self.name])
+            self._predictions = Predictions(loop, requirements, self._update_state)
 
     def refuse_impossible_folds(self, num_sequences: int, responses_per_prompt: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds.
@@ -126,7 +128,7 @@ class StepDriver:
 
     def begin(self, number: int) -> None:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
-        self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
+        self.open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self.open_step.probes:
             with self.costs.timed():
                 self._residual_test.begin()
@@ -147,7 +149,7 @@ class StepDriver:
                 step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
                 step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
                 if self._fold_recorder is not None:
-                    self._fold_recorder.start_step_for(step.folds, needs_of(step.probes))
+                    self._fold_recorder.start_step_for(step.folds, step.needs)
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: LossInfo, recorded: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.
@@ -172,12 +174,12 @@ class StepDriver:
         """Remove the hooks after the loop's backward. Collective if hooks were set."""
         if self._fold_recorder is not None:
             with self.costs.timed():
-                self._fold_recorder.finish_backward()
+                self._fold_recorder.reduction.finish()
 
     def drop_backward(self) -> None:
         """Remove the hooks and discard what they caught: the loop's backward failed, perhaps on this rank only."""
         if self._fold_recorder is not None:
-            self._fold_recorder.drop_backward()
+            self._fold_recorder.reduction.drop()
 
     def gradients_ready(self, rollout_number: int) -> None:
         """Run the probes just before the optimizer's step. Collective if the step is measured or bounded.
@@ -198,14 +200,10 @@ class StepDriver:
                 self._measure(step)
 
     def _isolated(self) -> AbstractContextManager[None]:
-        return isolated_from_training(self._loop.policy.model, self._layout.device)
+        return isolated_from_training(self._loop.policy.model, self._loop.shard.layout.device)
 
-    def timed(self) -> AbstractContextManager[None]:
-        """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""
-        return self.costs.timed()
-
-    def _measure(self, step: StepRecorder) -> None:
-        with self.timed():
+    def _measure(self, step: OpenStep) -> None:
+        with self.costs.timed():
             assert self._passes is not None, "call start(loop) first"
             edit_reason = None if self._predictions is None else self._predictions.edit_reason()
             seen = self._seen_prompts.numbers
@@ -246,7 +244,7 @@ class StepDriver:
         if step is None or step.context is None:
             return
         if self._predictions is not None:
-            with self.timed():
+            with self.costs.timed():
                 self._predictions.stepped(step.number)
         context = step.context_after_step(self._loop.ranks)
         with self._isolated():
@@ -254,7 +252,7 @@ class StepDriver:
                 with self.costs.timed(probe.name):
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, context, reading)
-            with self.timed():  # if verification fails, states that came with predictions are dropped
+            with self.costs.timed():  # if verification fails, states that came with predictions are dropped
                 reason = None
                 if self._predictions is not None:
                     step.verification, reason = self._predictions.verify(was_taken)
@@ -316,7 +314,8 @@ class StepDriver:
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
-        self._states.values, self._predictions = self.states(), None
+        if self._predictions is not None:
+            self._update_state, self._predictions = self._predictions.state, None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.open_step = self._fold_recorder = None
@@ -329,7 +328,8 @@ class StepDriver:
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
-        engine: dict[str, Any] = {ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
-        for part in (self._predictions, self._bound):
-            engine |= {} if part is None else {part.name: part.state}
+        update_state = self._update_state if self._predictions is None else self._predictions.state
+        engine = {self.name: update_state, ResidualTest.name: self._residual_test.run}
+        engine |= {StepChecks.name: self._checks.state}
+        engine |= {} if self._bound is None else {self._bound.name: self._bound.state}
         return self._states.values | engine

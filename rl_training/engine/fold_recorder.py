@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 
 
+class CaughtSums(NamedTuple):
+    """What tells whether the gradients that hooks caught add up to the step's: fp64 tensors, over all ranks.
+
+    Sums of squares are over sampled entries, extrapolated to all.
+    """
+
+    num_late: Tensor  # (), gradients that came in several parts, of which only the first were caught
+    sq_distance: Tensor  # (), of the step's gradient minus the mean of all caught gradients
+    sq_norm: Tensor  # (), of the step's gradient
+    fold_sq_norms: Tensor  # (K,), of each fold's gradient
+
+
 class FoldRecorder:
     """Catches the gradients of one step at a time. It holds nothing of parameter size between steps.
 
@@ -40,7 +53,7 @@ class FoldRecorder:
     """
 
     def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
-        self._reduction, self.layout = reduction, reduction.shard.layout
+        self.reduction, self.layout = reduction, reduction.shard.layout
         self._device, self._dtype = "cpu" if offload else None, rows_dtype(reduction.shard.layout, dtype)
         self.rows: Rows | None = None
         # (K + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
@@ -55,7 +68,7 @@ class FoldRecorder:
 
     def start_step_for(self, groups: Sequence[FoldGroup], needs: Need) -> None:
         """Start a step with what probes need from its folds."""
-        shard, sqrt_metric = self._reduction.shard, None
+        shard, sqrt_metric = self.reduction.shard, None
         if Need.SQ_NORMS in needs:
             sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
         self.start_step(groups, Need.FOLD_GRADIENTS in needs, sqrt_metric)
@@ -71,7 +84,7 @@ class FoldRecorder:
                 given. If rows are not kept, only one group's rows are in memory at a time.
         """
         self.release()
-        self._reduction.num_late_gradients = self.peak_bytes = 0
+        self.reduction.num_late_gradients = self.peak_bytes = 0
         self._groups, self._sqrt_metric = groups, sqrt_metric
         num_folds = groups[-1].folds.stop
         if keep_rows or sqrt_metric is not None:
@@ -103,7 +116,7 @@ class FoldRecorder:
         sums_passes = self._dtype == torch.int8 and len(group.rows_per_pass) > 1
         if self._current_rows is None and (self.rows is None or sums_passes):
             self._current_rows = Rows(self.layout, len(group.folds))
-        self._reduction.arm(self._receiver(group.folds))
+        self.reduction.arm(self._receiver(group.folds))
 
     def _receiver(self, folds: range) -> Receiver:
         """Return what takes the gradients of these folds: their rows, and the sampled entries."""
@@ -120,15 +133,7 @@ class FoldRecorder:
 
         return Receiver(len(folds), take)
 
-    def finish_backward(self) -> None:
-        """Add up what the hooks have caught, and remove them. Collective if hooks were set."""
-        self._reduction.finish()
-
-    def drop_backward(self) -> None:
-        """Remove the hooks: the backward has failed, perhaps on this rank only."""
-        self._reduction.drop()
-
-    def complete(self, step: StepData, passes: Passes) -> tuple[Gradients, Tensor]:
+    def complete(self, step: StepData, passes: Passes) -> tuple[Gradients, CaughtSums]:
         """Add what was caught to the gradients of a step whose gradients are complete. Collective.
 
         Args:
@@ -136,8 +141,8 @@ class FoldRecorder:
             passes: Computes the fold gradients that hooks could not catch.
 
         Returns:
-            The step's gradients with rows and square norms, as far as they are kept; and what `finish` returns, summed
-            over all ranks.
+            The step's gradients with rows and square norms, as far as they are kept, and what tells whether they are
+            the step's.
         """
         batch, optimizer = step.batch, step.optimizer
         if batch.has_mixed_folds:
@@ -148,7 +153,8 @@ class FoldRecorder:
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
         gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms)
-        return gradients, passes.ranks.reduce(sums)
+        sums = passes.ranks.reduce(sums)
+        return gradients, CaughtSums(sums[0], sums[1], sums[2], sums[3:])
 
     def _recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
@@ -174,9 +180,7 @@ class FoldRecorder:
             mean: The step's gradient by parameter, whose square norms come last.
 
         Returns:
-            (3 + K,) fp64. First the number of gradients that came in several parts, of which only the first were
-            caught. Then sums of squares over this rank's sampled entries, extrapolated to all: of the step's gradient
-            minus the mean of all caught gradients, of the step's gradient, and of each fold's gradient.
+            (3 + K,) fp64: this rank's share of `CaughtSums`.
         """
         layout = self.layout
         factors = float(sizes.sum()) / (num_ranks * sizes)
@@ -194,12 +198,12 @@ class FoldRecorder:
         sampled_mean = sample_entries(layout, mean.values())
         samples = [sampled_mean - caught.sum(dim=0) / num_ranks, sampled_mean, *(factors.to(caught)[:, None] * caught)]
         squares = torch.stack([part.square().sum() for part in samples])
-        num_late = squares.new_full((1,), float(self._reduction.num_late_gradients))
+        num_late = squares.new_full((1,), float(self.reduction.num_late_gradients))
         return torch.cat([num_late, squares * (layout.num_entries / max(1, len(sampled_mean)))])
 
     def release(self) -> None:
         """Free the rows."""
-        self._reduction.drop()
+        self.reduction.drop()
         self.rows = self.sq_norms = self._sqrt_metric = self._current_group = self._current_rows = None
         self._caught = []
 

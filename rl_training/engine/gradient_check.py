@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.engine.fold_recorder import CaughtSums
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.policy import Policy
@@ -39,48 +40,47 @@ SEED = 25  # for the masks of the second recomputed gradient; any seed but train
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
 
-def mismatch_of(step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
-    """Return why the step's gradient is not what its folds' gradients add up to, or None.
-
-    Args:
-        sums: As returned by FoldRecorder.finish, summed over all ranks.
-    """
+def mismatch_of(step: StepData, passes: Passes, sums: CaughtSums) -> Unavailable | None:
+    """Return why the step's gradient is not what its folds' gradients add up to, or None."""
     if step.batch.has_mixed_folds:
         return weights_mismatch(sums, passes.policy)
     is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
     return gradient_mismatch(sums, is_rounded)
 
 
-def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Unavailable | None:
+def gradient_mismatch(sums: CaughtSums, is_rounded: bool) -> Unavailable | None:
     """Return why the step's gradient is not the mean of its microbatches' gradients, or None.
 
     Args:
-        sums: As returned by FoldRecorder.finish, summed over all ranks.
+        sums: What was caught of them.
         is_rounded: Gradients are summed in half precision.
     """
-    late, distance, norm, *fold_norms = sums.sqrt().tolist()
-    if late:
+    if sums.num_late:
         return GRADIENT_IN_PARTS
-    allowed = (SUM_TOLERANCE_ROUNDED if is_rounded else SUM_TOLERANCE) * norm + ROUNDING * sum(fold_norms)
-    if not math.isfinite(distance) or distance <= allowed:
-        return None
-    return GRADIENT_MISMATCH.formatted(distance=distance / norm if norm else math.inf)
+    distance = _distance(sums, SUM_TOLERANCE_ROUNDED if is_rounded else SUM_TOLERANCE)
+    return None if distance is None else GRADIENT_MISMATCH.formatted(distance=distance)
 
 
-def weights_mismatch(sums: Tensor, policy: Policy) -> Unavailable | None:
+def weights_mismatch(sums: CaughtSums, policy: Policy) -> Unavailable | None:
     """Return that the step's gradient is not the one recomputed from its loss weights, or None.
 
     Args:
-        sums: As returned by FoldRecorder.finish, summed over all ranks.
+        sums: What the recomputed gradients add up to.
         policy: The policy that ran the passes.
     """
     if has_dropout(policy.model):  # the recomputed passes draw other masks
         return None
-    _, distance, norm, *fold_norms = sums.sqrt().tolist()
-    allowed = (TOLERANCE_ROUNDED if policy.scorer.training_rounding else TOLERANCE) * norm + ROUNDING * sum(fold_norms)
+    distance = _distance(sums, TOLERANCE_ROUNDED if policy.scorer.training_rounding else TOLERANCE)
+    return None if distance is None else OTHER_GRADIENT.formatted(distance=distance)
+
+
+def _distance(sums: CaughtSums, tolerance: float) -> float | None:
+    """Return how far the step's gradient is from that of its folds, relative to its norm; None if within tolerance."""
+    distance, norm = torch.stack([sums.sq_distance, sums.sq_norm]).sqrt().tolist()
+    allowed = tolerance * norm + ROUNDING * sum(sums.fold_sq_norms.sqrt().tolist())
     if not math.isfinite(distance) or distance <= allowed:
         return None
-    return OTHER_GRADIENT.formatted(distance=distance / norm if norm else math.inf)
+    return distance / norm if norm else math.inf
 
 
 class TermsCheck:
@@ -115,18 +115,19 @@ class TermsCheck:
         """The number of comparisons at measured steps so far, counted from 1."""
         return self.count.bit_length() if self.count < EVERY else EVERY.bit_length() - 1 + self.count // EVERY
 
-    def check(self, step: StepData, passes: Passes, sums: Tensor) -> Unavailable | None:
+    def check(self, step: StepData, passes: Passes, sums: CaughtSums) -> Unavailable | None:
         """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
 
         Args:
             step: The step, with its gradients by fold or their square norms.
             passes: Recomputes a fold's gradient.
-            sums: As returned by FoldRecorder.finish, summed over all ranks: the square norms if no exact ones are kept.
+            sums: Have the folds' square norms if no exact ones are kept.
         """
         is_due, self.count = self.is_due, self.count + 1
         if is_due:
             batch, gradients = step.batch, step.gradients
-            squares = sums[3:] if gradients.sq_norms is None else gradients.sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
+            sq_norms = gradients.sq_norms
+            squares = sums.fold_sq_norms if sq_norms is None else sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
             group = batch.folds[self.turn % len(batch.folds)]
             norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE

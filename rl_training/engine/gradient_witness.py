@@ -40,8 +40,9 @@ class GradientWitness:
     def about_to_step(self) -> None:
         """Read the gradients right before the optimizer's step."""
         read = self._shard.gradients()
-        zeros = self._shard.weights()
-        parts = [torch.zeros_like(zeros[name]) if part is None else part for name, part in read.items()]
+        weights = self._shard.weights()
+        # A parameter without a gradient counts zeros.
+        parts = [torch.zeros_like(weights[name]) if part is None else part for name, part in read.items()]
         now, before = sample_entries(self._shard.layout, parts), self._measured
         self._sums = torch.stack([before @ before, before @ now, now @ now])
 
@@ -54,8 +55,7 @@ class GradientWitness:
         factor = product / before
         distance = math.sqrt(max(now - factor * product, 0.0) / before)
         if distance > TOLERANCE * self._clip:
-            square = (
-                now - 2.0 * self._clip * product + self._clip**2 * before
-            )  # of the distance to the clipped gradient
+            # Of the distance to the clipped gradient.
+            square = now - 2.0 * self._clip * product + self._clip**2 * before
             return EDITED.format(distance=math.sqrt(max(square, 0.0) / before) / self._clip)
         return "" if abs(factor - self._clip) <= TOLERANCE * self._clip else SCALED.format(factor=factor)

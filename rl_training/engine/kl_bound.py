@@ -30,6 +30,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,6 +70,21 @@ HELD_LOW = (
 MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from .68 to .23 within six steps
 
 
+@dataclass
+class _BoundedStep:
+    """A step, from the choice of its learning rate until it has been made."""
+
+    rates: Sequence[float]  # the scheduled rates of the optimizer's groups, while others are set
+    target: float  # nats per token
+    info: BoundInfo | None  # how the factor was found. None until a step without formula has been made
+    state: BoundState  # for the next step
+    first_factor: float = 1.0  # with which the optimizer steps
+    kl: Estimate | None = None  # as last measured
+    rollout: Rollout | None = None  # what KL is measured on
+    before: TokenDistributions | None = None  # of the policy before the step
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # before the step
+
+
 class KLBound:
     """Sets each step's learning rate so that its KL is the set share of entropy. See the module's docstring.
 
@@ -82,6 +98,11 @@ class KLBound:
     """
 
     name = KL_BOUND  # key of its state in a checkpoint
+
+    _shard: Shard  # these four are set when training starts
+    _policy: Policy
+    _ranks: Ranks
+    _has_formula: bool  # whether the optimizer's step can be calculated before it is made
 
     def __init__(self, share: float | str) -> None:
         number = AUTO_SHARE if share == AUTO else share
@@ -98,12 +119,10 @@ class KLBound:
         self.share_of_entropy = float(number)
         self.state = BoundState()
         self.estimates: dict[str, Estimate] = {}  # how the last step was bounded
-        self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
-        self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made
-        self._next_state = self.state  # once the step has been made
-        self._before: TokenDistributions | None = None  # of the policy before the step
-        self._info: BoundInfo | None = None  # how the step's factor was found; None: it will be once it was made
-        self._kl: Estimate | None = None  # of the step, as last measured
+        self._step: _BoundedStep | None = None
+        self._last_schedule_factor = 1.0
+        self._has_warned = False  # of a schedule that stays low
+        self._is_checked = False  # that KL is quadratic in the length of a step
 
     def start(self, shard: Shard, policy: Policy, ranks: Ranks, state: BoundState) -> None:
         """Read where weights and optimizer are kept. Call it when training begins.
@@ -116,9 +135,9 @@ class KLBound:
             UserError: The optimizer has no formula, and its weights are kept where they cannot be written.
         """
         self.state = state
-        self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
+        self._shard, self._policy, self._ranks = shard, policy, ranks
         self._last_schedule_factor = 1.0
-        self._has_warned = False
+        self._has_warned = self._is_checked = False
         self._has_formula = not (reason := view_optimizer(shard).reason)
         if reason and shard.optimized is not shard.trained:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
@@ -131,26 +150,26 @@ class KLBound:
             scores: From training's forward pass, (B, T) each.
         """
         groups = self._shard.optimizer.param_groups
-        self._rates = [group["lr"] for group in groups]
+        rates = [group["lr"] for group in groups]
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         factor = schedule_factor(groups)
         self._warn_if_held_low(factor, groups)
-        self._target = self.share_of_entropy * entropy * factor**2
-        self._info = info_without_search(self._target, entropy, max(self._rates), self.state)
-        self._next_state, self._kl = self.state, None
-        if self._info is not None:
-            self._first_factor = self._info.factor
+        target = self.share_of_entropy * entropy * factor**2
+        info = info_without_search(target, entropy, max(rates), self.state)
+        self._step = step = _BoundedStep(rates, target, info, self.state)
+        if info is not None:
+            step.first_factor = info.factor
         else:
-            self._first_factor = self.state.first_factor(self._target, max(self._rates))
-            self._rollout = take_rows(rollout, self._measured_rows(rollout))
-            self._before = self._policy.token_distributions(self._rollout)
-            self._weights = self._shard.copy_local_weights()
+            step.first_factor = self.state.first_factor(target, max(rates))
+            step.rollout = take_rows(rollout, self._measured_rows(rollout))
+            step.before = self._policy.token_distributions(step.rollout)
+            step.weights = self._shard.copy_local_weights()
             if self._has_formula:
-                step = self._scheduled_step()
-                self._first_factor = self._search(lambda factor: self._kl_at(step, factor))
-                self._weights = {}  # no longer needed
+                changes = self._scheduled_step()
+                step.first_factor = self._search(step, lambda factor: self._kl_at(step, changes, factor))
+                step.weights = {}  # no longer needed
         for group in groups:
-            group["lr"] = group["lr"] * self._first_factor
+            group["lr"] = group["lr"] * step.first_factor
 
     def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Say once if the schedule stays at a small factor, which is no warm-up: LambdaLR with absolute rates, say."""
@@ -169,21 +188,23 @@ class KLBound:
         if not was_taken:
             self.restore()
             return
-        if self._info is None:
-            first, weights = self._first_factor, self._shard.copy_local_weights()
-            changes = {name: weight - self._weights[name] for name, weight in weights.items()}
-            factor = self._search(lambda factor: self._kl_at(changes, factor / first))
+        step = self._step
+        assert step is not None
+        if step.info is None:
+            first, weights = step.first_factor, self._shard.copy_local_weights()
+            changes = {name: weight - step.weights[name] for name, weight in weights.items()}
+            factor = self._search(step, lambda factor: self._kl_at(step, changes, factor / first))
             if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
-                self._shard.load_local_weights(self._weights)
+                self._shard.load_local_weights(step.weights)
             elif factor != first:
                 self._shard.load_local_weights(
-                    {name: w + factor / first * changes[name] for name, w in self._weights.items()}
+                    {name: w + factor / first * changes[name] for name, w in step.weights.items()}
                 )
-        assert self._info is not None
-        estimates = self._info.estimates(max(self._rates) * self._info.factor)
-        if self._kl is not None and self._info.factor > 0.0:
-            estimates["bound/kl"] = self._kl
-        self.state = self._next_state
+        assert step.info is not None
+        estimates = step.info.estimates(max(step.rates) * step.info.factor)
+        if step.kl is not None and step.info.factor > 0.0:
+            estimates["bound/kl"] = step.kl
+        self.state = step.state
         self.restore()
         self.estimates = estimates
 
@@ -194,37 +215,41 @@ class KLBound:
         number = math.ceil(MIN_RESPONSES / float(self._ranks.reduce(num_prompts)))
         return (response_index(index) < number).nonzero().squeeze(1)
 
-    def _search(self, kl_of: Callable[[float], Estimate]) -> float:
+    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> float:
         """Return the factor of the step, and record how it was found."""
 
         def value_of(factor: float) -> float:
-            self._kl = kl_of(factor)
-            return self._kl.value
+            step.kl = kl_of(factor)
+            return step.kl.value
 
-        self._next_state, self._info = search_factor(value_of, self._target, self.state, max(self._rates))
-        if not self._is_checked and self._info.kl > 0.0:  # false if nan
-            require_quadratic_kl(lambda factor: kl_of(factor).value, self._info)
+        step.state, info = search_factor(value_of, step.target, self.state, max(step.rates))
+        step.info = info
+        if not self._is_checked and info.kl > 0.0:  # false if nan
+            require_quadratic_kl(lambda factor: kl_of(factor).value, info)
             self._is_checked = True
-        return self._info.factor
+        return info.factor
 
-    def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> Estimate:
-        """Return KL(policy before ‖ policy after `factor` times the step), nats per token, with its error."""
-        weights = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
-        assert self._before is not None
+    def _kl_at(self, step: _BoundedStep, changes: Mapping[str, Tensor], factor: float) -> Estimate:
+        """Return KL(policy before ‖ policy after `factor` times the changes), nats per token, with its error."""
+        weights = {name: (weight + factor * changes[name]).to(weight.dtype) for name, weight in step.weights.items()}
+        rollout, before = step.rollout, step.before
+        assert rollout is not None
+        assert before is not None
         with self._policy.with_weights(weights):
-            after = self._policy.token_distributions(self._rollout, like=self._before)
-        prompts, prompt_of_row = self._rollout.prompt_index.unique(return_inverse=True)
-        prompt = prompt_of_row.repeat_interleave(self._rollout.completion_mask.sum(dim=1))
-        kl = self._before.kl_to(after)
+            after = self._policy.token_distributions(rollout, like=before)
+        prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
+        prompt = prompt_of_row.repeat_interleave(rollout.completion_mask.sum(dim=1))
+        kl = before.kl_to(after)
         sums = torch.stack([kl, torch.ones_like(kl)], dim=1)
         by_prompt = sums.new_zeros(len(prompts), 2).index_add_(0, prompt, sums)
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
 
     def restore(self) -> None:
         """Reset the learning rates to the schedule's, and free what was kept for the step. Not collective."""
-        for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate
-        self._rates, self._weights, self._before = [], {}, None
+        if self._step is not None:
+            for group, rate in zip(self._shard.optimizer.param_groups, self._step.rates, strict=False):
+                group["lr"] = rate
+        self._step = None
         self.estimates = {}
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl_training.errors import UserError
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import DESCRIBES_STEP, Estimate
 from rl_training.statistics.unavailable import Unavailable
 
 MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it is
@@ -16,7 +16,6 @@ MAX_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
 MAX_TRIES = 8
 NEW_WEIGHT = 0.4  # of the new step in the geometric mean of curvatures
 MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
-NO_BAR = "no error bar: it describes this step"
 RATE_IS_ZERO = Unavailable("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
 NO_TARGET = Unavailable(
     "no_kl_target",
@@ -62,7 +61,7 @@ class BoundInfo:
     tries: int  # number of factors that were too large
     first_factor: float
     factor: float  # 0 if the step could not be measured
-    reason: str = NO_BAR  # why there is no error bar, or no measurement
+    reason: str = DESCRIBES_STEP  # why there is no error bar, or no measurement
 
     @property
     def share(self) -> float:
@@ -86,7 +85,7 @@ class BoundInfo:
 def search_factor(
     kl_of: Callable[[float], float], target: float, state: BoundState, rate: float = 1.0
 ) -> tuple[BoundState, BoundInfo]:
-    """Find a factor for the step whose KL is at most twice the target.
+    """Find a factor for the step whose KL is at most twice the target, or the last of MAX_TRIES factors.
 
     Args:
         kl_of: Maps a factor to the KL per token of the step scaled by it, in nats. nan or inf if the policy breaks.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_training.engine.loop import Loop
-from rl_training.engine.probe import Probe
-from rl_training.engine.requirements import Requirements, needs_of
+from rl_training.engine.probe import Probe, needs_of
+from rl_training.engine.requirements import Requirements
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
-from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
@@ -31,8 +30,6 @@ class Predictions:
         requirements: What the probes require together.
         state: What earlier steps have left. UserError if it belongs to another model.
     """
-
-    name = ENGINE  # key of its state in a checkpoint
 
     def __init__(self, loop: Loop, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard

@@ -17,8 +17,10 @@ lists what a new shipped probe has beside its class: a YAML in conf/probe, rows 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -133,3 +135,8 @@ class Probe(ABC):
         )
 
     on_train_begin = on_init_end  # transformers calls this if a callback is added later
+
+
+def needs_of(probes: Sequence[Probe]) -> Need:
+    """Return everything that at least one of these probes needs."""
+    return functools.reduce(operator.or_, (probe.needs for probe in probes), Need.NOTHING)

@@ -17,8 +17,6 @@ from rl_training.step.needs import Need
 class ProbeStates:
     """Holds the state of each probe by its name, and checks what probes return.
 
-    The driver keeps the engine's own states of a training that has ended beside them.
-
     Raises:
         UserError: A checkpoint cannot store the state of a probe.
     """

@@ -24,7 +24,7 @@ from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import sums_of_spans
 from rl_training.parallel.vectors import sample_entries
-from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
+from rl_training.statistics.estimate import DESCRIBES_STEP, NOT_FINITE_GRADIENT, Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import (
     EDITED_AFTER_STEP,
@@ -43,7 +43,6 @@ SHARE = "update/surviving_share"
 # The smallest share of any layer, named in the detail; outside of layers, of a kind of module.
 LEAST_SHARE = f"{SHARE}/least"
 NO_STEP = Unavailable("no_step", "the formula moves no weight here")
-NO_BAR = "no error bar: it describes this step"
 LOST_REMARK = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 
 
@@ -159,7 +158,7 @@ class UpdateVerifier:
         ]
         least, layer_name = min(moved_layers, default=(math.nan, ""))
         estimates = {
-            names[0]: Estimate(error, reason=NOT_FINITE_GRADIENT if math.isnan(error) else NO_BAR),
+            names[0]: Estimate(error, reason=NOT_FINITE_GRADIENT if math.isnan(error) else DESCRIBES_STEP),
             SHARE: _share_estimate(share),
             LEAST_SHARE: dataclasses.replace(_share_estimate(least), detail={"layer": layer_name}),
         }
@@ -199,4 +198,4 @@ class UpdateVerifier:
 def _share_estimate(share: float) -> Estimate:
     if math.isnan(share):
         return Estimate.missing(NO_STEP)
-    return Estimate(share, reason=LOST_REMARK.format(lost=1.0 - share) if share < REMARK_BELOW else NO_BAR)
+    return Estimate(share, reason=LOST_REMARK.format(lost=1.0 - share) if share < REMARK_BELOW else DESCRIBES_STEP)

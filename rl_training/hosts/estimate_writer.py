@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
 from rl_training.errors import UserError
 from rl_training.hosts.equal_rewards import equal_rewards_warning
 from rl_training.parallel.ranks import all_ranks
@@ -143,7 +143,7 @@ class EstimateWriter:
                 if self.records is not None:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
 
-    def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
+    def _warn_if_nothing_is_learned(self, number: int, step: OpenStep) -> None:
         """Warn at the first step whose responses all earned the same reward. Collective if a probe measures it."""
         ranks = all_ranks()
         if not step.rollouts or (ranks.count > 1 and not step.probes):
@@ -185,7 +185,7 @@ def _without_nan(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
-def _averages(step: StepRecorder) -> dict[str, float]:
+def _averages(step: OpenStep) -> dict[str, float]:
     """Return a step's means over all ranks, under TRL's names, nan where unknown. Collective."""
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
@@ -210,7 +210,7 @@ def _averages(step: StepRecorder) -> dict[str, float]:
     return dict(zip(parts, (totals / counts).tolist(), strict=True))
 
 
-def _sequence_rows(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
+def _sequence_rows(step: OpenStep, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
     """Yield a row of the records for each sequence of this rank.
 
     `length` counts sampled tokens. `logp` is Σ_t log π(t), in nats, at the parameters that the step starts from.

@@ -18,8 +18,8 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
@@ -250,7 +250,7 @@ class MeasuredLoop:
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
             if needs_scores:
-                with self._driver.timed():
+                with self._driver.costs.timed():
                     entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         scores = Scores(logps, entropies, rollout.completion_mask)
         self._driver.microbatch(rollout, scores, LossInfo(other_terms=other_terms))
@@ -301,6 +301,6 @@ class MeasuredLoop:
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         self._states = self._claim.load(state, self._driver.initial_states())
 
-    def _step(self) -> StepRecorder:
+    def _step(self) -> OpenStep:
         assert self._driver.open_step is not None
         return self._driver.open_step

@@ -17,6 +17,7 @@ FEW_PROMPTS = Unavailable("few_prompts", "no error bar: it needs {least} prompts
 NOT_FINITE = Unavailable(
     "not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number"
 )
+DESCRIBES_STEP = "no error bar: it describes this step"
 NOT_FINITE_GRADIENT = Unavailable("not_finite_gradient", "a gradient or the update of the step is not finite")
 
 

@@ -23,9 +23,10 @@ from two_turns import FOLDS, LOGITS, G, step_on
 from rl_training import measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.engine.loop import Loop
+from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements
+from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
@@ -84,8 +85,8 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(ranks=ranks, fixes=Fixes(), reasons=Reasons(), is_dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
-        step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = step.reasons(loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
+        step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
+        why = reasons_of_step(step, loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.no_whole_folds), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2

@@ -30,7 +30,8 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
@@ -77,7 +78,7 @@ def test_equal_rewards_have_exactly_zero_spread() -> None:
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)
     part = dataclasses.replace(part, completion_mask=torch.ones(27, 1), completion_ids=torch.ones(27, 1))
     scores = Scores(torch.zeros(27, 1), torch.zeros(27, 1), torch.ones(27, 1))
-    step = StepRecorder(1, [], rollouts=[part], scores=[scores])
+    step = OpenStep(1, [], rollouts=[part], scores=[scores])
     assert _averages(step)["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
@@ -86,7 +87,7 @@ def test_averages_skip_masked_tokens_and_are_nan_with_missing_rewards() -> None:
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
     part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
     scores = Scores(torch.zeros(4, 2), torch.tensor([[2.0, 5.0]] * 4), mask)
-    averages = _averages(StepRecorder(1, [], rollouts=[part], scores=[scores]))
+    averages = _averages(OpenStep(1, [], rollouts=[part], scores=[scores]))
     assert (averages["entropy"], averages["completions/mean_length"]) == (2.0, 1.0)
     assert math.isnan(averages["reward"])
     assert math.isnan(averages["frac_reward_zero_std"])
@@ -639,8 +640,8 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
-        step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = step.reasons(loop, set(), mismatch=None)
+        step = OpenStep(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
+        why = reasons_of_step(step, loop, set(), mismatch=None)
         reasons = why.split_prompts, why.no_whole_folds
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
         assert why.dr_grpo_fix == words.dr_grpo

@@ -19,7 +19,8 @@ from ranks_in_threads import CountingRanks, OutOfStep
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.errors import UserError
 from rl_training.hosts import loop_policy
 from rl_training.hosts.loop_policy import LoopPolicy
@@ -237,8 +238,8 @@ def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) ->
             ranks=ranks, fixes=Fixes(), reasons=Reasons(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
-        step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        reasons = step.reasons(loop, set(), mismatch=None)
+        step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
+        reasons = reasons_of_step(step, loop, set(), mismatch=None)
         return [bool(value) for value in vars(reasons).values()]
 
     first, second = CountingRanks().run(found)
@@ -250,8 +251,8 @@ def test_truncated_responses_are_known_on_every_process_or_on_none() -> None:
     def joined(ranks: Ranks) -> bool:
         rollout = dataclasses.replace(rollout_of(2), truncated=torch.zeros(2).bool() if ranks.number else None)
         zeros = torch.zeros_like(rollout.completion_mask).float()
-        step = StepRecorder(1, [], rollouts=[rollout], scores=[Scores(zeros, zeros, rollout.completion_mask)])
-        return step.join_rollouts(ranks).truncated is None
+        step = OpenStep(1, [], rollouts=[rollout], scores=[Scores(zeros, zeros, rollout.completion_mask)])
+        return step.join_on_all_ranks(ranks).truncated is None
 
     assert CountingRanks().run(joined) == [True, True]
 
@@ -264,8 +265,8 @@ def test_values_of_reward_functions_are_known_on_every_process_or_on_none(second
         of_rank = second if ranks.number else ("right", "format")
         rollout = dataclasses.replace(rollout_of(2), rewards_by_name={name: torch.zeros(2) for name in of_rank})
         zeros = torch.zeros_like(rollout.completion_mask).float()
-        step = StepRecorder(1, [], rollouts=[rollout], scores=[Scores(zeros, zeros, rollout.completion_mask)])
-        return [*step.join_rollouts(ranks).rewards_by_name]
+        step = OpenStep(1, [], rollouts=[rollout], scores=[Scores(zeros, zeros, rollout.completion_mask)])
+        return [*step.join_on_all_ranks(ranks).rewards_by_name]
 
     assert CountingRanks().run(names) == [[], []]
     second = ("right", "format")

@@ -12,7 +12,7 @@ from example_steps import ALONE
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Origin, Rollout, join_origins, join_rollouts
 from rl_training.policy.scores import Scores
@@ -28,7 +28,7 @@ UNKNOWN = dataclasses.replace(FRESH, on_policy=False)
 
 def joined(parts: list[Rollout], ranks: Ranks = ALONE) -> Rollout:
     scores = [Scores(OWN, OWN, IDS)] * len(parts)
-    return StepRecorder(1, [], rollouts=list(parts), scores=scores).join_rollouts(ranks)
+    return OpenStep(1, [], rollouts=list(parts), scores=scores).join_on_all_ranks(ranks)
 
 
 def test_joined_with_off_policy_samples_on_policy_ones_get_the_policys_log_probabilities() -> None:

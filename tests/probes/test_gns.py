@@ -121,7 +121,7 @@ class Loop:
             loss = self.model(block) * len(block) / sum(sizes)
             self.recorder.arm(rows[k].start)
             loss.backward()
-            self.recorder.finish_backward()
+            self.recorder.reduction.finish()
         reading = self.probe.measure(self.view(rows, folds), self.state)
         self.state = reading.state
         self.model.zero_grad()
@@ -464,7 +464,7 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
     for k, p in enumerate(parameters.values()):
         recorder.arm(k)
         (3.0 * p.sum() / 2).backward()
-        recorder.finish_backward()
+        recorder.reduction.finish()
     recorder.finish(torch.ones(2, dtype=torch.float64), 1, shard.gradients())
     assert recorder.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 

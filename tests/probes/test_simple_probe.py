@@ -21,7 +21,7 @@ from rl_training import Reading
 from rl_training.engine import driver
 from rl_training.engine.build_step import build_step
 from rl_training.engine.loop import Loop
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.optim import adamw
 from rl_training.policy.policy import Policy
@@ -335,7 +335,7 @@ class NanInPadding(Policy):
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
 
-    def shown(recorder: StepRecorder, loop: Loop, passes: Passes, *args: Any) -> Any:
+    def shown(recorder: OpenStep, loop: Loop, passes: Passes, *args: Any) -> Any:
         step = build_step(recorder, loop, passes, *args)
         object.__setattr__(passes, "policy", NanInPadding(loop.policy))
         return dataclasses.replace(

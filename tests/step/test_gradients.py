@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.engine.fold_recorder import FoldRecorder
+from rl_training.engine.fold_recorder import CaughtSums, FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.parallel import vectors
 from rl_training.parallel.rows import Rows, adding_to
@@ -95,7 +95,7 @@ def mean_of(model: nn.Module) -> dict[str, Tensor]:
 def catch(recorder: FoldRecorder, first_row: int, loss: Tensor) -> None:
     recorder.arm(first_row)
     loss.backward()
-    recorder.finish_backward()
+    recorder.reduction.finish()
 
 
 def train_step(model: nn.Module, recorder: FoldRecorder, batches: list[Tensor]) -> None:
@@ -288,7 +288,7 @@ def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     recorder = recorder_of(model)
     train_step(model, recorder, microbatches(1))
     sums = recorder.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model))
-    assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
+    assert gradient_mismatch(CaughtSums(*sums[:3], sums[3:]), is_rounded=False).code == "gradient_in_parts"
 
 
 def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedModel, recorder: FoldRecorder) -> None:
@@ -325,9 +325,9 @@ def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -
     for first_row in (0, 3):
         recorder.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
-        recorder.finish_backward()
+        recorder.reduction.finish()
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-    recorder.finish_backward()
+    recorder.reduction.finish()
     model(microbatches(1)[0]).backward()
     recorder.finish(torch.ones(2), 1, mean_of(model))
     assert not any(part.any() for part in recorder.rows.means())

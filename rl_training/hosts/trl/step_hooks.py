@@ -1,5 +1,7 @@
 """The hooks of a step: wrappers of the trainer's methods, from generation to the optimizer's step.
 
+`stepped` and the log line are called from attachment.py's callbacks.
+
 TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped. DeepSpeed's
 engine.step is wrapped too, because the engine steps before training_step returns. Calls of the trainer's own methods
 are outside the guard, so the user's errors pass through unchanged.
@@ -17,7 +19,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import LossInfo
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.open_step import OpenStep
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
@@ -101,7 +103,7 @@ class StepHooks:
         if self._trainer.accelerator.sync_gradients and step is not None and not step.is_ready:
             self._guard.attempt(lambda: self._run_probes(step))
 
-    def _run_probes(self, step: StepRecorder) -> None:
+    def _run_probes(self, step: OpenStep) -> None:
         """Run the probes. Skip a step whose loss bypassed compute_loss."""
         if step.rollouts:
             self._driver.gradients_ready(self._rollouts.number)
@@ -154,7 +156,7 @@ class StepHooks:
     def _plan_step(self, inputs: dict) -> None:
         self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
 
-    def _needs_scores(self, step: StepRecorder) -> bool:
+    def _needs_scores(self, step: OpenStep) -> bool:
         """Return whether the driver or the records read the scores of a step. Interventions read the loss's own."""
         return bool(step.probes or self._driver.is_bounded or self._writer.wants_rollouts_of(step.number))
 
@@ -180,7 +182,7 @@ class StepHooks:
         rollout = self._rollouts.drop_own_old_logps(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and needs_scores:
-            with self._driver.timed():
+            with self._driver.costs.timed():
                 recorded = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings), recorded)
         return loss

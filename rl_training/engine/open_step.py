@@ -1,4 +1,4 @@
-"""The step being measured: created before its first microbatch, filled by each microbatch, discarded at its end."""
+"""The current step: opened before its first microbatch, filled by each microbatch, discarded at its end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.gradient_witness import GradientWitness
-from rl_training.engine.loop import Loop
-from rl_training.engine.probe import Probe, Reading
+from rl_training.engine.probe import Probe, Reading, needs_of
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
-from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
+from rl_training.policy.rollout import Rollout, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
@@ -27,18 +26,7 @@ from rl_training.step.batch import LossSettings
 from rl_training.step.data import StepData
 from rl_training.step.folds import FoldGroup, ranges_of
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.reasons import (
-    HOOKED,
-    MIXED_PROMPTS,
-    ONE_RESPONSE,
-    OTHER_SIZES,
-    OTHER_TERMS,
-    OWN_FORWARD_PASS,
-    REASONS_ELSEWHERE,
-    REUSED,
-    SPLIT_PROMPTS,
-    Reasons,
-)
+from rl_training.step.needs import Need
 
 
 @dataclass
@@ -60,8 +48,8 @@ class SeenPrompts:
 
 
 @dataclass
-class StepRecorder:
-    """The step being measured: filled by each microbatch, discarded at its end."""
+class OpenStep:
+    """The current step, measured or not: filled by each microbatch, discarded at its end."""
 
     number: int
     probes: Sequence[Probe]  # that measure this step; may be empty
@@ -79,6 +67,11 @@ class StepRecorder:
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
     # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
     verification: Mapping[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> Need:
+        """Everything that at least one of its probes needs."""
+        return needs_of(self.probes)
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:
@@ -128,80 +121,7 @@ class StepRecorder:
         fold_rows = rows_in_vectors(layout, num_folds)
         return int(max(probe.num_vectors(fold_rows) for probe in self.probes) * layout.num_bytes)
 
-    def reasons(self, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
-        """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
-
-        Args:
-            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
-            mismatch: Set if the sequences are not samples of the scored policy.
-        """
-        index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
-        group_size = self.responses_per_prompt
-        prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
-        origin, fixes = join_origins([rollout.origin for rollout in self.rollouts]), loop.fixes
-        is_mixed = self._mixes_prompts(prompt_of_row, len(prompts))
-        # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
-        has_one_fold = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
-        reasons = {
-            "sampling_mismatch": mismatch,
-            "sample": origin.sample_reason,
-            "groups": origin.groups_reason,
-            "no_fresh_responses": loop.reasons.no_fresh_responses,
-        }
-        facts = {
-            "own_pass": self.other_terms == OWN_FORWARD_PASS,
-            "other_terms": self.other_terms == OTHER_TERMS,
-            "incomplete": bool((counts != group_size).any()),
-            "mixed": is_mixed or (has_one_fold and len(prompts) > 1),
-            "reused": origin.learned or not seen_prompts.isdisjoint(prompts.tolist()),
-            "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
-            "other_sizes": [len(rows) for rows in self.microbatch_rows] != [*self.sizes],
-        }
-        here = {**reasons, **facts}
-        flags = index.new_tensor([*map(bool, here.values())], dtype=torch.float64)
-        anywhere = dict(zip(here, loop.ranks.reduce(flags).tolist(), strict=True))
-
-        def reason_of(name: str) -> Unavailable | None:
-            return reasons[name] or (REASONS_ELSEWHERE[name] if anywhere[name] else None)
-
-        def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
-            return reason if anywhere[name] else None
-
-        mismatch, no_groups = reason_of("sampling_mismatch"), reason_of("groups")
-        split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
-        mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
-        no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
-        own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
-        return Reasons(
-            sampling_mismatch=mismatch or reason_of("sample"),
-            no_fresh_responses=mismatch or reason_of("no_fresh_responses"),
-            reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
-            split_prompts=split,
-            no_baseline=ONE_RESPONSE if group_size == 1 else split,
-            no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
-            other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
-            hooked=reason_if("hooked", HOOKED),
-            dr_grpo_fix=fixes.dr_grpo,
-        )
-
-    def _mixes_prompts(self, prompt_of_row: Tensor, num_prompts: int) -> bool:
-        """Return whether some prompt lies in several of the planned folds.
-
-        Args:
-            prompt_of_row: (B,), the index of each sequence's prompt.
-        """
-        # The passes of all groups are consecutive rows.
-        groups = [
-            torch.full((len(rows),), number)
-            for number, fold_group in enumerate(self.folds)
-            for rows in fold_group.rows_per_pass
-        ]
-        group = torch.cat(groups).to(prompt_of_row.device)
-        return (
-            len(group) == len(prompt_of_row) and len((prompt_of_row * len(self.folds) + group).unique()) > num_prompts
-        )
-
-    def join_rollouts(self, ranks: Ranks) -> Rollout:
+    def join_on_all_ranks(self, ranks: Ranks) -> Rollout:
         """Return all microbatches as one rollout, with the same fields known on every rank. Collective.
 
         If one microbatch has a sampler's log-probabilities, on-policy microbatches without them get the policy's own,

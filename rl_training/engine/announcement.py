@@ -1,0 +1,99 @@
+"""The announcement at the start of training: what its configuration will measure, and what it will not."""
+
+from __future__ import annotations
+
+from rl_training.engine.loop import Loop
+from rl_training.engine.requirements import Requirements
+from rl_training.optim.state import view_optimizer
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.precision import dropout_remark
+from rl_training.statistics.estimate import stderr_reason
+from rl_training.step.folds import DEFAULT_NUM_FOLDS
+from rl_training.step.needs import Need
+from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
+
+ROUNDED = (
+    "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
+    "autocast, lose nothing"
+)
+
+
+def announcement(loop: Loop, requirements: Requirements) -> list[str]:
+    """Return the announcement at the start of training: what will be measured, what not, and how to change that."""
+    layout, needs = loop.shard.layout, requirements.needs
+    if not needs:
+        return [loop.opening] if loop.opening else []
+    num_folds, is_recomputed = requirements.folds_of_full_step(loop)
+    num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
+    plan = (
+        f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
+        f"{_pluralize(loop.microbatches, 'microbatch')} of {loop.microbatch_size} sequences on "
+        f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
+        f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
+    )
+    if is_recomputed:
+        plan += "; these folds take a step's forward passes and backwards once more"
+    if loop.loss_settings is not None and loop.loss_settings.correction is not None:
+        plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
+    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
+    warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
+    # What the folds cannot give comes first, then the host's opening, then the plan.
+    sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
+    plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
+    remarks = [*_rounding_remarks(loop.shard, needs), *filter(None, [dropout_remark(loop.policy.model)])]
+    return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
+
+
+def _other_warnings(loop: Loop, needs: Need) -> list[str]:
+    """Return what reasons other than the folds take away: what is lost, and why."""
+    formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
+    is_other_loss = Need.LOSS_CHECK in needs and not loop.is_dr_grpo
+    missing = [
+        ("no prediction before the step", formula_reason),
+        (
+            "no delta_reward/forward, and no split of the noise",
+            OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if is_other_loss else None,
+        ),
+        ("no entropy gradient", ONE_RESPONSE if loop.responses_per_prompt == 1 else None),
+        ("no entropy gradient", loop.reasons.sampling_mismatch),
+    ]
+    return [f"{what}: {reason}" for what, reason in missing if reason]
+
+
+def _fold_warnings(loop: Loop, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
+    """Return what is lost because folds are too few, or cannot hold whole prompts.
+
+    Args:
+        num_folds: Number of folds of a full step.
+        is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
+    """
+    needs, probes = requirements.needs, requirements.probes
+    no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
+    if no_folds:
+        return [f"no prediction, and no noise scale: {no_folds}"]
+    predicts = Need.ENTROPY_GRADIENT in needs
+    if num_folds < 2:
+        missing = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
+        return [f"{', '.join(missing)}: {loop.one_fold_reason(probes)}"] if missing else []
+    if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
+        return []
+    no_stderr = stderr_reason(num_folds)
+    if no_stderr is None:
+        more = loop.more_folds_fix(probes)
+        return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
+    missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
+    return [f"{missing_too}{no_stderr.with_fix(f'use {loop.more_folds_fix(probes)}')}"]
+
+
+def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
+    """Return remarks on what steps and passes lose to rounding."""
+    remarks = []
+    if Need.ENTROPY_GRADIENT in needs:
+        optimizer = view_optimizer(shard)
+        remarks += [ROUNDED.format(which=optimizer.rounding_reason)] if optimizer.rounding_reason else []
+        remarks += [state.remark for state in (optimizer.states or {}).values() if state.remark][:1]
+    return remarks + ([f"rounded: {shard.layer_rounding}"] if shard.layer_rounding else [])
+
+
+def _pluralize(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what[-1] in 'hs' else 's'}"

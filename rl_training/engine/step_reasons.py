@@ -1,0 +1,98 @@
+"""What cannot be measured at a step: what holds on one rank holds on all, so that no rank waits for another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.loop import Loop
+from rl_training.engine.open_step import OpenStep
+from rl_training.policy.rollout import join_origins
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.reasons import (
+    HOOKED,
+    MIXED_PROMPTS,
+    ONE_RESPONSE,
+    OTHER_SIZES,
+    OTHER_TERMS,
+    OWN_FORWARD_PASS,
+    REASONS_ELSEWHERE,
+    REUSED,
+    SPLIT_PROMPTS,
+    Reasons,
+)
+
+
+def reasons_of_step(step: OpenStep, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
+    """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
+
+    Args:
+        step: The step, with all its microbatches.
+        loop: The training loop.
+        seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
+        mismatch: Set if the sequences are not samples of the scored policy.
+    """
+    index = torch.cat([rollout.prompt_index for rollout in step.rollouts])
+    group_size = step.responses_per_prompt
+    prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
+    origin, fixes = join_origins([rollout.origin for rollout in step.rollouts]), loop.fixes
+    is_mixed = _mixes_prompts(step, prompt_of_row, len(prompts))
+    # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
+    has_one_fold = len(step.folds) == 1 < len(step.rollouts) and len(step.folds[0].folds) == 1
+    reasons = {
+        "sampling_mismatch": mismatch,
+        "sample": origin.sample_reason,
+        "groups": origin.groups_reason,
+        "no_fresh_responses": loop.reasons.no_fresh_responses,
+    }
+    facts = {
+        "own_pass": step.other_terms == OWN_FORWARD_PASS,
+        "other_terms": step.other_terms == OTHER_TERMS,
+        "incomplete": bool((counts != group_size).any()),
+        "mixed": is_mixed or (has_one_fold and len(prompts) > 1),
+        "reused": origin.learned or not seen_prompts.isdisjoint(prompts.tolist()),
+        "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
+        "other_sizes": [len(rows) for rows in step.microbatch_rows] != [*step.sizes],
+    }
+    here = {**reasons, **facts}
+    flags = index.new_tensor([*map(bool, here.values())], dtype=torch.float64)
+    anywhere = dict(zip(here, loop.ranks.reduce(flags).tolist(), strict=True))
+
+    def reason_of(name: str) -> Unavailable | None:
+        return reasons[name] or (REASONS_ELSEWHERE[name] if anywhere[name] else None)
+
+    def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
+        return reason if anywhere[name] else None
+
+    mismatch, no_groups = reason_of("sampling_mismatch"), reason_of("groups")
+    split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
+    mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
+    no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
+    own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
+    return Reasons(
+        sampling_mismatch=mismatch or reason_of("sample"),
+        no_fresh_responses=mismatch or reason_of("no_fresh_responses"),
+        reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
+        split_prompts=split,
+        no_baseline=ONE_RESPONSE if group_size == 1 else split,
+        no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
+        other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
+        hooked=reason_if("hooked", HOOKED),
+        dr_grpo_fix=fixes.dr_grpo,
+    )
+
+
+def _mixes_prompts(step: OpenStep, prompt_of_row: Tensor, num_prompts: int) -> bool:
+    """Return whether some prompt lies in several of the planned folds.
+
+    Args:
+        prompt_of_row: (B,), the index of each sequence's prompt.
+    """
+    # The passes of all groups are consecutive rows.
+    groups = [
+        torch.full((len(rows),), number)
+        for number, fold_group in enumerate(step.folds)
+        for rows in fold_group.rows_per_pass
+    ]
+    group = torch.cat(groups).to(prompt_of_row.device)
+    return len(group) == len(prompt_of_row) and len((prompt_of_row * len(step.folds) + group).unique()) > num_prompts
