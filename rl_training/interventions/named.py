@@ -184,21 +184,34 @@ def parse_interventions(names: Iterable[Any], setting: str) -> list[Intervention
     >>> [intervention.name for intervention in parse_interventions(["psr", "lr:2"], "which")]
     ['psr', 'lr:2']
     """
-    if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
-        raise UserError(f"{setting}={names}: give a list of names, as {setting}=[bonus:0.02,lr]")
-    texts = list(names)
-    for text in texts:
-        if not isinstance(text, str):
-            raise UserError(
-                f"{setting}: {text} is not a name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]"
-            )
-    chosen = [parse_intervention(text) for text in texts]
+    chosen = [parse_intervention(name) for name in list_of_names(names, setting)]
     duplicates = sorted(
         name for name, count in Counter(intervention.name for intervention in chosen).items() if count > 1
     )
     if duplicates:
         raise UserError(f"{setting} has {', '.join(duplicates)} twice: name each once")
     return chosen
+
+
+def list_of_names(names: Any, setting: str) -> list[str]:
+    """Return names of interventions as a list.
+
+    Args:
+        names: Any iterable of names.
+        setting: The name of the setting that lists them, with which error messages begin.
+
+    Raises:
+        UserError: If it is not an iterable of texts, but a text or a dictionary, say.
+    """
+    if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
+        raise UserError(f"{setting}={names}: give a list of names, as {setting}=[bonus:0.02,lr]")
+    listed = list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise UserError(
+                f"{setting}: {name} is not a name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]"
+            )
+    return listed
 
 
 def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:

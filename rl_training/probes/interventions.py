@@ -32,7 +32,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
-from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, parse_interventions
+from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, list_of_names, parse_interventions
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair, RunningPair
@@ -87,8 +87,8 @@ class InterventionsProbe(Probe):
         decay: float = 0.9,
     ) -> None:
         super().__init__(every)
-        self._chosen = parse_interventions(which, "interventions.which")
-        self.which = list(which)  # as given: with the file or module of a user's own function
+        self.which = list_of_names(which, "interventions.which")  # with the file or module of a user's own function
+        self._chosen = parse_interventions(self.which, "interventions.which")
         if not self._chosen:
             raise UserError(
                 f"interventions: which=[] is empty: name some, such as which=[{','.join(DEFAULT_INTERVENTIONS)}]"

@@ -211,7 +211,9 @@ def test_a_rollout_without_any_advantage_trains_by_weight_decay_alone(make_train
 def test_predictions_are_for_the_loss_changed_by_the_intervention(make_trainer: Callable[..., Any]) -> None:
     """The float64 twin trains only on positive advantages. Its steps and its `forward` agree with ours."""
     probe, recorder = Answers(every=1, num_folds=4), Recorder()
-    make_trainer(probes=[probe, recorder], interventions=["psr"], max_steps=2).train()
+    trainer = make_trainer(probes=[probe, recorder], interventions=iter(["psr"]), max_steps=2)
+    trainer.train()
+    assert trainer.loss_description == "Dr-GRPO except for intervention=psr"
     made = recorder.steps[-1]
     advantages = made.rollout.advantages
     assert (advantages < 0).any()

@@ -41,12 +41,12 @@ class Guard:
         self._driver, self._writer = driver, writer
         is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
         self._raises = training_needs_measurements or is_strict
-        self.begin()
+        self.step = 0  # current step of the training
+        self.reason = ""  # why measuring ended before training did; "" while it has not
 
     def begin(self) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self.step = 0  # current step of the training
-        self.reason = ""  # why measuring ended before training did; "" while it has not
+        self.step, self.reason = 0, ""
 
     def attempt(self, measure: Callable[[], Result], otherwise: Result = None) -> Result:  # type: ignore[assignment]
         """Run measuring code unless measuring has ended, and return its result. An error in it ends the measuring.

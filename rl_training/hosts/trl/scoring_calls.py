@@ -70,7 +70,7 @@ class ScoringCalls:
         return next(iter(with_graph or self._scores), None)
 
 
-def _read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
+def _read_scores(output: Any, shape: torch.Size, with_entropies: bool) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities and entropies in the output of training's forward pass.
 
     Args:

@@ -14,14 +14,12 @@ class Termination:
     """Listens for SIGTERM, writes as soon as it arrives, and then calls the previous handler.
 
     That handler decides what happens next: the default one ends the process, a user's own may let training continue.
+
+    Args:
+        write: Writes what was measured. It may be called at any point of the program, and must not be collective.
     """
 
     def __init__(self, write: Callable[[], object]) -> None:
-        """Prepare to listen.
-
-        Args:
-            write: Writes what was measured. It may be called at any point of the program, and must not be collective.
-        """
         self._write = write
         # Kept after `release`, because a later handler may still call this one.
         self._previous_handler: Callable[..., object] | int = signal.SIG_DFL

@@ -32,7 +32,7 @@ from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings, steps_pe
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.resuming import SaveBetweenRollouts, keep_settings
 from rl_training.hosts.trl.trained_loss import with_settings
-from rl_training.interventions.named import interventions_to_train
+from rl_training.interventions.named import interventions_to_train, list_of_names
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.secret_forms import MASK
@@ -123,6 +123,7 @@ class DrGRPOTrainer(GRPOTrainer):
         is_cli: bool = False,
         **kwargs: Any,
     ) -> None:
+        interventions = list_of_names(interventions, "interventions")
         trained_with = interventions_to_train(interventions)
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):

@@ -35,13 +35,13 @@ class TrainerLog:
 
     def __init__(self, trainer: GRPOTrainer, writer: EstimateWriter, shows_all: bool) -> None:
         self._trainer, self._writer, self._shows_all = trainer, writer, shows_all
-        self.begin()
+        self._num_seen: dict[str, int] = {}  # number of values that TRL had of each metric when the last step ended
+        self._line: dict[str, Any] = {}  # line of the last step, until it is written
+        self._step = 0  # the last step
 
     def begin(self) -> None:
         """Start afresh when training begins."""
-        self._num_seen: dict[str, int] = {}  # number of values that TRL had of each metric when the last step ended
-        self._line: dict[str, Any] = {}  # line of the last step, until it is written
-        self._step = 0
+        self._num_seen, self._line, self._step = {}, {}, 0
 
     def add(self, step: int, numbers: Mapping[str, float], will_log: bool) -> None:
         """Take the probes' numbers of a step that has ended.

@@ -422,7 +422,7 @@ def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(m
     (tmp_path / "my.py").write_text("def softer(loss, strength):\n    return loss.weights\n")
     which = ["psr", f"{tmp_path / 'my.py'}:softer"]
     simple = SimpleEntropyProbe(rows_dtype="float32")
-    probes = [simple, InterventionsProbe(which), "measured", "gns", "ess", "sampler", "covariance", Own()]
+    probes = [simple, InterventionsProbe(iter(which)), "measured", "gns", "ess", "sampler", "covariance", Own()]
     with attach(trainer, tmp_path / "run", probes):
         trainer.train()
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["probes"]
