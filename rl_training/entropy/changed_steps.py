@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import Entries, OptimizerPiece, clip_factors
 from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
@@ -136,7 +136,7 @@ def iter_basis_gradients(
         rows_of_weights = passes.sum_by_fold(batch, chosen, shares_of_sequences, dtype=rows_dtype(layout))
         for index in indices:
             rows = rows_of_weights.pop(0)
-            yield index, fold_means(rows.sum(sizes / sizes.sum()), rows, sizes)
+            yield index, FoldMeans.of(rows.sum(sizes / sizes.sum()), rows, sizes)
             del rows  # free them before the next are made
 
 

@@ -70,7 +70,7 @@ from rl_training.entropy.fold_gradients import hand_on_fold_gradients, prefix_ra
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
@@ -215,7 +215,7 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
         whole = dataclasses.replace(whole, held=compute_update(layout, whole))
     if gradients.rows is None or _forward_reason(step):
         return whole, None
-    folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
+    folds = FoldMeans.of(mean, gradients.rows, step.batch.fold_sizes)
     return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole)
 
 

@@ -29,7 +29,7 @@ from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import MemorySettings
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.rows import Receiver, Rows
 from rl_training.parallel.vectors import Vector, dot
@@ -77,7 +77,7 @@ def make_update(
     gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm
     pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
-    folds = fold_means(gradient, rows, batch.fold_sizes)
+    folds = FoldMeans.of(gradient, rows, batch.fold_sizes)
     whole = StepUpdate(pieces, gradient, clip=float(clip_factors(restored.reduce(dot(gradient, gradient)), max_norm)))
     without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, whole)
     return Update(batch, gradient, compute_update(layout, without.whole), without)

@@ -42,6 +42,23 @@ class FoldMeans:
     mean_coefficient: Tensor  # the factor of g in g_(−k), (K, 1), on the entries' device
     fold_coefficient: Tensor  # the factor of a row in g_(−k), (K, 1)
 
+    @classmethod
+    def of(cls, mean: Entries, rows: Rows, sizes: Tensor) -> FoldMeans:
+        """Return a gradient by fold, with the factors that leave one fold out.
+
+        Args:
+            mean: The mean gradient over all folds.
+            rows: The mean gradient of each fold.
+            sizes: The number of sequences in each fold, (K,).
+
+        Raises:
+            ValueError: One fold holds everything.
+        """
+        entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
+        of_mean, of_fold = leave_out_coefficients(sizes)
+        coefficients = torch.stack([of_mean, of_fold * rows.factors.to(of_fold)]).to(entries).unsqueeze(2)
+        return cls(mean, rows, sizes, *coefficients)
+
     def without(self, folds: int | slice, piece: ParameterSpan, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
 
@@ -109,23 +126,6 @@ def _without(mean: Tensor, rows: Tensor | EncodedRow, mean_coefficient: Tensor, 
 def _square(mean: Tensor, row: Tensor | EncodedRow, ratio: Tensor) -> Iterator[Product]:
     difference = torch.addcmul(mean, entries_of(row), ratio)
     yield Product(1.0, difference, difference)
-
-
-def fold_means(mean: Entries, rows: Rows, sizes: Tensor) -> FoldMeans:
-    """Return a gradient by fold, with the factors that leave one fold out.
-
-    Args:
-        mean: The mean gradient over all folds.
-        rows: The mean gradient of each fold.
-        sizes: The number of sequences in each fold, (K,).
-
-    Raises:
-        ValueError: One fold holds everything.
-    """
-    entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
-    of_mean, of_fold = leave_out_coefficients(sizes)
-    coefficients = torch.stack([of_mean, of_fold * rows.factors.to(of_fold)]).to(entries).unsqueeze(2)
-    return FoldMeans(mean, rows, sizes, *coefficients)
 
 
 class LeaveOneOutUpdates:

@@ -15,7 +15,7 @@ from rl_training.entropy.data import PRODUCTS
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState, StepFormula
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
 from rl_training.optim.supported import FORMULAS
@@ -90,7 +90,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     layout.chunk_size = 8
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = LeaveOneOutUpdates(pieces, fold_means(mean, rows_of(layout, rows), sizes), max_grad_norm, identity)
+    steps = LeaveOneOutUpdates(pieces, FoldMeans.of(mean, rows_of(layout, rows), sizes), max_grad_norm, identity)
     assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
     for k in range(3):
         others = [i for i in range(3) if i != k]
@@ -114,7 +114,7 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, fold_means([mean], rows_of(Layout(weights), [rows]), sizes), reason, identity
+            pieces, FoldMeans.of([mean], rows_of(Layout(weights), [rows]), sizes), reason, identity
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()

@@ -16,7 +16,7 @@ from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.products import FoldProducts, _products_of_fold
 from rl_training.optim.adamw import SMOOTH_STEPS, AdamWState
 from rl_training.optim.formula import OptimizerState
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.lion import LionState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
@@ -69,7 +69,7 @@ def results(fusion: Fusion, kind: str, step: int, rows_dtype: torch.dtype, weigh
     limit = 0.7 * math.sqrt(sum(float(part.square().sum()) for part in mean))
     pieces = OptimizerPieces(layout, weights, states)
     whole = StepUpdate(pieces, mean, float(clip_factors(torch.tensor((limit / 0.7) ** 2), limit)))
-    folds = fold_means(mean, rows, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
+    folds = FoldMeans.of(mean, rows, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
     updates = LeaveOneOutUpdates(pieces, folds, limit, identity, whole)
     previous = [torch.randn(bucket.size) for bucket in layout.buckets]
     attribution = Attribution(list(SIZES))

@@ -22,7 +22,7 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate, Reading, measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.entropy.changed_steps import Direction, GradientParts
-from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
@@ -208,8 +208,8 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, fold_means([weight], rows_of(layout, [rows]), sizes), math.inf, identity)
-    basis = fold_means([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
+    steps = LeaveOneOutUpdates(pieces, FoldMeans.of([weight], rows_of(layout, [rows]), sizes), math.inf, identity)
+    basis = FoldMeans.of([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
     direction = Direction(rows_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
     ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])

@@ -15,7 +15,7 @@ from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
-from rl_training.optim.leave_one_out import EVERY_FOLD, fold_means
+from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.optim.updates import OptimizerPieces
@@ -88,7 +88,7 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
     pieces = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    means = fold_means([mean], rows_of(Layout({"all": mean}), [rows]), sizes)
+    means = FoldMeans.of([mean], rows_of(Layout({"all": mean}), [rows]), sizes)
     return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 
