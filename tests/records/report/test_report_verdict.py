@@ -344,6 +344,14 @@ def test_a_long_run_has_a_verdict_whatever_its_noise_may_hide(tmp_path: Path) ->
     assert judge(read_run(log_run(tmp_path / "stood", 400, entropy=wild, reward=noisy(level, 0.03, 2)))).kind == FLAT
 
 
+def test_a_little_entropy_lost_while_reward_stands_is_told_once_the_run_is_long(tmp_path: Path) -> None:
+    """8 %, in the second half: less than is called lost. After 40 steps it is not certain yet if that buys reward."""
+    for steps, kind in ((40, UNKNOWN), (400, FLAT)):
+        slow = noisy(lambda step, steps=steps: 0.5 - 0.04 * max(2 * step / steps - 1, 0), 0.001, 1)
+        run = log_run(tmp_path / str(steps), steps, entropy=slow, reward=noisy(level, 0.03, 2))
+        assert judge(read_run(run)).kind == kind
+
+
 def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_step(tmp_path: Path) -> None:
     folder = log_run(tmp_path, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
     for step in (10, 20, 30):

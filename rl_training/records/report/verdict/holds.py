@@ -17,7 +17,7 @@ CEILING = 0.8  # of the highest possible reward: learned
 CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
 ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
-STEADY_STEPS = 100  # logged steps after which an entropy without a trend is steady, whatever its noise may hide
+LONG = 100  # logged steps of a long run, whose verdict waits for no more steps
 MIN_STEPS_TO_RISE = 20  # logged steps that reward must have had before it is said to have hardly risen
 
 
@@ -132,9 +132,9 @@ def has_erupted(story: Story) -> bool:
 
 
 def has_hardly_risen(story: Story) -> bool:
-    """Return whether reward, in a run long enough, is where it was, and entropy does not fall."""
+    """Return whether reward is where it was, in a run long enough; in a long one also if entropy falls by little."""
     reward = story.reward
-    if reward is None or story.logged < MIN_STEPS_TO_RISE or entropy_falls(story):
+    if reward is None or story.logged < (LONG if entropy_falls(story) else MIN_STEPS_TO_RISE):
         return False
     gain = reward.now - max(reward.start, reward.line.start)
     return not reward.rises and gain <= max(BAND * reward.spread, 2 * reward.line.now_error)
@@ -152,4 +152,4 @@ def is_steady(story: Story) -> bool:
     """Return whether entropy has no trend, and a short run's noise could not hide a large one."""
     if story.entropy is None or entropy_falls(story):
         return False
-    return story.entropy.reach < STEADY_WITHIN or story.logged >= STEADY_STEPS
+    return story.entropy.reach < STEADY_WITHIN or story.logged >= LONG
