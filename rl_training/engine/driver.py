@@ -226,7 +226,8 @@ class StepDriver:
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
         if self.open_step is not None and self.open_step.context is not None:
-            self.open_step.read_gradient()
+            if self.open_step.witness is not None:
+                self.open_step.witness.about_to_step()
             if self._predictions is not None:
                 self._predictions.about_to_step()
 

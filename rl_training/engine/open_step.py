@@ -103,11 +103,6 @@ class OpenStep:
         if data.gradients.sq_norms is not None and shard.keeps_gradients:
             self.witness = GradientWitness(data, shard)
 
-    def read_gradient(self) -> None:
-        """Read the gradient that the optimizer gets, right before it steps."""
-        if self.witness is not None:
-            self.witness.about_to_step()
-
     def context_after_step(self, ranks: Ranks) -> StepContext:
         """Return the context with what is known about the gradient once the optimizer has stepped. Collective."""
         assert self.context is not None
