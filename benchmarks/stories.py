@@ -265,7 +265,7 @@ TRAININGS: dict[str, Training] = {
     "400 steps, short chains": Training("", {"max_steps": 400, "learning_rate": 1e-4}, SHORT),
     "200 steps, rate 1e-4": Training("", {"max_steps": 200, "learning_rate": 1e-4}),
     "rate 1e-5": Training("", {"max_steps": 60, "learning_rate": 1e-5}),
-    "long chains, rate 1e-4": Training("", {"max_steps": 100, "learning_rate": 1e-4}, LONG),
+    "long chains, rate 1e-4": Training(STANDS, {"max_steps": 100, "learning_rate": 1e-4}, LONG),
     "cosine": Training("", {"max_steps": 40, "lr_scheduler_type": "cosine", "learning_rate": 5e-4}),
     "beta .01": Training("", {"max_steps": 40, "beta": 0.01}),
     "two honest rewards": Training("", {"max_steps": 60}, rewards=lambda: [exact, closed]),
