@@ -97,6 +97,7 @@ def test_one_quantity_has_one_error_on_a_page(tmp_path: Path) -> None:
         "delta_h/backward": lambda step: Estimate(-2e-3, 1e-4, 1000, about_step=step - 1),
         "delta_h/part/momentum": lambda step: Estimate(-3e-3, 4e-4, 1000),
         "delta_h/part/gradient": lambda step: Estimate(1e-3, 4e-4, 1000),
+        "delta_h/part/decay": lambda step: Estimate(0.0, 0.0, 1000),
     })  # fmt: skip
     run = read_run(folder)
     account, rows = ledger_of(run), {row.label: row.value for row in summarize(run)}
