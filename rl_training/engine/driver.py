@@ -68,7 +68,7 @@ class StepDriver:
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
         self._bound = bound  # even for steps that no probe measures
-        self._requirements = Requirements.of(probes)
+        self._requirements = Requirements.of(self.probes)
         self._states = ProbeStates(self.probes)
         self.open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()

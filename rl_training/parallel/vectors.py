@@ -39,7 +39,6 @@ class Bucket:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # number of entries of each parameter
-    start: int  # index of its first entry among the entries of all parameters
 
     @property
     def size(self) -> int:
@@ -92,11 +91,8 @@ class Layout:
             groups[-1].append(name)
             size += grouping_size
         sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
-        starts = [0, *itertools.accumulate(map(sum, sizes))]
-        self.buckets = tuple(
-            Bucket(tuple(names), counts, start) for names, counts, start in zip(groups, sizes, starts, strict=False)
-        )
-        self.num_entries = starts[-1]
+        self.buckets = tuple(Bucket(tuple(names), counts) for names, counts in zip(groups, sizes, strict=True))
+        self.num_entries = sum(map(sum, sizes))
         self.fusion = Fusion()  # runs functions of these vectors
         self._sampled_within: dict[tuple[int, int, int], tuple[slice, Tensor]] = {}
 

@@ -63,7 +63,7 @@ class Measurement:
         resumed_from: The folder of the checkpoint that training resumes from, or None.
     """
 
-    name = "verl"  # key of the number of optimizer steps in a checkpoint
+    name = "verl.steps"  # key of the number of optimizer steps in a checkpoint
 
     def __init__(self, loop: Loop, settings: RolloutSettings, resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
