@@ -98,7 +98,7 @@ def assert_same(compiled: list[Tensor], expected: list[Tensor], tolerance: float
 def test_a_traced_step_has_the_numbers_of_an_eager_one(
     compiler, monkeypatch, kind: str, rows_dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> None:
-    """For every optimizer, and before Adam's step is smooth. Pieces that are not whole blocks are left out."""
+    """Also before Adam's step is smooth. Pieces that are not whole blocks are left out."""
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", 20 * BLOCK)
     fusion = Fusion(is_on=True, backend="eager")
     for step in (SMOOTH_STEPS, SMOOTH_STEPS - 1)[: 1 + (kind == "adamw")]:
