@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ DROPOUT = (
 # Largest mean difference per token, in nats, of log-probabilities that two passes compute for the same policy.
 SAME_SCORES = 0.01
 SAME_SCORES_ROUNDED = 0.1  # the same if passes compute in less than fp32
+MOST_DECORATORS = 20  # around one function; more, and an object wraps itself
+DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32
 
 
@@ -173,8 +176,16 @@ def _applies_dropout(module: nn.Module, options: Set[str]) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     own = vars(module)
-    has_own = bool(_positive_numbers(own, "drop"))
-    return has_own or any(option in _names_in_forward(module) for option in options - own.keys())
+    if _positive_numbers(own, "drop"):
+        return True
+    candidates = options - own.keys()
+    if not candidates:
+        return False
+    methods: list[Mapping[str, object]] = [
+        vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object)
+    ]
+    methods.append({name: value for name, value in own.items() if name == "forward"})  # replaced on this module alone
+    return any(_may_read(candidates, functions) for functions in methods)
 
 
 def _config_options(model: nn.Module) -> dict[str, Any]:
@@ -188,10 +199,44 @@ def _positive_numbers(values: Mapping[str, Any], word: str) -> set[str]:
     return {name for name, value in values.items() if word in name and isinstance(value, float) and value > 0}
 
 
-def _names_in_forward(module: nn.Module) -> Sequence[str]:
-    """Return the names that the forward pass of a module's class reads: of attributes, and of the config's options."""
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__code__.co_names if inspect.isfunction(forward) else ()
+def _may_read(options: Set[str], methods: Mapping[str, object]) -> bool:
+    """Return whether a method may read one of these options: it names one, or `forward` has no code to look at.
+
+    `__init__` does not count: what it reads, it stores in layers and numbers, which may have changed since.
+    """
+    for name, value in methods.items():
+        code = None if name == "__init__" else _code_of(value)
+        if code is None and name == "forward":
+            return True
+        if code is not None and not options.isdisjoint(_names_in_code(code)):
+            return True
+    return False
+
+
+def _code_of(value: object) -> CodeType | None:
+    """Return the code of a function, without decorators; None if there is none: TorchScript, or not a function."""
+    for _ in range(MOST_DECORATORS):
+        if not callable(value) and not isinstance(value, DESCRIPTORS):
+            return None
+        inner = (getattr(value, name, None) for name in ("__wrapped__", "__func__", "func", "fget"))
+        wrapped = next((function for function in inner if function is not None), None)
+        if wrapped is None:
+            break
+        value = wrapped
+    code = getattr(value, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in_code(code: CodeType) -> frozenset[str]:
+    """Return the attributes that code names, its texts (`getattr(config, "dropout")`), and those of functions in it."""
+    names = frozenset(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            names |= {constant}
+        elif isinstance(constant, CodeType):
+            names |= _names_in_code(constant)
+    return names
 
 
 def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -113,6 +113,83 @@ def test_only_dropout_that_acts_counts(kind: str) -> None:
     first, second = model(ids).logits, model(ids).logits
     assert has_dropout(model) == bool(dropout_remark(model)) == (not torch.equal(first, second))
     model.eval()
+    assert not has_dropout(model)
+
+
+class ReadInForward(nn.Module):
+    """A model that applies the dropout of its config itself; its subclasses read the option in other places."""
+
+    def __init__(self, option: str) -> None:
+        super().__init__()
+        self.config = LlamaConfig(**SMALL, **{option: 0.5})
+        self.weight = nn.Linear(8, 8)
+
+    def drop(self, rows: Tensor, share: float) -> Tensor:
+        return nn.functional.dropout(self.weight(rows), share, self.training)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.drop(rows, self.config.mlp_dropout)
+
+
+class ReadInHelper(ReadInForward):
+    @functools.cached_property
+    def share(self) -> float:
+        return self.config.other_dropout
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.drop(rows, self.share)
+
+
+class ReadByText(ReadInForward):
+    @torch.no_grad()
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.drop(rows, getattr(self.config, "other_dropout", 0.0))
+
+
+class ReadInFunction(ReadInForward):
+    def forward(self, rows: Tensor) -> Tensor:
+        return (lambda inner: self.drop(inner, self.config.other_dropout))(rows)
+
+
+class ReadByBase(ReadInForward):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows)
+
+
+class ReadNowhere(ReadInForward):
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "drops_out"),
+    [
+        (ReadInHelper, "other_dropout", True),
+        (ReadByText, "other_dropout", True),
+        (ReadInFunction, "other_dropout", True),
+        (ReadByBase, "mlp_dropout", True),
+        (ReadNowhere, "other_dropout", False),
+    ],
+)
+def test_dropout_is_found_wherever_a_class_reads_the_option(
+    model: type[ReadInForward], option: str, drops_out: bool
+) -> None:
+    module, rows = model(option).train(), torch.ones(4, 8)
+    assert has_dropout(module) == (not torch.equal(module(rows), module(rows))) == drops_out
+
+
+def test_dropout_is_found_in_a_forward_that_is_replaced_on_one_module() -> None:
+    module, rows = ReadNowhere("mlp_dropout").train(), torch.ones(4, 8)
+    module.forward = functools.partial(ReadInForward.forward, module)  # type: ignore[method-assign]
+    assert not torch.equal(module(rows), module(rows))
+    assert has_dropout(module)
+
+
+def test_a_module_whose_code_cannot_be_read_is_taken_to_apply_the_dropout_of_the_config() -> None:
+    model = ReadNowhere("other_dropout").train()
+    model.weight = torch.jit.script(nn.GELU())
+    assert has_dropout(model)
+    model.config.other_dropout = 0.0
     assert not has_dropout(model)
 
 
