@@ -13,21 +13,18 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import folder_name
+from rl_training.job.configuration.overrides import PATH_KEYS, folder_name, with_home
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import check_allowed, check_kinds, quote_override
 from rl_training.offline.settings import Settings, check_name
 from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
 
-# Settings of all commands that are a path, or a list of paths.
-PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "checkpoint", "checkpoints", "output",
-             "runs_dir", "log.directory")  # fmt: skip
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -38,9 +35,13 @@ DERIVED_FIELDS = {
 def check_run(cfg: DictConfig) -> int:
     """Run all checks that are possible without torch, and return the number of microbatches per step and process.
 
-    It normalizes the settings first, as the checks of analyses and evaluations do.
+    It normalizes the settings first, as the checks of analyses and evaluations do. Those of a branch are partly its
+    run's, so that `~` in them was not typed: `resolve_branch` has expanded it where it was.
     """
-    normalize(cfg)
+    if cfg.get("branch") is None:
+        normalize(cfg)
+    else:
+        read_numbers(cfg)
     check_resume(cfg)
     check_settings(cfg)
     dashboards = cfg.trainer.get("report_to") or []
@@ -57,27 +58,21 @@ def check_run(cfg: DictConfig) -> int:
 
 
 def normalize(cfg: DictConfig) -> None:
-    """Expand `~` in paths, and make numbers of digits that came as text; in place.
-
-    Not every shell expands `~` after `=`, and none after a dotted key. Text comes from the environment:
-    seed=${oc.env:SLURM_ARRAY_TASK_ID}.
-    """
+    """Expand `~` in paths, and make numbers of digits that came as text; in place, in settings that were typed."""
     for key in PATH_KEYS:
         value = OmegaConf.select(cfg, key)
-        expanded = _with_home(value)
+        expanded = with_home(key, value)
         if expanded != value:
             OmegaConf.update(cfg, key, expanded)
+    read_numbers(cfg)
+
+
+def read_numbers(cfg: DictConfig) -> None:
+    """Make numbers of digits that came as text, in place: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
     for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():
             OmegaConf.update(cfg, key, int(value))
-
-
-def _with_home(value: Any) -> Any:
-    """Return a path, or a list of paths, with `~` expanded. Unlike pathlib, os.path keeps a `~` that names no user."""
-    if isinstance(value, ListConfig):
-        return [_with_home(path) for path in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def check_settings(cfg: DictConfig) -> None:

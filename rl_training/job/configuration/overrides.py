@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.groups import CHANGEABLE, OPEN, SINGLE_OPTION
@@ -19,6 +20,9 @@ from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.options import did_you_mean
 
+# Settings of all commands that are a path, or a list of paths.
+PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "checkpoint", "checkpoints", "output",
+             "runs_dir", "log.directory")  # fmt: skip
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
 OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
@@ -37,6 +41,19 @@ def force_add(word: str) -> str:
     """Prefix KEY=VALUE with ++, so that Hydra accepts settings missing from conf/. Keep GROUP=OPTION unchanged."""
     is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
     return f"++{word}" if is_plain else word
+
+
+def with_home(key: str, value: Any) -> Any:
+    """Return a typed value of a setting, with `~` expanded if it is a path, or a list of paths.
+
+    Not every shell expands `~` after `=`, and none after a dotted key. Unlike pathlib, os.path keeps a `~` that names
+    no user. A stored `~` is the home of whoever stored it, so it is not expanded.
+    """
+    if key not in PATH_KEYS:
+        return value
+    if isinstance(value, list | ListConfig):
+        return [with_home(key, path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def is_of_run(word: str) -> bool:
@@ -88,8 +105,8 @@ def folder_name(values: str) -> str:
 def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:
     """Return settings with these overrides applied. GROUP=OPTION replaces the group's present option.
 
-    An option with another `_target_` also applies what it sets elsewhere: data=gsm8k sets
-    trainer.max_completion_length.
+    `~` is expanded in paths that the overrides give, and in no others. An option with another `_target_` also applies
+    what it sets elsewhere: data=gsm8k sets trainer.max_completion_length.
 
     Args:
         where: The run that has these settings, for messages.
@@ -112,7 +129,7 @@ def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -
         if not is_open and OmegaConf.select(settings, key, default=...) is ...:
             hint = did_you_mean(key, [*flatten(settings), *flatten(settings_of_analyses())])
             raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
-        OmegaConf.update(settings, key, value, merge=False, force_add=True)
+        OmegaConf.update(settings, key, with_home(key, value), merge=False, force_add=True)
     return settings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize
+from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize, read_numbers
 from rl_training.job.configuration.groups import REQUIRED_KEYS, TRAINER_KEYS
 from rl_training.job.configuration.nested import differences, flatten
-from rl_training.job.configuration.overrides import force_add, key_of, with_overrides
+from rl_training.job.configuration.overrides import force_add, key_of, with_home, with_overrides
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
@@ -52,7 +51,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
         raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: fix the file{give}")
-    normalize(cfg)
+    read_numbers(cfg)
     return cfg
 
 
@@ -95,15 +94,15 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
-    normalize(settings)
+    read_numbers(settings)
     if changed := differences(_unchangeable(stored), _unchangeable(settings)):
         raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
     refuse_marked(settings, *TRAINER_KEYS, "probes")  # before anything is written
-    settings.merge_with({key: as_given[key] for key in BRANCH_OWN_KEYS})
-    if Path(os.path.expanduser(str(settings.run_dir))).resolve().is_relative_to(checkpoint.parent):
+    settings.merge_with({key: with_home(key, as_given[key]) for key in BRANCH_OWN_KEYS})
+    if Path(str(settings.run_dir)).resolve().is_relative_to(checkpoint.parent):
         raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # in config.yaml, ${seed} is resolved
@@ -129,7 +128,7 @@ def _branch_checkpoint(value: object) -> Path:
 
     if str(value) in ("", "latest", "auto", "none"):
         raise UserError(f"branch={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
-    checkpoint = find_checkpoint(os.path.expanduser(str(value)), Path(), setting="branch").resolve()
+    checkpoint = find_checkpoint(with_home("branch", str(value)), Path(), setting="branch").resolve()
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
         raise UserError(
             f"branch={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "

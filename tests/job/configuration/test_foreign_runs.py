@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 
 from rl_training import OfflineEntropyProbe
 from rl_training.interventions.named import INTERVENTIONS
-from rl_training.job.configuration.run_settings import refuse_other_settings
+from rl_training.job.configuration.checks import check_run
+from rl_training.job.configuration.run_settings import refuse_other_settings, run_settings
 from rl_training.job.configuration.stored import MARK, escape_interpolations, load_settings, names_code
 
 ROOT = Path(__file__).parents[3]
@@ -194,6 +195,22 @@ def test_settings_are_read_back_exactly_as_written(run: Path) -> None:
     refuse_other_settings(composed("train", "data._target_=a_task_of_mine.task", "trainer.max_steps=2"), run)
     with pytest.raises(ValueError, match=r"data\._target_='rl_training.tasks.arithmetic.arithmetic'"):
         refuse_other_settings(composed("train", "trainer.max_steps=2"), run)
+
+
+def test_a_tilde_in_a_foreign_run_is_not_the_home_of_the_reader(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is typed is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stored = {"data.path": "~/secret.jsonl", "model.name": "~/weights"}
+    write_config(run, stored)
+    checkpoint = run / "training_state" / "checkpoint-1"
+    own, analyzed, typed = branch(run), run_settings(checkpoint, []), run_settings(checkpoint, ["model.name='~/mine'"])
+    check_run(own)
+    for settings in (own, analyzed):
+        assert {key: OmegaConf.select(settings, key) for key in stored} == stored
+    assert typed.model.name == f"{tmp_path}/mine"
+    assert typed.data.path == stored["data.path"]
 
 
 def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_null_and_boundary_values_are_accepted_where_allowed() -> None:
 @pytest.mark.parametrize(
     ("command", "overrides"),
     {
-        "train": ["model=hub", "data=gsm8k", "run_dir='~/a'", "branch='~/a'", "model.name='~/a'", "data.path='~/a'"],
+        "train": ["model=hub", "data=gsm8k", "run_dir='~/a'", "resume='~/a'", "model.name='~/a'", "data.path='~/a'"],
         "offline": ["checkpoint=['~/a','~/a']", "output='~/a'", "runs_dir='~/a'", "log.directory='~/a'"],
         "evaluate": ["run='~/a'", "checkpoints=['~/a']", "output='~/a'", "+model.name='~/a'", "+data.path='~/a'"],
     }.items(),

@@ -156,6 +156,18 @@ def test_a_branch_takes_typed_overrides_and_no_defaults_of_train_yaml(original: 
     assert len(run.loggers) == 1
 
 
+def test_a_tilde_is_expanded_in_the_folders_that_a_branch_names(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "first").symlink_to(original)
+    run = run_of(Path("'~/new'"), "branch='~/first'", "additional_steps=1", "probe=none")
+    assert run.run_dir == tmp_path / "new"
+    saved = yaml.safe_load((run.run_dir / CONFIG_FILE).read_text())
+    assert saved["trainer"]["output_dir"] == f"{tmp_path}/new/{TRAINING_STATE}"
+    assert saved["branch"] == str(checkpoint(original, 3))
+
+
 def test_another_seed_samples_other_responses_and_warns_of_another_prompt_order(
     original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
