@@ -56,7 +56,8 @@ def build_step(
         reasons = dataclasses.replace(
             reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
-    can_recompute = requirements.allows_extra_passes and not (reasons.split_prompts or reasons.other_terms)
+    wants_gradients = Need.FOLD_GRADIENTS in open_step.needs  # the noise scale alone is not worth further passes
+    can_recompute = wants_gradients and not (reasons.split_prompts or reasons.other_terms)
     folds, fold, is_recomputed = choose_folds(
         ranks, rollout, open_step.folds, requirements.num_folds, copies,
         plan_fails=bool(reasons.no_whole_folds), can_recompute=can_recompute,
@@ -112,7 +113,9 @@ def _with_fold_gradients(
         gradients, sums = fold_recorder.complete(step, passes)
         step = dataclasses.replace(step, gradients=gradients)
         rows_reason = mismatch_of(step, passes, sums)
-        if Need.LOSS_CHECK in needs and not (rows_reason or other_terms or is_recomputed):
+        if is_recomputed:
+            rows_reason = rows_reason or checks.terms.check_recomputed(step, passes)
+        elif Need.LOSS_CHECK in needs and not (rows_reason or other_terms):
             other_terms = checks.terms.check(step, passes, sums)
     return dataclasses.replace(
         step,

@@ -11,7 +11,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.step.batch import NO_COPIES, Copies
-from rl_training.step.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
+from rl_training.step.folds import FoldGroup, folds_of_prompts, least_recomputed, plan_prompt_folds
 
 
 def choose_folds(
@@ -41,12 +41,13 @@ def choose_folds(
     index = rollout.prompt_index
     if copies.unit is not None:
         index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
-    wanted = num_folds or MIN_FOLDS_STEP
-    if plan_fails or (can_recompute and planned[-1].folds.stop < wanted):
+    if plan_fails or (can_recompute and planned[-1].folds.stop < (num_folds or MIN_FOLDS_STEP)):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
         min_prompts = int(-ranks.max(-num_prompts))
         folds = plan_prompt_folds(min_prompts, ranks.count, num_folds)
-        is_recomputed = can_recompute and folds[-1].folds.stop >= min(wanted, MIN_FOLDS_STEP)
+        count = folds[-1].folds.stop
+        has_more = plan_fails or count > planned[-1].folds.stop
+        is_recomputed = can_recompute and has_more and count >= least_recomputed(num_folds)
         if plan_fails or is_recomputed:
             return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
     fold = torch.empty_like(index)

@@ -139,6 +139,39 @@ class TermsCheck:
                 self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
         return self.reason
 
+    def check_recomputed(self, step: StepData, passes: Passes) -> Unavailable | None:
+        """Return that the gradient of this or an earlier step reveals other loss terms, or None. Collective.
+
+        For steps whose folds are recomputed, under dropout; without it, `weights_mismatch` compares every step. The
+        whole step's gradient is recomputed twice, with other masks.
+        """
+        if not has_dropout(passes.policy.model):
+            return None
+        is_due, self.count = self.is_due, self.count + 1
+        if is_due:
+            layout, reduce = passes.layout, passes.ranks.reduce
+            mean = [part.unsqueeze(0) for part in layout.vector(step.gradients.mean.values())]
+            first = _mean_by_weights(step.batch, passes)
+            with preserve_rng(layout.device):
+                seed_torch(SEED, device=layout.device)
+                second = _mean_by_weights(step.batch, passes)
+            squares = torch.cat([dot(mean, mean), _sq_distance(mean, first), _sq_distance(second, first)])
+            norm, distance, noise = reduce(squares).sqrt().tolist()
+            tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+            if distance > tolerance * norm + NOISE_FACTOR * noise:
+                self.distance = distance / norm if norm else math.inf
+        return self.reason
+
+
+def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
+    """Return the step's gradient by its loss weights, (1, n) per bucket. Collective."""
+    ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
+    rows = torch.arange(len(batch.fold), device=batch.fold.device)
+    parts = [rows[part.start : part.stop] for part in batch.microbatch_rows]
+    count = int(passes.ranks.max(torch.tensor([float(len(parts))], dtype=torch.float64, device=rows.device)))
+    (gradient,) = passes.sum(batch.rollout, 1, parts, count, [batch.loss_weights], ones / passes.ranks.count)
+    return gradient
+
 
 def _compare_group(
     batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor

@@ -22,7 +22,7 @@ from rl_training.parallel.vectors import Layout
 from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
+from rl_training.step.folds import FoldGroup, least_recomputed, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
 
@@ -88,12 +88,12 @@ class Requirements:
         """Return the number of folds of a full step, and whether their gradients take further passes."""
         num_folds = self.plan(loop)[-1].folds.stop
         num_prompts = sum(loop.sizes) // loop.responses_per_prompt
-        wanted = self.num_folds or MIN_FOLDS_STEP
-        can_recompute = self.allows_extra_passes and not loop.reasons.split_prompts and num_prompts > 0
-        if can_recompute and (self.no_whole_folds(loop) or num_folds < wanted):
-            num_prompt_folds = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
-            if num_prompt_folds >= min(wanted, MIN_FOLDS_STEP):
-                return num_prompt_folds, True
+        can_recompute = Need.FOLD_GRADIENTS in self.needs and not loop.reasons.split_prompts and num_prompts > 0
+        plan_fails = bool(self.no_whole_folds(loop))
+        if can_recompute and (plan_fails or num_folds < (self.num_folds or MIN_FOLDS_STEP)):
+            count = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
+            if count >= least_recomputed(self.num_folds) and (plan_fails or count > num_folds):
+                return count, True
         return num_folds, False
 
     def no_whole_folds(self, loop: Loop) -> Unavailable | None:
@@ -101,11 +101,6 @@ class Requirements:
         groups = self.plan(loop)
         has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
         return None if has_folds_of_ranks else loop.reasons.no_whole_folds
-
-    @property
-    def allows_extra_passes(self) -> bool:
-        """Whether fold gradients justify further passes: yes for a prediction, no for the noise scale alone."""
-        return Need.FOLD_GRADIENTS in self.needs
 
     def plan(
         self, loop: Loop, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None

@@ -17,8 +17,7 @@ from rl_training.policy.rotary import preserve_rotary_tables
 
 DROPOUT = (
     "dropout is on, and training draws other masks than probes do: an undeclared loss term, another temperature or "
-    "another policy's log-probabilities are noticed only where they change more than dropout does, and a loss term not "
-    "at all if microbatches mix prompts: declare it"
+    "another policy's log-probabilities are noticed only where they change more than dropout does: declare them"
 )
 # Largest mean difference per token, in nats, of log-probabilities that two passes compute for the same policy.
 SAME_SCORES = 0.01

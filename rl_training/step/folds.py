@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.statistics.estimate import MIN_FOLDS_STEP
+
 DEFAULT_NUM_FOLDS = 8  # enough folds for a reliable error bar
 
 
@@ -170,6 +172,17 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
     """
     num_rank_groups, num_parts = _rank_groups_and_parts(num_prompts, num_ranks, num_folds)
     return _fold_groups([()] * num_parts, num_ranks, num_rank_groups)
+
+
+def least_recomputed(num_folds: int | None) -> int:
+    """Return the fewest folds that are worth further passes: as many as are requested, or give an error bar.
+
+    One fold predicts nothing.
+
+    >>> [least_recomputed(number) for number in (1, 3, 8, None)]
+    [2, 3, 4, 4]
+    """
+    return max(2, min(num_folds or MIN_FOLDS_STEP, MIN_FOLDS_STEP))
 
 
 def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:

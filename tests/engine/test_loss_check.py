@@ -116,18 +116,26 @@ def test_folds_are_checked_in_turn(monkeypatch: Any) -> None:
     assert len({*compared}) == 4
 
 
+def with_dropout(model: Any, part: Any) -> tuple[Tensor, Tensor]:
+    model.train()  # loaded models are in evaluation mode, without dropout
+    model.config.attention_dropout = 0.3
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    return plain_loop.scores_of(model, part)
+
+
+def test_dropout_hides_no_undeclared_loss_term_from_recomputed_folds() -> None:
+    settings: dict[str, Any] = {"forward": with_dropout, "num_folds": PROMPTS, "steps": 3}
+    for answer in loop_with(nothing, **settings):
+        assert math.isfinite(answer["delta_h/forward"].value)
+    for answer in loop_with(lambda model: 100 * penalty(model), **settings):
+        assert answer["delta_h/forward"].code == "other_gradient"
+
+
 def test_dropout_neither_hides_an_undeclared_loss_term_nor_is_one() -> None:
     """With dropout two passes differ for any loss, and this noise is not a loss term."""
-
-    def forward(model: Any, part: Any) -> tuple[Tensor, Tensor]:
-        model.train()  # loaded models are in evaluation mode, without dropout
-        model.config.attention_dropout = 0.3
-        for module in model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.3
-        return plain_loop.scores_of(model, part)
-
-    for answer in loop_with(nothing, forward=forward, steps=4):  # of which three compare a fold
+    for answer in loop_with(nothing, forward=with_dropout, steps=4):  # of which three compare a fold
         assert math.isfinite(answer["delta_reward/forward"].value)
     calls = itertools.count()
 
@@ -135,7 +143,7 @@ def test_dropout_neither_hides_an_undeclared_loss_term_nor_is_one() -> None:
         return 100 * penalty(model) if next(calls) < PROMPTS * G // MICROBATCH else nothing(model)
 
     # Dropout does not hide a term that is larger than its noise, and a later step could hide it, so it stays found.
-    for answer in loop_with(at_first, forward=forward, steps=3):
+    for answer in loop_with(at_first, forward=with_dropout, steps=3):
         assert answer["delta_reward/forward"].code == "other_gradient"
 
 

@@ -22,6 +22,7 @@ from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
 from rl_training.engine.context import StepContext
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loop import Loop
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
@@ -117,9 +118,12 @@ def test_prompts_with_one_response_have_no_entropy_gradient_and_training_goes_on
     assert answer["gns/trace"].value > 0
 
 
-def test_norms_of_recomputed_folds_are_measured_also_at_steps_whose_probes_keep_no_gradients() -> None:
-    answer = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
-    assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answer)
+def test_the_noise_scale_alone_has_the_folds_of_microbatches_and_no_further_pass(monkeypatch) -> None:
+    recomputed, recompute = [], FoldRecorder._recompute
+    monkeypatch.setattr(FoldRecorder, "_recompute", lambda self, *args: recomputed.append(recompute(self, *args)))
+    answers = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
+    assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answers)
+    assert len(recomputed) == 1  # at the first step, which the other probe measures too
 
 
 def test_a_loop_wholly_under_autocast_is_measured_in_full_precision() -> None:
