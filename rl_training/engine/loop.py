@@ -27,11 +27,11 @@ class Loop:
     shard: Shard
     policy: Policy
     ranks: Ranks
+    fixes: Fixes
     is_dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
     loss_settings: LossSettings | None = None  # at the start of training; None if unknown
     # What is known of all steps at the start of training. `reused` may hold for some steps only.
     reasons: Reasons = field(default_factory=Reasons)
-    fixes: Fixes = field(default_factory=Fixes)
     opening: str = ""  # the host's part of the announcement, which precedes what will be measured
 
     @property
@@ -55,8 +55,12 @@ class Loop:
         def num_folds_of(size: int, count: int) -> int:
             return plan_folds([size] * count, group_size, num_ranks)[-1].folds.stop
 
+        def step_of(size: int, count: int) -> dict[str, int]:
+            sequences = size * count * num_ranks
+            return {"count": count, "sequences": sequences, "prompts": sequences // group_size}
+
         def setting(size: int, count: int) -> str:
-            return fixes.batch_setting.format(size=size, count=count, sequences=size * count * num_ranks)
+            return fixes.batch_setting.format(size=size, **step_of(size, count))
 
         local_size = size * self.microbatches
         local_prompts = local_size // group_size
@@ -76,6 +80,6 @@ class Loop:
         new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group_size // new_size
         larger = setting(new_size, new_count)
         if new_size == size:
-            larger = fixes.steps_setting.format(count=new_count, sequences=size * new_count * num_ranks)
+            larger = fixes.steps_setting.format(**step_of(size, new_count))
         cost = f"{new_size * new_count / local_size:.3g} times as many responses a step"
         return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {larger} ({cost})"

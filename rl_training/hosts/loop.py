@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,11 @@ from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 logger = logging.getLogger(__name__)
 
 DR_GRPO_FIX = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
+FIXES = Fixes(
+    batch_setting="measured_loop(microbatch_size={size}, microbatches={count})",
+    steps_setting="measured_loop(microbatches={count})",
+    num_folds_setting="{probe}(num_folds={folds})",
+)
 LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measured.skip_step() if that is intended"
 
 
@@ -126,7 +132,7 @@ def measured_loop(
             sampling_mismatch=reason_of_loop(sampling_mismatch),
             no_fresh_responses=None if sample is not None else NO_SAMPLE,
         ),
-        fixes=Fixes(dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
+        fixes=dataclasses.replace(FIXES, dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
     )
     return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
 

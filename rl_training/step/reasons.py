@@ -180,16 +180,17 @@ def reason_of_loop(text: str) -> Unavailable | None:
     return Unavailable(SAMPLING_MISMATCH.code, text) if text else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fixes:
-    """How to measure more, in the loop's own settings. Reasons end with these texts."""
+    """How to measure more, in the host's own settings. Reasons end with these texts."""
 
+    # {size}: sequences per microbatch; {count}: microbatches per step and rank; {sequences}: per step on all ranks;
+    # {prompts}: the prompts of these sequences.
+    batch_setting: str
+    steps_setting: str  # the same for larger steps of unchanged microbatches
+    num_folds_setting: str  # {name} is the probe's name, {probe} its class
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
     dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
-    # {size}: sequences per microbatch; {count}: microbatches per step and rank; {sequences}: per step on all ranks.
-    batch_setting: str = "measured_loop(microbatch_size={size}, microbatches={count})"
-    steps_setting: str = "measured_loop(microbatches={count})"  # the same for larger steps of unchanged microbatches
-    num_folds_setting: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
     no_reuse: str = "learn from each response once"
     own_forward_pass: str = "compute the loss from the log-probabilities that probes are given"
 

@@ -34,6 +34,7 @@ from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
+from rl_training.hosts.loop import FIXES
 from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -46,7 +47,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
-from rl_training.step.reasons import MIXED_PROMPTS, ONE_FOLD, Fixes, Reasons
+from rl_training.step.reasons import MIXED_PROMPTS, ONE_FOLD, Reasons
 from rl_training.tasks.models import load_tiny
 
 
@@ -84,7 +85,7 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         ranks = Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(ranks=ranks, fixes=Fixes(), reasons=Reasons(), is_dr_grpo=True, shard=shard)
+        loop: Any = SimpleNamespace(ranks=ranks, fixes=FIXES, reasons=Reasons(), is_dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = reasons_of_step(step, loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
@@ -234,7 +235,7 @@ def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches(
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
 # By host: its advice, and patterns for what a user would type to change microbatches or folds.
 TYPED = {
-    "loop": (Fixes(), r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
+    "loop": (FIXES, r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
     "attach": (
         fixes(PLAIN_LOSS), r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
         r"SimpleEntropyProbe\(num_folds=(\d+)\)",

@@ -34,7 +34,7 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
-from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.loop import FIXES, MeasuredLoop
 from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows
@@ -55,7 +55,7 @@ from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.exchange import Exchange
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import plan_folds
-from rl_training.step.reasons import REUSED, TOO_FAR, Fixes, Reasons
+from rl_training.step.reasons import REUSED, TOO_FAR, Reasons
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
@@ -336,7 +336,7 @@ def test_a_declared_second_step_on_a_rollout_is_measured_as_off_policy(tmp_path:
         make_step(2, sampling_logps=sampled[:MICROBATCHES])
     first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/forward")
     assert first["reason"] == ""
-    assert second["reason"] == REUSED.with_fix(Fixes().no_reuse)
+    assert second["reason"] == REUSED.with_fix(FIXES.no_reuse)
 
 
 # --- mistakes: each is one line that says what to do ------------------------------------------------------------------
@@ -636,7 +636,7 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         "set loss_type='dr_grpo', delta=None, mask_truncated_completions=False, "
         "vllm_importance_sampling_correction=False, no intervention"
     )
-    for words in (Fixes(), Fixes("do this", "do that"), of_trl):
+    for words in (FIXES, dataclasses.replace(FIXES, whole_prompts="do this", dr_grpo="do that"), of_trl):
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())

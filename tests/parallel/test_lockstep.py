@@ -23,6 +23,7 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.errors import UserError
 from rl_training.hosts import loop_policy
+from rl_training.hosts.loop import FIXES
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.parallel.ranks import Ranks
@@ -38,7 +39,7 @@ from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup, plan_folds
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import Fixes, Reasons
+from rl_training.step.reasons import Reasons
 from rl_training.step.score_check import ScoreCheck
 from rl_training.tasks.models import load_tiny
 
@@ -235,7 +236,7 @@ def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) ->
         origin = LOCAL_REASONS.get(code, Origin()) if ranks.number else Origin()
         no_sample = Unavailable(code, "no function to sample with") if ranks.number and code == "no_sample" else None
         loop: Any = SimpleNamespace(
-            ranks=ranks, fixes=Fixes(), reasons=Reasons(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
+            ranks=ranks, fixes=FIXES, reasons=Reasons(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
         step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])

@@ -78,6 +78,7 @@ def fixes(settings: LossSettings, *, is_cli: bool = False) -> Fixes:
         dr_grpo=f"set {', '.join(settings_to_change)}" if settings_to_change else "",
         batch_setting="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
         steps_setting="gradient_accumulation_steps={count} in GRPOConfig",
+        num_folds_setting="{probe}(num_folds={folds})",
         own_forward_pass=own_pass,
     )
 

@@ -8,6 +8,7 @@ policy from this class, which never trains.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
+from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.recorded_settings import settings_of_loop
@@ -42,12 +44,14 @@ from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 
 SETTINGS = "rl_training"  # key of a batch, under which the trainer passes the settings of probes
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
-BATCH_FIX = (
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size} with {sequences} sequences in an optimizer step"
-)
-DR_GRPO_FIX = (
-    "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
-    "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
+ACTOR = "actor_rollout_ref.actor"
+STEPS_FIX = f"{ACTOR}.ppo_mini_batch_size={{prompts}}, with data.train_batch_size at least as large"
+FIXES = Fixes(
+    batch_setting=f"{ACTOR}.ppo_micro_batch_size_per_gpu={{size}} {STEPS_FIX}",
+    steps_setting=STEPS_FIX,
+    num_folds_setting="probes.{name}.num_folds={folds}",
+    dr_grpo="set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
+    "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff",
 )
 NO_SAMPLE = Unavailable(
     "server_sleeps", "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
@@ -61,12 +65,18 @@ class Measurement:
         loop: verl's loop.
         settings: What trainer.py reports about the rollout, and the probes.
         resumed_from: The folder of the checkpoint that training resumes from, or None.
+
+    Raises:
+        UserError: A probe has the name under which a checkpoint has the number of optimizer steps.
     """
 
-    name = "verl.steps"  # key of the number of optimizer steps in a checkpoint
+    name = "verl"  # key of the number of optimizer steps in a checkpoint
 
     def __init__(self, loop: Loop, settings: RolloutSettings, resumed_from: Path | None) -> None:
-        self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
+        probes = [instantiate(probe, _convert_="all") for probe in settings["probes"].values()]
+        if any(probe.name == self.name for probe in probes):
+            raise UserError(f"the name {self.name} is reserved: give the probe another one")
+        self.driver = StepDriver(probes)
         self._loop, self._settings = loop, settings
         self._steps = 0  # number of optimizer steps made
         self._rollout = 0  # number of the rollout that the last one learned from
@@ -164,7 +174,7 @@ def _describe_loop(
         is_dr_grpo=loss is not None,
         loss_settings=loss,
         reasons=Reasons(sampling_mismatch=reason_of_loop(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE),
-        fixes=Fixes(settings["whole_prompts_fix"], DR_GRPO_FIX, BATCH_FIX, "probes.{name}.num_folds={folds}"),
+        fixes=dataclasses.replace(FIXES, whole_prompts=settings["whole_prompts_fix"]),
     )
 
 

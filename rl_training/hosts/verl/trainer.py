@@ -20,10 +20,10 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from rl_training.errors import UserError
 from rl_training.hosts.verl.batch import RolloutSettings
-from rl_training.hosts.verl.engine import SETTINGS
+from rl_training.hosts.verl.engine import ACTOR, SETTINGS
 
 TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
-ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
 PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
 # Advantage estimators without a critic.

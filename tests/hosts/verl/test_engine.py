@@ -28,6 +28,7 @@ from rl_training.probes import (
     SamplerProbe,
     SimpleEntropyProbe,
 )
+from rl_training.records.checkpoint_states import read_notes
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.reasons import UNKNOWN_TRUNCATION
@@ -197,7 +198,9 @@ def test_records_have_a_line_for_each_optimizer_step(folder: Path) -> None:
     assert all(math.isfinite(row[name]) for row in rows for name in ("loss", "grad_norm", "reward", "entropy"))
 
 
-def test_a_resumed_training_continues_as_if_never_stopped(ranks: Callable[..., Any]) -> None:
+def test_a_resumed_training_continues_as_if_never_stopped(ranks: Callable[..., Any], folder: Path) -> None:
+    """The number of steps is under "verl", as in checkpoints of earlier versions, which are to go on too."""
+    assert "verl" in read_notes(folder / "ended_1" / "checkpoint")["probes"].split(",")
     ended, resumed = ranks("ended_1")[0], ranks("resumed_1")[0]
     assert not [n for n, p in ended["parameters"].items() if not torch.equal(p, resumed["parameters"][n])]
     for name, estimate in ended["latest"].items():

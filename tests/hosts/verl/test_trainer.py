@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import shlex
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,7 +28,9 @@ from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.hosts.verl.engine import dr_grpo_settings
+from rl_training.engine.loop import Loop
+from rl_training.errors import UserError
+from rl_training.hosts.verl.engine import FIXES, Measurement, dr_grpo_settings
 from rl_training.hosts.verl.trainer import (
     ESTIMATORS,
     TRAINER,
@@ -36,6 +40,9 @@ from rl_training.hosts.verl.trainer import (
     whole_prompts_order,
     with_probes,
 )
+from rl_training.parallel.ranks import Ranks
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 
 
 def test_row_order_keeps_prompts_whole_and_balances_ranks() -> None:
@@ -94,6 +101,40 @@ def test_settings_that_cannot_be_measured_are_refused_with_the_fix(setting: str,
         with_probes(config_of(setting))
     assert fix in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_advice_for_more_folds_names_verls_settings_and_following_it_gives_enough(ranks: int) -> None:
+    """Verl refuses microbatches of a part of a prompt: each holds whole prompts."""
+    kinds = set()
+    for group, prompts, count in itertools.product((2, 4, 8), (1, 2, 3, 8), (1, 2, 3, 6)):
+        size = group * prompts
+        if plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
+            continue
+        loop = Loop(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), FIXES)
+        said = loop.more_folds_fix([SimpleEntropyProbe()])
+        asked = re.search(rf"(?:{MICROBATCH}=(\d+) )?{ACTOR}\.ppo_mini_batch_size=(\d+), with data.train_batch_", said)
+        cut = re.search(r"probes\.simple\.num_folds=(\d+)", said)
+        assert asked or cut, said
+        if asked:
+            new, sequences = int(asked[1] or size), int(asked[2]) * group
+            assert sequences % (new * ranks) == 0
+            assert plan_folds([new] * (sequences // new // ranks), group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS
+            kinds.add("larger" if sequences > size * count * ranks else "smaller")
+        if cut:
+            assert plan_prompt_folds(prompts * count, ranks, int(cut[1]))[-1].folds.stop == int(cut[1])
+            kinds.add("cut")
+    assert kinds == {"larger", "smaller", "cut"}
+
+
+class NamedVerl(SimpleEntropyProbe):
+    name = "verl"  # a checkpoint has the number of steps under it
+
+
+def test_a_probe_with_the_name_of_verls_own_state_is_refused() -> None:
+    settings: Any = {"probes": {"mine": {"_target_": f"{__name__}.{NamedVerl.__name__}"}}}
+    with pytest.raises(UserError, match=r"^the name verl is reserved: give the probe another one$"):
+        Measurement(cast(Any, None), settings, resumed_from=None)
 
 
 def tag(version: int) -> dict[str, int]:
