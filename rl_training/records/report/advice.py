@@ -10,7 +10,21 @@ from rl_training.records.report.effects import Effect, effects_of, halving, keep
 from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
-from rl_training.records.report.standing_out.line import Line
+from rl_training.records.report.standing_out.line import (
+    BONUS,
+    CUT_OFF,
+    DECAY,
+    ENDLESS,
+    EQUAL,
+    JUMP,
+    LARGE_STEP,
+    NO_STEP,
+    NOISE,
+    REFERENCE,
+    SAMPLER,
+    UNMIXED,
+    Line,
+)
 from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.trends import MIN_STEPS, RECENT
 from rl_training.records.report.verdict import (
@@ -32,12 +46,11 @@ from rl_training.records.report.writing import format_estimate, percent, share_l
 
 # Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
 CAUSES = (
-    "decay", "bonus", "large_step", "jump", "no_step", "equal", "endless", "cut_off", "unmixed", "sampler", "noise",
-    "reference",
+    DECAY, BONUS, LARGE_STEP, JUMP, NO_STEP, EQUAL, ENDLESS, CUT_OFF, UNMIXED, SAMPLER, NOISE, REFERENCE,
 )  # fmt: skip
 HARDLY_EARNED = 0.05  # of the highest possible reward
 HALF = 0.5  # share of prompts with unequal rewards
-SYMPTOMS = ("equal", "unmixed")  # causes, unless reward or entropy was lost before
+SYMPTOMS = (EQUAL, UNMIXED)  # causes, unless reward or entropy was lost before
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
 LITTLE = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 # By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
@@ -56,7 +69,7 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
     """
     by_name, set_up = {line.name: line for line in lines}, SetUp.of(run)
     action = ACTIONS.get(verdict.kind)
-    if "large_step" in by_name and action is None:
+    if LARGE_STEP in by_name and action is None:
         return f"To change: {set_up.bounded_step()}, since steps are too large."
     if action is not None:
         causes = (by_name[name] for name in CAUSES if name in by_name)

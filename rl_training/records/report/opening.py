@@ -10,11 +10,10 @@ from rl_training.records.report.advice import advice, as_a_change, is_a_symptom
 from rl_training.records.report.predictions import hindrance, whether_they_hold
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import Advice, Line
+from rl_training.records.report.standing_out.line import JUMP, Advice, Line
 from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, Verdict, judge
 from rl_training.records.report.writing import non_empty_lines, on_one_line
 
-JUMP = "jump"  # a line
 FALLS = (FALLEN, HELD_OUT, PART)  # verdicts that stand beside it: it explains them, or is no part of them
 SYMPTOM = Advice.to_do("This follows from what the first line says.")
 

@@ -12,7 +12,22 @@ from collections.abc import Callable
 
 from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.standing_out import objective, rewards, sampling, steps
-from rl_training.records.report.standing_out.line import Advice, Line, RunRecords
+from rl_training.records.report.standing_out.line import (
+    BONUS,
+    CUT_OFF,
+    DECAY,
+    ENDLESS,
+    EQUAL,
+    JUMP,
+    LARGE_STEP,
+    NO_STEP,
+    NOISE,
+    NOT_A_NUMBER,
+    UNMIXED,
+    Advice,
+    Line,
+    RunRecords,
+)
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
@@ -22,11 +37,11 @@ RULES: tuple[Callable[[RunRecords], Line | None], ...] = (
     rewards.length_with_reward,
 )  # fmt: skip
 # What a line explains if it came first: the consequences are then left out.
-EFFECTS = ("large_step", "equal", "unmixed", "endless", "cut_off", "noise")
+EFFECTS = (LARGE_STEP, EQUAL, UNMIXED, ENDLESS, CUT_OFF, NOISE)
 EXPLAINS = {
-    "nan": (*EFFECTS, "no_step"), "decay": EFFECTS, "bonus": EFFECTS, "jump": EFFECTS, "large_step": (*EFFECTS, "jump"),
+    NOT_A_NUMBER: (*EFFECTS, NO_STEP), DECAY: EFFECTS, BONUS: EFFECTS, JUMP: EFFECTS, LARGE_STEP: (*EFFECTS, JUMP),
 }  # fmt: skip
-WHOLE_RUN = ("nan", "decay", "bonus")  # settings and rewards: they come before anything else in the run
+WHOLE_RUN = (NOT_A_NUMBER, DECAY, BONUS)  # settings and rewards: they come before anything else in the run
 
 
 @once_per_run

@@ -15,6 +15,23 @@ from rl_training.records.report.trends import RECENT, share_of
 from rl_training.records.report.writing import on_one_line
 from rl_training.statistics.estimate import Estimate
 
+# Names of lines, which the JSON of a report has too, and what each says.
+NOT_A_NUMBER = "nan"  # the reward, or a reward function, is nan
+LOOPHOLE = "loophole"  # steps raise the reward that is paid, and lower a reward function
+DECAY = "decay"  # weight decay outweighs the gradients
+BONUS = "bonus"  # the entropy bonus outweighs the reward
+REFERENCE = "reference"  # the KL term allows next to no gain in reward
+JUMP = "jump"  # the reward has jumped
+EQUAL = "equal"  # all responses to every prompt earn the same
+UNMIXED = "unmixed"  # responses to few prompts only earn unequal rewards
+LENGTH = "length"  # responses grow with the reward
+LARGE_STEP = "large_step"  # one step, or many, moved the policy too far
+NO_STEP = "no_step"  # steps move nothing, or next to nothing
+NOISE = "noise"  # the batch is far below the gradient's noise scale
+ENDLESS = "endless"  # no response ends by itself
+CUT_OFF = "cut_off"  # most responses are cut off at the maximum length
+SAMPLER = "sampler"  # another policy than the trained one draws the responses
+
 
 @dataclass(frozen=True)
 class Advice:

@@ -10,7 +10,19 @@ from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
-from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.line import (
+    EQUAL,
+    JUMP,
+    LENGTH,
+    LOOPHOLE,
+    NOT_A_NUMBER,
+    UNMIXED,
+    Advice,
+    Line,
+    RunRecords,
+    in_percent,
+    recent,
+)
 from rl_training.records.report.story import REWARD_SUM
 from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
@@ -47,9 +59,8 @@ def not_a_number(records: RunRecords) -> Line | None:
             function = name.removeprefix("rewards/").removesuffix("/mean")
             whose = "The reward" if name == "reward" else f"The reward function `{function}`"
             said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
-            return Line(
-                "nan", int(missing.index[0]), said, Advice.to_do(f"Correct what {function} returns."), NOTHING_LEARNED
-            )
+            correct = Advice.to_do(f"Correct what {function} returns.")
+            return Line(NOT_A_NUMBER, int(missing.index[0]), said, correct, NOTHING_LEARNED)
     return None
 
 
@@ -81,7 +92,7 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         )
         read = f"Read the responses that earn most: they earn it without `{function}`."
         then = "Then pay for it, or stop." if weights.get(function) == 0 else "Then correct what pays for them."
-        return Line("loophole", since, said, Advice.to_do(f"{read} {then}"))
+        return Line(LOOPHOLE, since, said, Advice.to_do(f"{read} {then}"))
     return None
 
 
@@ -107,17 +118,17 @@ def all_equal(records: RunRecords) -> Line | None:
         said += f" Before, it was {before.tail(STEPS_BEFORE).mean():.3f} ({steps_of(before.tail(STEPS_BEFORE))})."
     if len(before) and part.iloc[-1] > records.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
         return Line(
-            "equal", since, f"{said} No step had a higher one: nothing is left to learn here.", Advice.to_do(STOP)
+            EQUAL, since, f"{said} No step had a higher one: nothing is left to learn here.", Advice.to_do(STOP)
         )
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = records.of_responses(cut_off)
         length = records.set_up.number("max_completion_length")
         said += f" {in_percent(share)} of the responses are cut off at the maximum length."
-        return Line("equal", since, said, _longer(records, length), NOTHING_LEARNED)
+        return Line(EQUAL, since, said, _longer(records, length), NOTHING_LEARNED)
     look = "Look at responses and their rewards: the reward function gives all of them the same."
     if part.iloc[-1] == HIGHEST:
         look = "Read responses: if they are right, give harder prompts; if not, correct the reward function."
-    return Line("equal", since, said, Advice.to_do(look), NOTHING_LEARNED)
+    return Line(EQUAL, since, said, Advice.to_do(look), NOTHING_LEARNED)
 
 
 def _longer(records: RunRecords, length: float) -> Advice:
@@ -141,7 +152,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
     more = records.set_up.number("num_generations", 8)
     way = "buffer=filtered" if records.set_up.kind == "job" else records.set_up.line(num_generations=int(2 * more))
     to_change = Advice(f"{way}, or prompts nearer to a reward of one half")
-    return Line("unmixed", since or int(shares.index[0]), said, to_change)
+    return Line(UNMIXED, since or int(shares.index[0]), said, to_change)
 
 
 def jump(records: RunRecords) -> Line | None:
@@ -179,7 +190,7 @@ def jump(records: RunRecords) -> Line | None:
         ):
             ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
             said = f"Reward jumped {ends}: {size_and_side(change, 'higher', 'lower')}. {between}"
-            largest = score, Line("jump", step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
+            largest = score, Line(JUMP, step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
     return largest[1] if largest else None
 
 
@@ -235,9 +246,7 @@ def length_with_reward(records: RunRecords) -> Line | None:
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )
-    return Line(
-        "length", int(length.index[0]), said, Advice.to_do("Check whether the reward function pays for length.")
-    )
+    return Line(LENGTH, int(length.index[0]), said, Advice.to_do("Check whether the reward function pays for length."))
 
 
 def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.line import (
+    CUT_OFF,
+    ENDLESS,
+    SAMPLER,
+    Advice,
+    Line,
+    RunRecords,
+    in_percent,
+    recent,
+)
 from rl_training.records.report.trends import RECENT, first_of_trailing, mean_of_recent
 from rl_training.records.report.writing import format_estimate, steps_of
 from rl_training.statistics.estimate import Estimate
@@ -31,7 +40,7 @@ def no_end(records: RunRecords) -> Line | None:
     said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
     length = records.set_up.number("max_completion_length")
     longer = f" or {records.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
-    return Line("endless", since, said, Advice(f"eos_token_id of the model and its tokenizer{longer}"))
+    return Line(ENDLESS, since, said, Advice(f"eos_token_id of the model and its tokenizer{longer}"))
 
 
 def most_cut_off(records: RunRecords) -> Line | None:
@@ -45,7 +54,7 @@ def most_cut_off(records: RunRecords) -> Line | None:
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
     said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
     longer = records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
-    return Line("cut_off", since, said, Advice(longer))
+    return Line(CUT_OFF, since, said, Advice(longer))
 
 
 def other_sampler(records: RunRecords) -> Line | None:
@@ -64,12 +73,12 @@ def _by_settings(records: RunRecords) -> Line | None:
     if _is_other(sampled, trained):
         said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
         advice = Advice(records.set_up.sample_with(temperature=trained))
-        return Line("sampler", first, f"{said}{_distance(records)}", advice)
+        return Line(SAMPLER, first, f"{said}{_distance(records)}", advice)
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
     said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
-    return Line("sampler", first, said, Advice(records.set_up.sample_with(**{name: CUTS[name] for name in cut})))
+    return Line(SAMPLER, first, said, Advice(records.set_up.sample_with(**{name: CUTS[name] for name in cut})))
 
 
 def _is_other(value: Any, whole: float) -> bool:
@@ -97,7 +106,7 @@ def _by_own_tokens(records: RunRecords) -> Line | None:
     )
     temperature = records.set_up.number("temperature", 1.0)
     sampler = f"temperature {temperature:g} and top-p 1, without forced tokens"
-    return Line("sampler", int(noticed.index[0]), said, Advice(f"generate with the trained weights at {sampler}"))
+    return Line(SAMPLER, int(noticed.index[0]), said, Advice(f"generate with the trained weights at {sampler}"))
 
 
 def _by_measurement(records: RunRecords) -> Line | None:
@@ -111,7 +120,7 @@ def _by_measurement(records: RunRecords) -> Line | None:
             f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
             f"1. They are {distance}."
         )
-        return Line("sampler", int(shares.index[0]), said, Advice("the engine's top_p, top_k and temperature"))
+        return Line(SAMPLER, int(shares.index[0]), said, Advice("the engine's top_p, top_k and temperature"))
     if left.bounds()[1] < MIN_ESS:
         is_low: pd.Series[bool] = shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS
         since = first_of_trailing(is_low) or int(recent(shares).index[0])
@@ -121,7 +130,7 @@ def _by_measurement(records: RunRecords) -> Line | None:
                 f"The sampler drifts away from the policy that is trained: {distance}, from {kl.iloc[0]:.2g} at first"
             )
         said += f". Importance weights leave {format_estimate(left)} of the sequences."
-        return Line("sampler", since, said, _fresher_weights(records))
+        return Line(SAMPLER, since, said, _fresher_weights(records))
     return None
 
 

@@ -9,7 +9,16 @@ import pandas as pd
 
 from rl_training.records.report.estimates import by_about_step, last_of, to_estimates
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
-from rl_training.records.report.standing_out.line import Advice, Line, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.line import (
+    LARGE_STEP,
+    NO_STEP,
+    NOISE,
+    Advice,
+    Line,
+    RunRecords,
+    in_percent,
+    recent,
+)
 from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.records.report.writing import format_estimate, milli, steps_of
@@ -51,7 +60,7 @@ def _lost_to_rounding(records: RunRecords) -> Line | None:
     said = f"Rounding to the weights' dtype leaves {format_estimate(left)} of a step."
     since = first_of_trailing(shares < MIN_SURVIVING_SHARE) or int(shares.index[0])
     more = Advice("weights in float32 (bf16=True computes in bf16), or a higher learning_rate")
-    return Line("no_step", since, said, more)
+    return Line(NO_STEP, since, said, more)
 
 
 def _hardly_moves(records: RunRecords) -> Line | None:
@@ -67,7 +76,7 @@ def _hardly_moves(records: RunRecords) -> Line | None:
         f"The steps move nothing: KL is {format_estimate(mean_of(list(of_responses)))} nats per response and step, and "
         f"all {len(kl)} together can have changed the mean reward by {most:.2g} of its range at most."
     )
-    return Line("no_step", int(kl.index[0]), f"{said} {_why_so_little(records)}", _more(records))
+    return Line(NO_STEP, int(kl.index[0]), f"{said} {_why_so_little(records)}", _more(records))
 
 
 def _no_rate(records: RunRecords) -> Line | None:
@@ -84,7 +93,7 @@ def _no_rate(records: RunRecords) -> Line | None:
         said, setting = f"{said} {warm_up[0]}", warm_up[1]
     else:
         setting = Advice(f"{records.set_up.rate_name}, its schedule and warm-up")
-    return Line("no_step", since, said, setting, "Nothing is trained")
+    return Line(NO_STEP, since, said, setting, "Nothing is trained")
 
 
 def _long_warm_up(records: RunRecords) -> tuple[str, Advice] | None:
@@ -174,7 +183,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
             f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) "
             f"to {after.mean():.3f} ({steps_of(after)})."
         )
-        return Line("large_step", int(step), said, Advice(records.set_up.bounded_step()))
+        return Line(LARGE_STEP, int(step), said, Advice(records.set_up.bounded_step()))
     return None
 
 
@@ -191,7 +200,7 @@ def _one_is_beyond_all(records: RunRecords) -> Line | None:
         f"A step is too large: step {step} moved the policy by {format_estimate(moved)} nats per token (KL), and its "
         f"entropy was {entropy[step]:.2g}."
     )
-    return Line("large_step", step, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, step, said, Advice(records.set_up.bounded_step()))
 
 
 def _too_far(records: RunRecords) -> Line | None:
@@ -208,7 +217,7 @@ def _too_far(records: RunRecords) -> Line | None:
         "the median."
     )
     since = int(far.index[far.to_numpy()][0])
-    return Line("large_step", since, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, since, said, Advice(records.set_up.bounded_step()))
 
 
 def _first_order_fails(records: RunRecords) -> Line | None:
@@ -221,7 +230,7 @@ def _first_order_fails(records: RunRecords) -> Line | None:
         f"forward of {milli(forward)}, the mean over the last steps."
     )
     since = int(recent(records.run.values("delta_h/forward")).index[0])
-    return Line("large_step", since, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, since, said, Advice(records.set_up.bounded_step()))
 
 
 def _reward_is_gone(records: RunRecords) -> Line | None:
@@ -246,7 +255,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
         f"({steps_of(end)}), and entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
     )
-    return Line("large_step", best, said, Advice(records.set_up.smaller_steps()))
+    return Line(LARGE_STEP, best, said, Advice(records.set_up.smaller_steps()))
 
 
 def follows_noise(records: RunRecords) -> Line | None:
@@ -275,4 +284,4 @@ def follows_noise(records: RunRecords) -> Line | None:
         said += " Within prompts, rewards differ as if drawn by lot."
         check = "Check whether the reward function returns rewards in the order of the completions; if it does,"
         advice = Advice.to_do(f"{check} {larger}.")
-    return Line("noise", int(records.reward.index[0]), said, advice)
+    return Line(NOISE, int(records.reward.index[0]), said, advice)

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from rl_training.records.report.estimates import last_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out.line import EQUAL, JUMP, LARGE_STEP, NO_STEP, NOISE, NOT_A_NUMBER
 from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import RECENT
 from rl_training.records.report.verdict import FALLEN, GONE, LEARNED, SOLVED, Verdict
 from rl_training.records.report.writing import MISSING, percent, steps_of
 
-IN_THE_WAY = {"nan", "equal", "no_step", "large_step", "jump"}  # lines that come before the size of the batch
+IN_THE_WAY = {NOT_A_NUMBER, EQUAL, NO_STEP, LARGE_STEP, JUMP}  # lines that come before the size of the batch
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
@@ -40,7 +41,7 @@ def _nothing_to_gain(run: Run, verdict: Verdict) -> str:
     """Return why no batch is called for: nothing is left to learn, or something else is in the way of it; else ""."""
     mixed = 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
     lines = {line.name for line in standing_out(run)}
-    if verdict.kind == GONE or lines & IN_THE_WAY or (verdict.kind == FALLEN and "noise" not in lines):
+    if verdict.kind == GONE or lines & IN_THE_WAY or (verdict.kind == FALLEN and NOISE not in lines):
         return "what the first lines say comes before the size of the batch"
     if verdict.kind in (LEARNED, SOLVED):
         return "it grows as the reward's highest value is reached, and calls for no other batch"
