@@ -44,6 +44,7 @@ from rl_training.engine.kl_search import (
     search_factor,
 )
 from rl_training.errors import UserError
+from rl_training.kl_share import AUTO, AUTO_SHARE, MAX_SHARE
 from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
@@ -60,14 +61,11 @@ from rl_training.statistics.jackknife import estimates_over_units
 logger = logging.getLogger(__name__)
 
 MIN_RESPONSES = 16  # that KL is measured on, over all ranks; at least one to each prompt
-AUTO = "auto"
-AUTO_SHARE = 1e-2  # ended level with the best fixed rate on ten settings: benchmarks/step_size_plan.txt, third part
 LOW_SCHEDULE = 1e-2  # a warm-up leaves factors below it within two steps
 HELD_LOW = (
     "target_kl_share: the schedule holds the learning rate at {factor:.2g} of the optimizer's own, {rate:g}, so each "
     "step's KL is {square:.2g} of what the share says. Give the optimizer the rate that the schedule is to reach"
 )
-MAX_SHARE = 0.1  # a step of 1 to 2 times the entropy took held-out reward from .68 to .23 within six steps
 
 
 @dataclass

@@ -74,6 +74,7 @@ TOP = {
     "attach",
     "errors",
     "extras",
+    "kl_share",
     "limited_files",
     "options",
     "probe_names",

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rl_training.kl_share import AUTO, AUTO_SHARE, MAX_SHARE
 from rl_training.records.jsonl import read_settings
 from rl_training.records.report.series import Run
 
@@ -25,9 +26,6 @@ VERL_NAMES = {  # by field of GRPOConfig
 PSR = "psr"  # the intervention that trains on positive advantages only
 PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
 KEPT_STEP = "target_kl_share"
-SHARE = "auto"  # recommended in docs/how_to/bound_the_step.md
-AUTO_SHARE = 0.01  # what it is: engine/kl_bound.py
-MAX_SHARE = 0.1  # the largest that is accepted there
 SMALLER = 1 / 3  # times the share of a run whose bounded steps are too large
 
 
@@ -153,7 +151,7 @@ class SetUp:
                 f"a schedule that never exceeds its first rate (this one made of {KEPT_STEP} targets of up to "
                 f"{self.aimed_at:.2g} times the entropy)"
             )
-        share = f"{min(times * self.share, MAX_SHARE):.2g}" if self.is_bounded else SHARE
+        share = f"{min(times * self.share, MAX_SHARE):.2g}" if self.is_bounded else AUTO
         if self.kind == JOB:
             return f"trainer.{KEPT_STEP}={share}"
         whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
@@ -204,7 +202,7 @@ def _bound_of(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
     aimed = (targets / entropy)[entropy > 0]
     places = (settings.get("attached"), settings.get("trainer"), settings)
     recorded = next((place[KEPT_STEP] for place in places if isinstance(place, dict) and place.get(KEPT_STEP)), None)
-    share = AUTO_SHARE if recorded == SHARE else math.nan
+    share = AUTO_SHARE if recorded == AUTO else math.nan
     if isinstance(recorded, int | float):
         share = float(recorded)
     elif math.isnan(share) and len(run.values("bound/kl")):
