@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from rl_training.errors import UserError
@@ -49,11 +49,22 @@ def check_positive(option: str, value: object, hint: str = "") -> None:
 
     >>> check_positive("kernel.memory_gb", 0)
     Traceback (most recent call last):
-    rl_training.errors.UserError: kernel.memory_gb=0 must be above 0
+    rl_training.errors.UserError: kernel.memory_gb=0 must be a number above 0
     """
     is_positive = isinstance(value, int | float) and 0.0 < value < math.inf
     if not is_positive or isinstance(value, bool):
-        raise UserError(f"{option}={value} must be above 0{hint}")
+        raise UserError(f"{option}={value!r} must be a number above 0{hint}")
+
+
+def check_list(option: str, value: object) -> None:
+    """Raise UserError unless the value is a list, a tuple or a range.
+
+    >>> check_list("truth.etas", 0.5)
+    Traceback (most recent call last):
+    rl_training.errors.UserError: truth.etas=0.5 must be a list: [0.5]
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UserError(f"{option}={value!r} must be a list: [{value!r}]")
 
 
 def check_flag(option: str, value: object) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rl_training.errors import UserError
-from rl_training.options import check_choice, check_flag, check_positive, check_whole
+from rl_training.options import check_choice, check_flag, check_list, check_positive, check_whole
 
 LEVELS = ("none", "minimal", "standard", "detailed", "debug")
+MOST_BUCKETS = 2**20  # of a sketch
 
 
 def check_name(name: str) -> None:
@@ -37,9 +38,9 @@ class EvaluationSettings:
         check_whole("evaluation.responses", self.responses, 1)
         check_whole("evaluation.seed", self.seed, 0)
         check_choice("evaluation.overlap", self.overlap, ("forbidden", "allowed", "wanted"))
-        if self.source in ("train", "eval"):
+        if isinstance(self.source, str) and self.source in ("train", "eval"):
             return
-        if isinstance(self.source, str) or not self.source:
+        if not isinstance(self.source, Sequence) or isinstance(self.source, str) or not self.source:
             raise UserError(
                 f"evaluation.source={self.source}: choose train, eval, or a list of rows of the training set"
             )
@@ -85,6 +86,11 @@ class TruthSettings:
 
     def __post_init__(self) -> None:
         _check_flags("truth", self)
+        check_list("truth.etas", self.etas)
+        if not self.etas:
+            raise UserError(
+                "truth.etas=[] measures no step: give [1.0], or switch the measurement off, truth.enabled=false"
+            )
         for eta in self.etas:
             check_positive("truth.etas", eta, ": a multiple of the step; truth.odd makes the step back")
 
@@ -124,6 +130,8 @@ class KernelSettings:
         check_choice("kernel.source", self.source, ("own", "fixed"))
         check_whole("kernel.microbatch_size", self.microbatch_size, 1)
         check_whole("kernel.sketch_buckets", self.sketch_buckets, 1)
+        if self.sketch_buckets > MOST_BUCKETS:
+            raise UserError(f"kernel.sketch_buckets={self.sketch_buckets} must be at most {MOST_BUCKETS}")
         if self.sketch_buckets & (self.sketch_buckets - 1):
             larger = 1 << self.sketch_buckets.bit_length()
             raise UserError(f"kernel.sketch_buckets={self.sketch_buckets} must be a power of two: use {larger}")
@@ -141,8 +149,10 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         for name, least in (("evaluation_sizes", 2), ("update_prompts", 2), ("update_seeds", 0)):
+            check_list(f"sweep.{name}", getattr(self, name))
             for value in getattr(self, name):
                 check_whole(f"sweep.{name}", value, least)
+        check_list("sweep.update_filtered", self.update_filtered)
         for value in self.update_filtered:
             check_flag("sweep.update_filtered", value)
 

@@ -86,7 +86,7 @@ def test_a_loss_whose_step_cannot_be_analyzed_is_refused_with_what_to_set(
     for name in ("", "a/b", ".."):
         with pytest.raises(ValueError, match=f"name={re.escape(name)} .*RUN/offline"):
             analyze(trainer, tmp_path, tmp_path / "run", name=name)
-    with pytest.raises(ValueError, match=r"learning_rate=-0\.1 must be above 0, or None for the checkpoint's"):
+    with pytest.raises(ValueError, match=r"learning_rate=-0\.1 must be a number above 0, or None for the checkpoint's"):
         analyze(trainer, tmp_path, tmp_path / "run", learning_rate=-0.1)
     with attach(trainer, probes=()):
         trainer.train()
