@@ -17,7 +17,6 @@ from rl_training.hosts.recorded_settings import settings_of_model, settings_of_o
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import dtype_name
 
-PLAIN = str | int | float | list | tuple | None  # options of a probe that are recorded
 # Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
 NOT_OF_TRAINING = (
     *("hub_", "push_to_hub", "log_", "do_", "include_", "trackio_", "wandb_", "resume_from_checkpoint", "local_rank"),
@@ -56,14 +55,21 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
 
 
 def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
-    """Return the options of each probe, by the probe's name: those stored in an attribute named like the argument."""
+    """Return the plain options of each probe, by its name: those stored in an attribute named like the argument."""
     return {probe.name: {"class": type(probe).__name__, **_options_of(probe)} for probe in probes}
 
 
 def _options_of(probe: Probe) -> dict[str, Any]:
     stored = {option: getattr(probe, option, ...) for option in inspect.signature(type(probe).__init__).parameters}
     named = {option: dtype_name(value) if isinstance(value, dtype) else value for option, value in stored.items()}
-    return {option: value for option, value in named.items() if isinstance(value, PLAIN)}
+    return {option: value for option, value in named.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether an option is a text, a number or None, or a list of these: others only show their address."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float | None)
 
 
 def _digest_of_source(function: object) -> str:

@@ -412,6 +412,11 @@ def test_a_resumed_training_writes_to_the_folder_that_the_user_named_and_to_no_o
 class Own(Probe):
     name = "own"
 
+    def __init__(self, every: int = 1, layers: Any = (), hooks: Any = ()) -> None:
+        super().__init__(every)
+        self.layers = layers
+        self.hooks = hooks
+
     def measure(self, ctx: Any, state: Any) -> Reading:
         return Reading(measured={"own/first": Estimate(1.0), "own/second": Estimate(2.0)})
 
@@ -422,13 +427,16 @@ def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(m
     (tmp_path / "my.py").write_text("def softer(loss, strength):\n    return loss.weights\n")
     which = ["psr", f"{tmp_path / 'my.py'}:softer"]
     simple = SimpleEntropyProbe(rows_dtype="float32")
-    probes = [simple, InterventionsProbe(iter(which)), "measured", "gns", "ess", "sampler", "covariance", Own()]
+    probes = [simple, InterventionsProbe(iter(which)), "measured", "gns", "ess", "sampler", "covariance"]
+    probes.append(Own(layers=[0, ("first", None)], hooks=["first", [object()]]))
     with attach(trainer, tmp_path / "run", probes):
         trainer.train()
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["probes"]
     assert settings["interventions"]["which"] == which
     assert settings["simple"]["rows_dtype"] == "float32"
     assert settings["simple"]["error_decay"] == settings["measured"]["error_decay"] == 0.5
+    own = {"class": "Own", "every": 1, "layers": [0, ["first", None]]}
+    assert settings["own"] == own  # hooks have no text that another run could have too
     rows = read_metrics(tmp_path / "run" / "logs")
     estimated = {row["name"] for row in read_estimates(tmp_path / "run" / "logs")}
     ours = estimated | {f"{name}_se" for name in estimated} | {"probe_cost/fraction_of_step"}
