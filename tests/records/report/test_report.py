@@ -830,6 +830,16 @@ def test_measured_and_predicted_effects_of_a_step_are_means_over_the_same_steps(
     assert length[0] == "length, tokens, steps 10–19"
 
 
+def test_effects_without_the_number_of_steps_that_they_are_about_have_no_mean(tmp_path: Path) -> None:
+    """As in records that were cut off, or written by a probe of one's own."""
+    names = ("measured/delta_h", "delta_h/forward", "measured/delta_length", "delta_length/forward")
+    log_run(tmp_path, 10, dict.fromkeys(names, lambda step: Estimate(0.02, 0.001, 8)))
+    _, entropy, length = step_numbers(read_run(tmp_path))
+    assert "+20.0" in entropy[2]
+    assert entropy[1] == f"{MISSING} (known of 0 of 10 steps: how many steps each value spans is not recorded)"
+    assert length[1] == f"{MISSING} (known of 0 of 10 steps)"
+
+
 @pytest.mark.parametrize(("known", "window"), [(9, "9 of 10 steps, steps 1–9"), (3, "steps 1–10")])
 def test_effects_of_steps_of_which_many_are_not_known_have_no_mean_and_sums_say_of_how_many_they_are(
     tmp_path: Path, known: int, window: str

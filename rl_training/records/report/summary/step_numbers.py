@@ -5,10 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from rl_training.records.report import findings
-from rl_training.records.report.estimates import by_about_step, finite, to_estimates
+from rl_training.records.report.estimates import by_about_step, finite, last_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.trends import RECENT
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, percent, steps_of
+from rl_training.statistics.estimate import Estimate
 
 STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a step's effect
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
@@ -16,6 +17,8 @@ STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a ste
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
+# Why a value that is known has no share of it per step.
+NO_SPAN = Estimate.missing("how many steps each value spans is not recorded")
 MIN_MEASURED = 0.8  # share of the steps that must have been measured for a mean of them
 
 
@@ -42,7 +45,7 @@ def step_numbers(run: Run) -> list[list[str]]:
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
             means = [format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns]
             if not is_known:
-                last = list(to_estimates(asked[~asked.index.isin(finite(asked).index)]).values())[-1]
+                last = last_of(asked[~asked.index.isin(finite(asked).index)]) or NO_SPAN
                 is_new = (last.code or last.reason) not in explained  # each reason once in the table
                 explained.add(last.code or last.reason)
                 why = f": {last.reason.partition(':')[0]}" * is_new
