@@ -21,8 +21,8 @@ from rl_training.job.configuration.shipped import CONF
 from rl_training.options import did_you_mean
 
 # Settings of all commands that are a path, or a list of paths.
-PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "run", "checkpoint", "checkpoints", "output",
-             "runs_dir", "log.directory")  # fmt: skip
+PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "model.folder", "run", "checkpoint",
+             "checkpoints", "output", "runs_dir", "log.directory")  # fmt: skip
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
 OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time

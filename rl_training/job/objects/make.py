@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
+from rl_training.job.configuration.overrides import PATH_KEYS
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import format_error, is_refusal
 from rl_training.tasks.task import Task, require_task
@@ -34,7 +36,7 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
     refuse_marked({key: node}, key)
     try:
         with require_extra():
-            return _instantiate(node, values)
+            return _instantiate(_with_literal_paths(key, node), values)
     except UserError:
         raise
     except (InstantiationException, OmegaConfBaseException, ImportError) as error:
@@ -53,6 +55,16 @@ def make_task(node: Mapping[str, Any]) -> Task:
         UserError: As for `make`, or if its function returns no Task.
     """
     return require_task(make("data", node))
+
+
+def _with_literal_paths(key: str, node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a node in which a path that still begins with `~` names a folder `~`, here: a stored one, not typed.
+
+    Some loaders would expand it.
+    """
+    tildes = {name: value for name, value in node.items() if isinstance(value, str) and value.startswith("~")}
+    literal = {name: os.path.abspath(value) for name, value in tildes.items() if f"{key}.{name}" in PATH_KEYS}
+    return {**node, **literal} if literal else node
 
 
 def _instantiate(node: Mapping[str, Any], values: Mapping[str, Any]) -> Any:

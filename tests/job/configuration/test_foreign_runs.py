@@ -19,6 +19,7 @@ from foreign_runs import SECRET, TOUCH, analyze, branch, evaluate, foreign_run, 
 from omegaconf import OmegaConf
 
 from rl_training import OfflineEntropyProbe
+from rl_training.errors import UserError
 from rl_training.interventions.named import INTERVENTIONS
 from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import refuse_other_settings, run_settings
@@ -211,6 +212,13 @@ def test_a_tilde_in_a_foreign_run_is_not_the_home_of_the_reader(
         assert {key: OmegaConf.select(settings, key) for key in stored} == stored
     assert typed.model.name == f"{tmp_path}/mine"
     assert typed.data.path == stored["data.path"]
+    (tmp_path / "secret.jsonl").write_text(
+        '{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "#### 2"}\n'
+    )
+    write_config(run, {"data": {"_target_": "rl_training.tasks.gsm8k.gsm8k", "path": "~/secret.jsonl"}})
+    with pytest.raises(UserError, match=re.escape(f"{Path.cwd()}/~/secret.jsonl")):
+        evaluate(run)
+    assert len(evaluate(run, "data.path='~/secret.jsonl'").task.train_dataset) == 1
 
 
 def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_path: Path) -> None:
