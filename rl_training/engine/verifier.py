@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from rl_training.entropy.attribution import layer
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
-from rl_training.optim.formula import OptimizerState
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
@@ -56,6 +56,18 @@ def refuse_other_parameters(shard: Shard) -> None:
         )
 
 
+@dataclass
+class _PredictedStep:
+    """A predicted step, until it is verified. Weights are sampled ones."""
+
+    weights: Tensor  # when the probes see the step
+    formula_update: Tensor | None  # what the formula adds to them. None if the optimizer has none, or no prediction
+    reason: Unavailable | None  # why there is no formula
+    is_rounded: bool  # whether weights are rounded, so that the measured update takes the formula's place
+    max_error: float  # of the step, relative to the formula's
+    weights_before_step: Tensor | None = None  # right before the optimizer's step, if there is no formula
+
+
 class UpdateVerifier:
     """Compares each step with the optimizer's formula. Predictions for a step that differs are void."""
 
@@ -73,15 +85,10 @@ class UpdateVerifier:
         dtypes = {weight.dtype for weight in weights.values()}
         self._smallest_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
-        self._is_predicted = False  # whether the current step is predicted
-        self._reason: Unavailable | None = None  # set if the optimizer has no formula, or there is no prediction
-        self._rounding_reason = ""
-        self._max_error = OptimizerState.max_error
         self._weights_at_begin: Tensor | None = None  # sampled weights at the start of the step
         self._weights_at_measure = torch.empty(0)  # sampled weights when the probes see the step
-        self._formula_update: Tensor | None = None  # what the formula adds to them
-        self._weights_before_step: Tensor | None = None  # right before the optimizer's step, if there is no formula
         self._weights_after_step: Tensor | None = None  # after the optimizer's step
+        self._step: _PredictedStep | None = None  # None if the current step is not predicted
 
     def detect_external_edits(self) -> None:
         """Forget the previous step if the weights differ from those it ended with. Collective."""
@@ -107,17 +114,24 @@ class UpdateVerifier:
 
     def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
         """Keep what is needed to verify the upcoming step."""
-        self._is_predicted, self._formula_update = prediction is not None, None
-        if prediction is not None:
-            self._rounding_reason, self._reason = optimizer.rounding_reason, prediction.reason or optimizer.reason
-            self._max_error = optimizer.max_error
-            if prediction.intended is not None:
-                self._formula_update = sample_entries(self._layout, self._layout.by_name(prediction.intended).values())
+        self._step = None
+        if prediction is None:
+            return
+        update = None
+        if prediction.intended is not None:
+            update = sample_entries(self._layout, self._layout.by_name(prediction.intended).values())
+        self._step = _PredictedStep(
+            weights=self._weights_at_measure,
+            formula_update=update,
+            reason=prediction.reason or optimizer.reason,
+            is_rounded=bool(optimizer.rounding_reason),
+            max_error=ROUNDED_WEIGHTS_TOLERANCE if optimizer.rounding_reason else optimizer.max_error,
+        )
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step. With a formula, `verify` detects earlier edits anyway."""
-        if self._is_predicted and self._formula_update is None:
-            self._weights_before_step = self._sampled_weights()
+        if self._step is not None and self._step.formula_update is None:
+            self._step.weights_before_step = self._sampled_weights()
 
     def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
         """Return how far the step was from the formula, what rounding left, and why predictions are void. Collective.
@@ -129,27 +143,27 @@ class UpdateVerifier:
             Estimates by name, empty if nothing was predicted for the step. Then why its predictions are void, None if
             the step followed the formula or the optimizer has none.
         """
-        if not self._is_predicted:
+        step, self._step = self._step, None
+        if step is None:
             return {}, None
         names = ["step/formula_error", SHARE, LEAST_SHARE]
         self._weights_after_step = self._sampled_weights()
-        if self._formula_update is None:
-            weights_before_step, self._weights_before_step = self._weights_before_step, None
+        if step.formula_update is None:
             if not was_taken:
                 self._previous.forget(LEFT_OUT)
-            elif weights_before_step is not None and self._differ(self._weights_at_measure, weights_before_step):
+            elif step.weights_before_step is not None and self._differ(step.weights, step.weights_before_step):
                 self._previous.forget(EDITED_BEFORE_STEP)
-            assert self._reason is not None
-            return dict.fromkeys(names, Estimate.missing(self._reason)), None
-        change = self._weights_after_step - self._weights_at_measure
-        error, share, *layer_shares = self._compare(change, self._formula_update)
+            assert step.reason is not None
+            return dict.fromkeys(names, Estimate.missing(step.reason)), None
+        change = self._weights_after_step - step.weights
+        error, share, *layer_shares = self._compare(step.weights, change, step.formula_update)
         reason = None
-        if error > (ROUNDED_WEIGHTS_TOLERANCE if self._rounding_reason else self._max_error) or not was_taken:
+        if error > step.max_error or not was_taken:
             reason = NOT_THE_FORMULA.formatted(error=error)
-            reason = reason.with_fix(reason.fix + NOT_TO_NEAREST) if self._rounding_reason else reason
-            has_moved = was_taken and self._differ(self._weights_at_measure, self._weights_after_step)
+            reason = reason.with_fix(reason.fix + NOT_TO_NEAREST) if step.is_rounded else reason
+            has_moved = was_taken and self._differ(step.weights, self._weights_after_step)
             reason = reason if has_moved else LEFT_OUT
-            if not self._rounding_reason or not has_moved:  # δθ of rounded weights was measured, so it stays valid
+            if not step.is_rounded or not has_moved:  # δθ of rounded weights was measured, so it stays valid
                 self._previous.forget(reason)
         moved_layers = [
             (layer_share, name)
@@ -164,17 +178,17 @@ class UpdateVerifier:
         }
         return estimates, reason
 
-    def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
+    def _compare(self, weights: Tensor, moved: Tensor, formula: Tensor) -> list[float]:
         """Return the error of the step beyond rounding, then (δ_actual · δ) / δ² over all weights and for each layer.
 
         The error is inf if weights move that should not, or become non-finite, and nan if the formula itself is not
         finite. A share is nan if the formula moves nothing.
         """
-        rounded, rounding = formula, self._precision * self._weights_at_measure.abs()
+        rounded, rounding = formula, self._precision * weights.abs()
         deviation = ((moved - formula).abs() - rounding).clamp_(min=0.0)
         if self._smallest_dtype.itemsize < 4:
             factors = (1.0, 1.0 - HALF_PRECISION_TOLERANCE, 1.0 + HALF_PRECISION_TOLERANCE)
-            rounded, *bounds = (self._round_change(factor * formula) for factor in factors)
+            rounded, *bounds = (self._round_change(weights, factor * formula) for factor in factors)
             nearest = moved.clamp(torch.minimum(*bounds), torch.maximum(*bounds))
             deviation = torch.where(self._is_below_fp32, moved - nearest, deviation)
         products = (deviation.square(), rounded.square(), moved * formula, formula.square())
@@ -188,11 +202,9 @@ class UpdateVerifier:
             error = math.inf
         return [error, *(table[:, 2] / table[:, 3]).tolist()]
 
-    def _round_change(self, change: Tensor) -> Tensor:
+    def _round_change(self, weights: Tensor, change: Tensor) -> Tensor:
         """Return what is left of a change of the sampled weights after rounding."""
-        return torch.where(
-            self._is_below_fp32, rounded_update(self._weights_at_measure.to(self._smallest_dtype), change), change
-        )
+        return torch.where(self._is_below_fp32, rounded_update(weights.to(self._smallest_dtype), change), change)
 
 
 def _share_estimate(share: float) -> Estimate:
