@@ -14,7 +14,8 @@ The mean of exp(λS − λ²Q/2) over λ ~ N(0, 1/R) is a supermartingale too, a
     M = √(R / (Q + R)) exp(S² / 2(Q + R)).
 
 By Ville's inequality M ever reaches 1/α with probability at most α, over any number of looks (Robbins 1970). Solved for
-S this is the `bound`. R only decides at which Q the bound is tightest, in units of √Q: a little above R.
+|S| this is the `bound`. It is two-sided: λ has either sign, so α is the probability of both signs together. R only
+decides at which Q the bound is tightest, in units of √Q: a little above R.
 """
 
 from __future__ import annotations

@@ -71,9 +71,13 @@ class ResidualSums:
         return value / self.stderr if self.variance else math.copysign(math.inf, value)
 
     def bound(self, alpha: float) -> float:
-        """Return what |Σ x| exceeds at any look with probability `alpha` at most."""
+        """Return what |Σ x| exceeds at any look with probability `alpha` at most.
+
+        A sampler within the tolerance shifts Σ x by at most TOLERANCE times its variance, either way. Where |Σ x| is
+        beyond both, the sum without its shift is beyond the martingale's bound, which holds for both signs at once.
+        """
         quadratic = (self.squares + 2.0 * self.variance) / 3.0
-        return bound(quadratic, alpha / 2.0) + TOLERANCE * self.variance  # half of alpha for either sign
+        return bound(quadratic, alpha) + TOLERANCE * self.variance
 
     def exceeds(self, alpha: float) -> bool:
         """Return whether Σ x is further from 0 than `bound`."""
