@@ -180,9 +180,7 @@ def _applies_dropout(module: nn.Module, options: Set[str]) -> bool:
     candidates = options - own.keys()
     if not candidates:
         return False
-    methods: list[Mapping[str, object]] = [
-        vars(kind) for kind in type(module).__mro__ if kind not in (nn.Module, object)
-    ]
+    methods: list[Mapping[str, object]] = [vars(kind) for kind in type(module).__mro__ if not _is_general(kind)]
     methods.append({name: value for name, value in own.items() if name == "forward"})  # replaced on this module alone
     return any(_may_read(candidates, functions) for functions in methods)
 
@@ -196,6 +194,12 @@ def _config_options(model: nn.Module) -> dict[str, Any]:
 def _positive_numbers(values: Mapping[str, Any], word: str) -> set[str]:
     """Return the names that contain a word and whose values are floats above 0."""
     return {name for name, value in values.items() if word in name and isinstance(value, float) and value > 0}
+
+
+def _is_general(kind: type) -> bool:
+    """Return whether a class is a base of any model. PreTrainedModel only reads dropout to choose an attention."""
+    is_of_transformers = kind.__module__.startswith("transformers.") and ".models." not in kind.__module__
+    return kind in (nn.Module, object) or is_of_transformers
 
 
 def _may_read(options: Set[str], methods: Mapping[str, object]) -> bool:

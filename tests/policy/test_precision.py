@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoConfig, LlamaConfig
 from trl.trainer.utils import disable_dropout_in_model
 
 from rl_training.policy import linear_head
@@ -93,11 +93,14 @@ def test_old_and_new_settings_of_tf32_can_be_read_in_a_measurement_and_are_resto
 GPT2 = functools.partial(GPT2Config, vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, eos_token_id=1)
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 1}
 NO_LAYER = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NEO = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "attention_types": [[["global"], 1]], "num_heads": 2,
+       "eos_token_id": 1, "bos_token_id": 1}  # fmt: skip
 # By name: a model's config, and whether TRL's disable_dropout is applied to it.
 DROPOUTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "layers": (GPT2, False),
     "an option that nothing reads": (lambda: GPT2(**NO_LAYER, summary_first_dropout=0.5), False),
     "layers switched off": (GPT2, True),
+    "layers of an option's name switched off": (lambda: GPTNeoConfig(**NEO, attention_dropout=0.5), True),
     "a module's number": (lambda: LlamaConfig(**SMALL, intermediate_size=16, attention_dropout=0.5), True),
     "an option read in the forward pass": (lambda: FalconConfig(**SMALL, hidden_dropout=0.5), True),
 }
