@@ -6,7 +6,7 @@ from rl_training.engine.loop import Loop
 from rl_training.engine.requirements import Requirements
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
-from rl_training.policy.precision import dropout_remark
+from rl_training.policy.dropout import dropout_remark
 from rl_training.statistics.estimate import stderr_reason
 from rl_training.step.folds import DEFAULT_NUM_FOLDS
 from rl_training.step.needs import Need

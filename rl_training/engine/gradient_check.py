@@ -18,8 +18,9 @@ from torch import Tensor
 from rl_training.engine.fold_recorder import CaughtSums
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector, dot
+from rl_training.policy.dropout import has_dropout
 from rl_training.policy.policy import Policy
-from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED, has_dropout
+from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rl_training.policy.dropout import draws_noise, has_dropout
 from rl_training.policy.policy import Policy, split_rows
-from rl_training.policy.precision import draws_noise, has_dropout
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoC
 from trl.trainer.utils import disable_dropout_in_model
 
 from rl_training.policy import linear_head
+from rl_training.policy.dropout import dropout_remark, has_dropout
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden
-from rl_training.policy.precision import dropout_remark, has_dropout, ieee_fp32
+from rl_training.policy.precision import ieee_fp32
 
 BACKENDS: Any = torch.backends
 SETTINGS = {

@@ -29,7 +29,7 @@ from rl_training.hosts.trl.sampling_settings import sampling_reason
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.precision import has_dropout
+from rl_training.policy.dropout import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable

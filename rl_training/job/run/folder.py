@@ -46,7 +46,7 @@ RUN_SUBFOLDERS = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboa
 
 
 @dataclass(frozen=True)
-class FoundRun:
+class RunStart:
     """Where a training writes, and what it continues."""
 
     folder: RunFolder  # locked
@@ -55,7 +55,7 @@ class FoundRun:
     is_resumed: bool  # whether the folder already belongs to this run
 
 
-def find_run_folder(cfg: DictConfig) -> FoundRun:
+def find_run_folder(cfg: DictConfig) -> RunStart:
     """Create and lock the run folder, the same on every process, and find the checkpoint to continue from. Collective.
 
     Raises:
@@ -75,7 +75,7 @@ def find_run_folder(cfg: DictConfig) -> FoundRun:
     is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists()) and not is_damaged
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
-    found = FoundRun(folder, checkpoint, 0 if checkpoint is None else steps_taken(checkpoint), is_resumed)
+    start = RunStart(folder, checkpoint, 0 if checkpoint is None else steps_taken(checkpoint), is_resumed)
     has_run = (run / LOGS_FOLDER / METRICS_FILE).exists() or ((run / CONFIG_FILE).exists() and not is_damaged)
     if not is_resumed and has_run:
         raise UserError(RUN_EXISTS.format(run))
@@ -85,22 +85,22 @@ def find_run_folder(cfg: DictConfig) -> FoundRun:
         refuse_a_file(run / name)
     if is_resumed:
         refuse_other_settings(cfg, run)
-        _say_where_it_continues(found, state.num_processes)
+        _say_where_it_continues(start, state.num_processes)
     state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
     if state.is_main_process:
-        _move_out_of_the_way(found, is_damaged)
+        _move_out_of_the_way(start, is_damaged)
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={run} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
-    return found
+    return start
 
 
-def _move_out_of_the_way(found: FoundRun, is_damaged: bool) -> None:
+def _move_out_of_the_way(start: RunStart, is_damaged: bool) -> None:
     """Set aside the checkpoints of steps that a resumed run takes again, and a config.yaml without settings."""
-    run = found.folder.folder
-    if found.is_resumed:
-        set_aside_later(run, found.steps_taken)
+    run = start.folder.folder
+    if start.is_resumed:
+        set_aside_later(run, start.steps_taken)
     if is_damaged:
         (run / CONFIG_FILE).replace(run / DAMAGED)
         logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
@@ -125,9 +125,9 @@ def _join_processes(cfg: DictConfig) -> PartialState:
     return state
 
 
-def _say_where_it_continues(found: FoundRun, num_processes: int) -> None:
-    run = found.folder.folder
-    checkpoint = found.checkpoint
+def _say_where_it_continues(start: RunStart, num_processes: int) -> None:
+    run = start.folder.folder
+    checkpoint = start.checkpoint
     if checkpoint is None:
         logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
         return
@@ -137,7 +137,7 @@ def _say_where_it_continues(found: FoundRun, num_processes: int) -> None:
             f"{checkpoint.name}: the number of processes changes from {written} to {num_processes}: "
             "random numbers differ, so it is not bitwise the uninterrupted run"
         )
-    logger.warning(f"continuing {run} from step {found.steps_taken}")
+    logger.warning(f"continuing {run} from step {start.steps_taken}")
 
 
 def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:

@@ -26,7 +26,7 @@ from rl_training.job.objects.dashboards import MetricsLogger, install_loggers
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer import make_trainer
 from rl_training.job.objects.trainer_checks import check_fields
-from rl_training.job.run.folder import FoundRun, find_run_folder, save_config
+from rl_training.job.run.folder import RunStart, find_run_folder, save_config
 from rl_training.job.run.progress import StepProgress
 from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
@@ -140,33 +140,33 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 def _build(cfg: DictConfig) -> TrainingRun:
     check_fields(cfg.trainer)
     accumulation = check_run(cfg)
-    found = find_run_folder(cfg)
-    run_dir = found.folder.folder
+    start = find_run_folder(cfg)
+    run_dir = start.folder.folder
     cfg.run_dir = str(run_dir)
-    _set_last_step(cfg, found)
-    trainer = _trainer_of(cfg, accumulation, found.folder)
-    if found.checkpoint is not None and not found.checkpoint.resolve().is_relative_to(run_dir.resolve()):
+    _set_last_step(cfg, start)
+    trainer = _trainer_of(cfg, accumulation, start.folder)
+    if start.checkpoint is not None and not start.checkpoint.resolve().is_relative_to(run_dir.resolve()):
         _branch_off(trainer, cfg)
     stop = _add_callbacks(trainer)
     config = _stored_config(cfg, trainer)
-    save_config(config, run_dir, found.is_resumed)
+    save_config(config, run_dir, start.is_resumed)
     loggers = install_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    return TrainingRun(trainer, found.folder, found.checkpoint, loggers, stop)
+    return TrainingRun(trainer, start.folder, start.checkpoint, loggers, stop)
 
 
-def _set_last_step(cfg: DictConfig, found: FoundRun) -> None:
+def _set_last_step(cfg: DictConfig, start: RunStart) -> None:
     """Add `additional_steps` to the checkpoint's steps, so that config.yaml has the last step in trainer.max_steps.
 
     Raises:
         UserError: If a branch has no step left to take.
     """
-    taken = found.steps_taken
-    if found.checkpoint is not None and cfg.additional_steps is not None:
+    taken = start.steps_taken
+    if start.checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
-    if not found.is_resumed and 0 < cfg.trainer.max_steps <= taken:
+    if not start.is_resumed and 0 < cfg.trainer.max_steps <= taken:
         raise UserError(
-            f"branch={found.checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
+            f"branch={start.checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
             "larger one, or additional_steps=20"
         )
 

@@ -227,9 +227,9 @@ def test_resume_auto_starts_a_run_and_later_continues_it(trained: Path, tmp_path
 def test_resume_auto_starts_anew_where_a_crash_left_a_config_without_settings(tmp_path: Path, caplog, left) -> None:
     """Nothing is lost: the file is kept under another name. A readable one, or one beside records, is never moved."""
     (tmp_path / "config.yaml").write_text(left)
-    found = find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
-    found.folder.release()
-    assert (found.checkpoint, found.is_resumed) == (None, False)
+    start = find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
+    start.folder.release()
+    assert (start.checkpoint, start.is_resumed) == (None, False)
     assert (tmp_path / "config.yaml.damaged").read_text() == left
     assert "was not written completely" in caplog.text
     for name, text in (("config.yaml", "mine: true"), ("logs/metrics.jsonl", '{"step": 1}\n')):

@@ -55,9 +55,10 @@ def _further_probes(run: Run) -> Iterator[Row]:
     absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
     if recorded and absent:
         told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
-        on, own = [name for name in BUILT_IN_NAMES if (run.table["probe"] == name).any()], own_probes(run.table)
-        how = f"to turn them on, {SetUp.of(run).probes(*on, *absent)}"
-        how += f" beside your own: {', '.join(own)}" if own else ""
+        running = [name for name in BUILT_IN_NAMES if (run.table["probe"] == name).any()]
+        further = own_probes(run.table)
+        how = f"to turn them on, {SetUp.of(run).probes(*running, *absent)}"
+        how += f" beside your own: {', '.join(further)}" if further else ""
         yield Row("probes that were off", str(len(absent)), f"{told}; {how}")
 
 
