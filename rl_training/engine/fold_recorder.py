@@ -32,15 +32,15 @@ from rl_training.step.passes import Passes
 
 
 class CaughtSums(NamedTuple):
-    """What tells whether the gradients that hooks caught add up to the step's: fp64 tensors, over all ranks.
+    """What tells whether the gradients that hooks caught add up to the step's: numbers over all ranks.
 
     Sums of squares are over sampled entries, extrapolated to all.
     """
 
-    num_late: Tensor  # (), gradients that came in several parts, of which only the first were caught
-    sq_distance: Tensor  # (), of the step's gradient minus the mean of all caught gradients
-    sq_norm: Tensor  # (), of the step's gradient
-    fold_sq_norms: Tensor  # (K,), of each fold's gradient
+    num_late: float  # gradients that came in several parts, of which only the first were caught
+    sq_distance: float  # of the step's gradient minus the mean of all caught gradients
+    sq_norm: float  # of the step's gradient
+    fold_sq_norms: list[float]  # of each fold's gradient
 
 
 class FoldRecorder:
@@ -153,8 +153,8 @@ class FoldRecorder:
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
         gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms)
-        sums = passes.ranks.reduce(sums)
-        return gradients, CaughtSums(sums[0], sums[1], sums[2], sums[3:])
+        num_late, sq_distance, sq_norm, *fold_sq_norms = passes.ranks.reduce(sums).tolist()
+        return gradients, CaughtSums(num_late, sq_distance, sq_norm, fold_sq_norms)
 
     def _recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.

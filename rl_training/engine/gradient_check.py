@@ -77,8 +77,8 @@ def weights_mismatch(sums: CaughtSums, policy: Policy) -> Unavailable | None:
 
 def _distance(sums: CaughtSums, tolerance: float) -> float | None:
     """Return how far the step's gradient is from that of its folds, relative to its norm; None if within tolerance."""
-    distance, norm = torch.stack([sums.sq_distance, sums.sq_norm]).sqrt().tolist()
-    allowed = tolerance * norm + ROUNDING * sum(sums.fold_sq_norms.sqrt().tolist())
+    distance, norm = math.sqrt(sums.sq_distance), math.sqrt(sums.sq_norm)
+    allowed = tolerance * norm + ROUNDING * sum(map(math.sqrt, sums.fold_sq_norms))
     if not math.isfinite(distance) or distance <= allowed:
         return None
     return distance / norm if norm else math.inf
@@ -128,7 +128,10 @@ class TermsCheck:
         if is_due:
             batch, gradients = step.batch, step.gradients
             sq_norms = gradients.sq_norms
-            squares = sums.fold_sq_norms if sq_norms is None else sq_norms[:-1, :, 0].sum(dim=1)  # |g_k|²
+            if sq_norms is None:
+                squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
+            else:
+                squares = sq_norms[:-1, :, 0].sum(dim=1)
             group = batch.folds[self.turn % len(batch.folds)]
             norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
             tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE

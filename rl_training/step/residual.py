@@ -112,7 +112,7 @@ class ResidualTest:
         self.reason = self._reason(ResidualSums())  # of the run so far, until the step's tokens are known
 
     def add(self, rows: Tensor, scores: Scores, log_ratios: Tensor | None, is_untested: bool) -> None:
-        """Add rows of the step on this rank. Those that were added before count once.
+        """Add rows of the step on this rank, which differ until the next `decide`. Tested ones do not count again.
 
         Args:
             rows: Their numbers in the step, (rows,).
@@ -124,9 +124,10 @@ class ResidualTest:
         x = scores.logps.detach().double() + scores.entropies.detach().double()
         weight = torch.ones_like(x) if log_ratios is None else log_ratios[:, : x.shape[1]].exp()
         columns = [weight * x, scores.varentropies.double(), (weight * x).square(), weight * x.square()]
-        is_new = ~torch.isin(rows, torch.cat([rows[:0], *self._pending_rows, *self._tested_rows]))
         # A policy that has diverged has no scores.
-        is_token = scores.mask.bool() & is_new.unsqueeze(1) & torch.stack(columns).isfinite().all(dim=0)
+        is_token = scores.mask.bool() & torch.stack(columns).isfinite().all(dim=0)
+        if self._tested_rows:
+            is_token &= ~torch.isin(rows, torch.cat(self._tested_rows)).unsqueeze(1)
         self._pending_rows.append(rows)
         sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
@@ -158,7 +159,8 @@ class ResidualTest:
         return self.reason
 
     def leave_untested(self, missing: Unavailable) -> None:
-        """Record why no tokens of this step are tested."""
+        """Drop what was added since the last `decide`, and record why it is not tested."""
+        self._sums, self._pending_rows = torch.zeros_like(self._sums), []
         self._missing = missing
 
     def finish(self, was_taken: bool) -> dict[str, Estimate]:
