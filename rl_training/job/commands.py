@@ -24,7 +24,7 @@ from rl_training.job.configuration.overrides import (
     with_all_loggers,
 )
 from rl_training.job.configuration.run_settings import resolve_branch
-from rl_training.records.files.masking import mask_words
+from rl_training.records.files.masking import mask_arguments
 
 
 def train() -> None:
@@ -52,7 +52,7 @@ def _swept(overrides: list[str]) -> list[str]:
         return []
     typed = [word for word in sys.argv[1:] if key_of(word)]
     keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()}
-    return mask_words([word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in keys])
+    return mask_arguments([word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in keys])
 
 
 def analyze() -> None:

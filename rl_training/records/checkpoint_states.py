@@ -1,6 +1,6 @@
-"""Additions to the trainer's checkpoint: states of probes and buffer, number of processes, checksums of weights.
+"""Additions to the trainer's checkpoint: states of probes and buffer, number of processes, checksums.
 
-safetensors has no checksums, so a changed byte in the weights would go unnoticed.
+safetensors has no checksums, so a changed byte in the weights or in the buffer would go unnoticed.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def save_probe_states(
         checkpoint.mkdir(parents=True, exist_ok=True)  # the first process may not have yet
         save_file(tensors, checkpoint / _file_of(rank))
         return
-    weights = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
-    checksums = json.dumps({path.name: checksum(path) for path in weights})
+    # The buffer's state too, which the trainer has written by now.
+    written = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
+    checksums = json.dumps({path.name: checksum(path) for path in written})
     notes = {"probes": ",".join(states), "num_processes": str(num_processes), "checksums": checksums, "run": run}
     save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
 

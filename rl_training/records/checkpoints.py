@@ -19,7 +19,14 @@ from rl_training.records.checkpoint_states import NOT_WEIGHTS, changed_files, re
 from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.files.printable import printable
-from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
+from rl_training.records.folder import (
+    LOGS_FOLDER,
+    TRAINING_STATE,
+    checkpoints_in,
+    checkpoints_of,
+    number_at_end,
+    step_of,
+)
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -29,7 +36,9 @@ WEIGHTS_ALONE = "model"  # a folder of weights alone, as some other trainers wri
 SHARDED_BY = ("DeepSpeed", "FSDP")  # launchers that store the optimizer in their own format
 
 
-def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: str = "resume") -> Path:
+def find_checkpoint(
+    resume: str, run_dir: Path, sharded_by: str = "", *, setting: str = "resume", or_else: str = ""
+) -> Path:
     """Return the checkpoint folder that `resume` names. Incomplete checkpoints are skipped with a warning.
 
     Args:
@@ -38,12 +47,13 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
         run_dir: Folder of this run.
         sharded_by: Which of SHARDED_BY launched this run, or "".
         setting: Name of the setting that `resume` is the value of, for errors.
+        or_else: What the user can do instead, for the error if there is none.
 
     Raises:
         UserError: If there is none; says where it looked.
     """
     runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
-    return _resolve(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting)
+    return _resolve(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting, or_else=or_else)
 
 
 def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
@@ -60,25 +70,36 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """
     if not isinstance(choice, str):
         return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
-    newest = _resolve(choice, runs, find_weights_flaw, "checkpoint")
+    newest = _resolve(choice, runs, find_weights_flaw, "checkpoint", names_all=True)
     if choice == "all" or checkpoints_in(Path(choice)):
         return list(_flawless(checkpoints_in(newest.parent), find_weights_flaw))
     return [newest]
 
 
-def _resolve(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
+def _resolve(
+    choice: str,
+    runs: Path,
+    flaw_of: Callable[[Path], str],
+    setting: str,
+    *,
+    names_all: bool = False,
+    or_else: str = "",
+) -> Path:
     """Return the checkpoint that `choice` names: the given folder, or the newest one without a flaw.
 
     Args:
         runs: Where to look for "latest" and "all": a run, or a folder of runs. The run with the most recent step comes
             first.
         flaw_of: Returns what is wrong with a checkpoint, or "".
+        setting: Name of the setting that `choice` is the value of, for errors.
+        names_all: Whether "all" is not a folder, but stands for all checkpoints, of which the newest is returned.
+        or_else: What the user can do instead, for the error if there is no checkpoint.
 
     Raises:
         UserError: If there is no such checkpoint.
     """
     path = Path(choice)
-    if choice == "latest" or (choice == "all" and setting == "checkpoint"):
+    if choice == "latest" or (choice == "all" and names_all):
         listed = [runs] if checkpoints_of(runs) else sorted(runs.glob("run_*"), key=_last_step_at, reverse=True)
     elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
         runs, listed = path, [path]
@@ -91,7 +112,7 @@ def _resolve(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: s
     newest_first = (folder for run in listed for folder in (checkpoints_of(run) or checkpoints_in(run))[::-1])
     newest = next(_flawless(newest_first, flaw_of), None)
     if newest is None:
-        instead = ", or start a new run without resume" * (setting == "resume")
+        instead = f", or {or_else}" if or_else else ""
         raise UserError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
     return newest
 
@@ -124,8 +145,7 @@ def steps_taken(checkpoint: Path) -> int:
     """
     state = state_folder(checkpoint)
     if state != checkpoint and not (state / "trainer_state.json").is_file():
-        number = re.search(r"\d+$", state.resolve().name)
-        return int(number.group()) if number else 0
+        return number_at_end(state.resolve())
     return int(json.loads(read_text(state / "trainer_state.json", MAX_STATE_BYTES))["global_step"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rl_training.errors import UserError
@@ -20,6 +21,7 @@ NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "traine
 COMPARISON_FILE = "comparison.html"  # the page of several runs, in the current folder
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
 WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINING_STATE)  # what commands write
+CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")  # the trainer's name for a checkpoint's folder
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -28,14 +30,29 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()), key=step_of)
+    """Return the checkpoint-N folders in a folder, complete or not, sorted by step."""
+    return sorted((path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return N of a folder checkpoint-N. Raises ValueError for any other name, such as checkpoint-20-backup."""
+    match = CHECKPOINT.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{checkpoint} is not called checkpoint-N")
+    return int(match[1])
+
+
+def number_at_end(folder: Path) -> int:
+    """Return the number that a folder's name ends with, as other trainers name their checkpoints; 0 without one.
+
+    >>> number_at_end(Path("global_step_40")), number_at_end(Path("final"))
+    (40, 0)
+    """
+    digits = re.search(r"[0-9]+$", folder.name)
+    return int(digits.group()) if digits else 0
 
 
 def refuse_a_file(path: Path) -> None:
     """Raise UserError if a file stands at the path of a folder that is to be created."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, but a folder of this name is needed: move the file away")
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])

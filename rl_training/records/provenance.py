@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
-from rl_training.records.files.masking import mask_words
+from rl_training.records.files.masking import mask_arguments
 from rl_training.version import VERSION
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "vllm")
@@ -25,7 +25,7 @@ def provenance() -> dict[str, str]:
         "version": VERSION,
         "commit": _commit(Path(__file__).parent),
         "working_folder_commit": _commit(Path.cwd()),
-        "command": shlex.join([Path(sys.argv[0]).name, *mask_words(sys.argv[1:])]),
+        "command": shlex.join([Path(sys.argv[0]).name, *mask_arguments(sys.argv[1:])]),
         "host": platform.node(),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -28,7 +28,7 @@ from rl_training.job.configuration.custom_code import add_custom_code_to_path
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.shipped import CONF, conf_folders
-from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_secrets
+from rl_training.records.files.masking import mask_arguments, mask_line, secrets_in, without_secrets
 
 
 class _UserFolderFirst(SearchPathPlugin):
@@ -86,7 +86,7 @@ def _hide_secrets() -> None:
     if hydra.mode == RunMode.MULTIRUN and multirun_file.is_file():
         masked = without_secrets(OmegaConf.to_container(OmegaConf.load(multirun_file)))
         multirun_file.write_text(OmegaConf.to_yaml(OmegaConf.create(masked)), encoding="utf-8")
-    sys.argv[1:] = mask_words(sys.argv[1:])
+    sys.argv[1:] = mask_arguments(sys.argv[1:])
 
 
 @contextlib.contextmanager

@@ -30,7 +30,15 @@ from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.links import leads_out_of_its_run, refuse_links_out
 from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import without_masks, without_secrets
-from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
+from rl_training.records.folder import (
+    CHECKPOINT,
+    CONFIG_FILE,
+    EVALUATIONS,
+    TRAINING_STATE,
+    checkpoints_of,
+    number_at_end,
+    step_of,
+)
 
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
@@ -196,10 +204,10 @@ def checkpoints_by_step(paths: Sequence[Path]) -> dict[int, Path]:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Return the optimizer step of a checkpoint, from its folder's name or its trainer's state; 0 if neither has it."""
-    last = checkpoint.resolve().name.rsplit("-", 1)[-1]
-    if last.isdigit():
-        return int(last)
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    """Return the optimizer step of a checkpoint: from the name checkpoint-N, from its trainer's state, or any name."""
+    folder = checkpoint.resolve()
+    if CHECKPOINT.fullmatch(folder.name):
+        return step_of(folder)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return steps_taken(checkpoint)
-    return 0
+    return number_at_end(folder)

@@ -145,7 +145,7 @@ def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if resume in ("none", "auto"):
         return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
-    checkpoint = find_checkpoint(resume, run_dir, sharded_by)
+    checkpoint = find_checkpoint(resume, run_dir, sharded_by, or_else="start a new run without resume")
     folder = checkpoint.resolve().parent
     run = folder.parent
     if folder.name != TRAINING_STATE:

@@ -44,7 +44,7 @@ def _mended(path: Path, file: FileIO, size: int, data: bytes) -> tuple[int, byte
     last, start = _last_line(path, file, size)
     if not last:
         return size, data
-    if is_whole(last):
+    if is_json_object(last):
         return size, b"\n" + data
     file.truncate(start)
     return start, data
@@ -66,7 +66,7 @@ def _last_line(path: Path, file: FileIO, size: int) -> tuple[bytes, int]:
     return rest, start
 
 
-def is_whole(line: bytes) -> bool:
+def is_json_object(line: bytes) -> bool:
     """Return whether a last line without a line break is a whole JSON object nevertheless."""
     if not line.rstrip().endswith(b"}"):
         return False

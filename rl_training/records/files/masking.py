@@ -1,8 +1,11 @@
 """Mask tokens and passwords in everything that a command writes or prints, because folders and dashboards are shared.
 
-    without_secrets(settings)   nested settings, for records and dashboards
-    mask_words(words)           a command line
-    mask_line(text, known)      a line for people that may quote settings and their values
+    without_secrets(settings)   nested settings, for records and dashboards; each text in them through _mask_setting
+    mask_arguments(words)       a command line; each word through _mask_argument
+    mask_line(text, known)      a line for people that may quote settings and their values; through _mask_named_values
+
+A setting's text is an override KEY=VALUE (_mask_argument) or a value (_mask_value). A value that looks like a line, as
+JSON or an address does, is masked as a line, any other by its form alone. All of them end in mask_forms.
 
 Secrets are recognized by the name of the setting (secret_names.py) and by their form (secret_forms.py). Below the name
 of a secret everything is one: in nested settings, in lists, in pairs (NAME, VALUE) and in {name: NAME, value: VALUE}.
@@ -86,10 +89,10 @@ def _mask_setting(text: str) -> str:
 
     Any other text, such as a prompt, is needed unchanged.
     """
-    return mask_word(text) if SETTING.match(text) else _mask_value(text)
+    return _mask_argument(text) if SETTING.match(text) else _mask_value(text)
 
 
-def mask_word(word: str) -> str:
+def _mask_argument(word: str) -> str:
     """Return one word of a command line with its secrets masked."""
     key, equals, value = word.partition("=") if SETTING.match(word.lstrip("-")) else ("", "", word)
     if equals and is_secret(key.lstrip("+~-"), value):
@@ -98,14 +101,14 @@ def mask_word(word: str) -> str:
 
 
 def _mask_value(text: str) -> str:
-    return _mask_named(text) if LIKE_A_LINE.match(text) else mask_forms(text)
+    return _mask_named_values(text) if LIKE_A_LINE.match(text) else mask_forms(text)
 
 
-def mask_words(words: Sequence[str]) -> list[str]:
+def mask_arguments(words: Sequence[str]) -> list[str]:
     """Return a command line with its secrets masked, including those that follow a flag (--token SECRET)."""
     flagged = ["", *words][: len(words)]
     return [
-        MASK if flag.startswith("--") and "=" not in flag and is_secret(flag.lstrip("-")) else mask_word(word)
+        MASK if flag.startswith("--") and "=" not in flag and is_secret(flag.lstrip("-")) else _mask_argument(word)
         for flag, word in zip(flagged, words, strict=True)
     ]
 
@@ -114,13 +117,13 @@ def mask_line(text: str, known: Sequence[str] = ()) -> str:
     """Return a text for people with secrets masked: those in `known`, and values that follow the name of a secret."""
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    return _mask_named(text)
+    return _mask_named_values(text)
 
 
 def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the values of the secrets in a command line and an environment, for `mask_line`."""
     secrets = [value for name, value in environment.items() if is_secret(name, value) and not os.path.exists(value)]
-    for word, masked in zip(words, mask_words(words), strict=True):
+    for word, masked in zip(words, mask_arguments(words), strict=True):
         if masked == MASK:  # the value of the flag before it
             secrets.append(word)
         elif masked != word:
@@ -130,7 +133,7 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
     return [value for value in dict.fromkeys(bare) if len(value) >= MIN_SECRET_LENGTH]
 
 
-def _mask_named(text: str) -> str:
+def _mask_named_values(text: str) -> str:
     parts, done = [], 0
     for start, end in _places_of_secrets(text):
         parts += [text[done:start], MASK]

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from rl_training.errors import UserError
 from rl_training.limited_files import read_bytes
-from rl_training.records.files.append import MAX_LINE_BYTES, is_whole
+from rl_training.records.files.append import MAX_LINE_BYTES, is_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             number += len(lines)
             if len(rest) > MAX_LINE_BYTES:
                 raise UserError(f"{path}, line {number} has over {MAX_LINE_BYTES >> 20} MiB: fix or delete that line")
-        if is_whole(rest):
+        if is_json_object(rest):
             yield rest
 
 

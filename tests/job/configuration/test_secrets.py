@@ -16,7 +16,7 @@ from trl import GRPOConfig
 
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, LAUNCH, PROBE_CONFIGS
-from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_masks, without_secrets
+from rl_training.records.files.masking import mask_arguments, mask_line, secrets_in, without_masks, without_secrets
 from rl_training.records.files.secret_forms import MASK
 from rl_training.records.files.secret_names import is_secret
 
@@ -168,7 +168,7 @@ def test_a_secret_is_recognized_by_its_name_in_any_case_and_at_any_depth(name: s
         if written.upper() != name.upper().replace("_", "") or "_" in name or "-" in name or written == name:
             assert is_secret(written), written
             assert without_secrets({"a": [{"b": {written: "s"}}]}) == {"a": [{"b": {written: MASK}}]}
-            assert mask_words([f"++a.b.{written}=s", f"--{written}", "s"]) == [
+            assert mask_arguments([f"++a.b.{written}=s", f"--{written}", "s"]) == [
                 f"++a.b.{written}={MASK}",
                 f"--{written}",
                 MASK,
@@ -231,8 +231,8 @@ FORMS = {
 def test_a_secret_is_recognized_by_its_form_whatever_its_setting_is_called(text: str) -> None:
     """In settings, in a command line and in a line for people."""
     assert without_secrets({"note": [text]}) == {"note": [FORMS[text]]}
-    assert mask_words([text]) == [FORMS[text]]
-    assert mask_words([f"a.note={text}"]) == [f"a.note={FORMS[text]}"]
+    assert mask_arguments([text]) == [FORMS[text]]
+    assert mask_arguments([f"a.note={text}"]) == [f"a.note={FORMS[text]}"]
     if FORMS[text] == MASK:
         assert mask_line(f"401 for {text}") == "401 for ***"
         assert [*without_secrets({text: 1})] == [MASK]
@@ -282,7 +282,7 @@ OTHERS = (
 def test_a_name_that_only_resembles_one_is_not_masked(name: str) -> None:
     assert not is_secret(name, "text")
     assert without_secrets({name: "text", "a": {name: ["text"]}}) == {name: "text", "a": {name: ["text"]}}
-    assert mask_words([f"a.{name}=text"]) == [f"a.{name}=text"]
+    assert mask_arguments([f"a.{name}=text"]) == [f"a.{name}=text"]
 
 
 def test_special_tokens_booleans_and_null_are_never_masked() -> None:
@@ -311,13 +311,13 @@ def test_special_tokens_booleans_and_null_are_never_masked() -> None:
     ],
 )
 def test_secrets_inside_an_override_are_masked_and_the_rest_is_kept(word: str, masked: str) -> None:
-    assert mask_words([word]) == [masked]
+    assert mask_arguments([word]) == [masked]
     assert without_secrets({"run": [word]}) == {"run": [masked]}
 
 
 def test_the_word_after_a_secret_flag_is_masked_unless_the_flag_has_a_value() -> None:
-    assert mask_words(["--password", "S", "seed=1"]) == ["--password", "***", "seed=1"]
-    assert mask_words(["--password=S", "seed=1"]) == ["--password=***", "seed=1"]
+    assert mask_arguments(["--password", "S", "seed=1"]) == ["--password", "***", "seed=1"]
+    assert mask_arguments(["--password=S", "seed=1"]) == ["--password=***", "seed=1"]
 
 
 def test_a_prompt_template_in_settings_is_never_masked() -> None:
