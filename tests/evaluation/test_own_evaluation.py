@@ -16,12 +16,14 @@ from trainers import LORA, graded, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach, evaluate
+from rl_training.errors import UserError
 from rl_training.evaluation.responses import tokenize
 from rl_training.job.run.evaluation import evaluate as evaluate_command
 from rl_training.job.run.evaluation import read_evaluation
 from rl_training.job.run.own_evaluation import policy_of
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
+from rl_training.records.files.lock import locked
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -37,10 +39,20 @@ def length(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_checkpoint(
+def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives_a_damaged_checkpoint(
     make_trainer: Callable[..., Any], run: Path, tmp_path: Path
 ) -> None:
     asked = [f"run={run}", f"output={tmp_path}", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
+    refusals: list[str] = []
+
+    def start_the_command(**others: Any) -> dict[str, float]:
+        if not refusals:
+            try:
+                evaluate_command(composed("evaluate", asked[0], f"output={tmp_path / 'own'}", *asked[2:]))
+            except UserError as error:
+                refusals.append(str(error))
+        return {}
+
     assert evaluate_command(composed("evaluate", *asked)) == 1
     expected_of, task = read_evaluation(composed("evaluate", *asked)), arithmetic()
     trainer = make_trainer(
@@ -58,9 +70,12 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
             tmp_path / "own",
             given_answer=task.given_answer,
             reward_range=task.reward_range,
+            metrics={"meanwhile": start_the_command},
             fraction=0.02,
             responses_per_prompt=4,
         )
+    [refusal] = refusals
+    assert f"{tmp_path / 'own' / 'evaluations'} is being written to by" in refusal
     assert torch.equal(trained_weights(trainer), before)
     assert trainer.model.training
     expected, table = read_table(expected_of.folder), read_table(tmp_path / "own" / "evaluations" / "default")
@@ -70,7 +85,7 @@ def test_the_function_gives_the_numbers_of_the_command_and_survives_a_damaged_ch
     assert table["stderr"].fillna(-1.0).tolist() == expected["stderr"].fillna(-1.0).tolist()
 
 
-def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
+def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported_even_while_it_trains(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     def make() -> GRPOTrainer:
@@ -93,7 +108,8 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported(
         evaluate(trainer, checkpoint, folder)
 
     fresh = make()
-    table = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2).set_index("metric")
+    with locked(folder, ""):  # as a training that goes on there holds it
+        table = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2).set_index("metric")
     lines = (folder / "evaluations" / "default" / "step_1" / "responses.jsonl").read_text().splitlines()
     texts = [json.loads(line)["response"] for line in lines]
     rewards = 2.0 * np.array(graded(texts)) - 0.5 * np.array(length(texts))

@@ -23,12 +23,11 @@ from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
 from rl_training.job.objects.make import make, make_task
-from rl_training.job.run.evaluation_results import OUTPUT_HINT, Evaluation
+from rl_training.job.run.evaluation_results import Evaluation
 from rl_training.job.run.evaluation_worker import Work, merge_results
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.links import leads_out_of_its_run, refuse_links_out
-from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import (
     CHECKPOINT,
@@ -62,7 +61,7 @@ def evaluate(cfg: DictConfig) -> int:
 
 def _begin(evaluation: Evaluation, lock: contextlib.ExitStack) -> dict[int, Path]:
     """Lock the folder of evaluations until `lock` is closed, and return the checkpoints to evaluate, by step."""
-    lock.enter_context(locked(evaluation.folder.parent, OUTPUT_HINT))
+    lock.enter_context(evaluation.locked())
     return evaluation.start()
 
 

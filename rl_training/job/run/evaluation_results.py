@@ -6,6 +6,7 @@ import functools
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from rl_training.records.evaluated import (
     write_settings,
     write_step,
 )
+from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import mask_line
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER
@@ -114,6 +116,13 @@ class Evaluation:
             if result is None or result.get("errors") or result.get("fingerprint") != fingerprint(checkpoint):
                 pending[step] = checkpoint
         return pending
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Return a context that locks the folder of evaluations, which the command and Python's `evaluate` share.
+
+        The run folder's own lock belongs to its training, which may go on meanwhile.
+        """
+        return locked(self.folder.parent, OUTPUT_HINT)
 
     def start(self) -> dict[int, Path]:
         """Create the evaluation's folder, and return the checkpoints to evaluate, by step.

@@ -37,14 +37,13 @@ from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.run.evaluation import checkpoints_by_step
-from rl_training.job.run.evaluation_results import OUTPUT_HINT, Evaluation
+from rl_training.job.run.evaluation_results import Evaluation
 from rl_training.job.run.evaluation_worker import CheckpointResponses
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.options import did_you_mean
 from rl_training.records.checkpoints import find_weights_flaw
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.lock import locked
 from rl_training.records.folder import EVALUATIONS
 from rl_training.tasks.task import Task
 
@@ -114,7 +113,7 @@ def evaluate(
         run=Path(folder),
         ways_out=("name=NAME", "overwrite=True"),
     )
-    with locked(Path(folder), OUTPUT_HINT):
+    with evaluation.locked():
         pending = evaluation.start()
         with _restoring_weights(trainer.model), evaluation.progress(pending) as progress:
             reference = _initial_model(trainer.model) if evaluation.options.kl and pending else None
