@@ -4,7 +4,7 @@ folder.py        names of the files and folders
                  claim.py locks one for a training
 Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
                  checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py,
-                 json_values.py (numbers as JSON has them)
+                 json_values.py (numbers as JSON has them), hydra_text.py (texts to type for Hydra)
 Read:            frames.py (everything as pandas DataFrames: the names that this package exports), checkpoints.py
                  (finds checkpoints, and checks that they are complete)
 Shown:           report/ (the page of one run), compare/ (the page of several), workspace.py (a W&B dashboard)

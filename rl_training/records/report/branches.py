@@ -5,21 +5,19 @@ PSR (positive advantages only) comes first: docs/explanation/how_often_right.md 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
+from rl_training.records.hydra_text import quote_list, quote_value
 from rl_training.records.report.advice import as_setting
 from rl_training.records.report.effects import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import PSR, PSR_PAGE, TRL, SetUp
 
-PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
 MAX_PROPOSALS = 4
 SIGNS = {PSR, "nsr", "w_reinforce"}  # each weighs advantages by their sign: a run has at most one
 BRANCH_STEPS = 40  # steps of each branch
@@ -101,17 +99,3 @@ def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:
         elif effect.delta_h.bounds()[0] > 0:
             chosen.setdefault(text, effect)
     return [*chosen.items()][:MAX_PROPOSALS]
-
-
-def quote_list(names: Sequence[str]) -> str:
-    """Return names as a Hydra list.
-
-    >>> quote_list(["lr:0.5", "mis:0.5,2"])
-    '[lr:0.5,"mis:0.5,2"]'
-    """
-    return f"[{','.join(map(quote_value, names))}]"
-
-
-def quote_value(text: str) -> str:
-    """Return a text as a Hydra value, quoted if Hydra's grammar requires it."""
-    return text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)
