@@ -51,8 +51,8 @@ some entries of one X. Small models also hold δθ. For others it is calculated 
 and written over the previous one at the end. A step holds all X_k only if they are small, or if a probe multiplies them
 with changes of the step.
 
-Where the optimizer's step is smooth, δθ_(−l) − δθ is taken to be linear in g_(−l) − g: Adam's from its sixth step on
-(SMOOTH_STEPS in optim/adamw.py), SGD's always, Lion's never.
+Where the optimizer's step is smooth (`is_smooth` in optim/formula.py), δθ_(−l) − δθ is taken to be linear in
+g_(−l) − g.
 """
 
 from __future__ import annotations

@@ -37,6 +37,6 @@ def quote_override(key: str, text: str) -> str:
     r"""Return KEY=VALUE, quoted for the shell and for Hydra, so that the value is taken as this text.
 
     >>> quote_override("run_dir", "runs/a"), quote_override("run_dir", "my runs")
-    ('run_dir=runs/a', '\\'run_dir="my runs"\\'')
+    ('run_dir=runs/a', '\'run_dir="my runs"\'')
     """
     return shlex.quote(f"{key}={quote_value(text)}")
