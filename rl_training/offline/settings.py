@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rl_training.errors import UserError
@@ -199,6 +199,11 @@ class Settings:
     log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
+        for group in fields(self):
+            kind: Any = group.default_factory  # the group's class; conditioning is no group
+            value = getattr(self, group.name)
+            if kind is not MISSING and not isinstance(value, kind):
+                raise UserError(f"{group.name}={value} must be {kind.__name__}(…): leave it out for the defaults")
         predicts = self.first_order.enabled
         measures = self.truth.enabled
         sweep = self.sweep

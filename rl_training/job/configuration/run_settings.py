@@ -68,9 +68,13 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
 
 
 def _of_training(cfg: DictConfig) -> dict[str, Any]:
-    """Return the settings that affect training, by dotted key, as a run stores them."""
+    """Return the settings that affect training, by dotted key, as a run stores them.
+
+    `~` is expanded, only to compare: a stored one and the same one typed are the same path.
+    """
     stored = without_masks(without_secrets(unmarked(OmegaConf.to_container(cfg, resolve=True))))
-    return {key: value for key, value in flatten(stored).items() if not key.startswith(NOT_OF_TRAINING)}
+    settings = {key: value for key, value in flatten(stored).items() if not key.startswith(NOT_OF_TRAINING)}
+    return {key: with_home(key, value) for key, value in settings.items()}
 
 
 def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -230,6 +230,20 @@ def test_resuming_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_a_stored_path_and_the_same_path_typed_are_the_same_setting(tmp_path: Path, monkeypatch) -> None:
+    """Whether config.yaml has `~`, as a file of --config-dir or an older version may have left it, or the home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    typed = composed("train", "run_dir=r", "model=hub", "model.name='~/weights'")
+    normalize(typed)
+    assert typed.model.name == f"{tmp_path}/weights"
+    for stored in ("~/weights", f"{tmp_path}/weights"):
+        OmegaConf.save(OmegaConf.merge(typed, {"model": {"name": stored}}), tmp_path / "config.yaml", resolve=True)
+        refuse_other_settings(typed, tmp_path)
+    OmegaConf.save(OmegaConf.merge(typed, {"model": {"name": "~/others"}}), tmp_path / "config.yaml", resolve=True)
+    with pytest.raises(UserError, match=rf"model\.name='{tmp_path}/weights' \(was '{tmp_path}/others'\)"):
+        refuse_other_settings(typed, tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", [b"seed: [1", b"\xff\xfe", b"- 1", b""], ids=["no yaml", "no text", "a list", "empty"]
 )

@@ -61,6 +61,9 @@ def test_settings_of_an_analysis_have_the_defaults_of_its_file() -> None:
     assert defaults == {key: written[key] for key in defaults}
 
 
+GROUPS = [group.name for group in dataclasses.fields(Settings)]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -80,6 +83,8 @@ def test_settings_of_an_analysis_have_the_defaults_of_its_file() -> None:
         (lambda: SweepSettings(update_seeds=3), "sweep.update_seeds=3 must be a list: [3]"),
         (lambda: SweepSettings(update_filtered=True), "sweep.update_filtered=True must be a list: [True]"),
         (lambda: SweepSettings(update_prompts=[1]), "sweep.update_prompts=1 must be a whole number, at least 2"),
+        *((lambda group=group: Settings(**{group: None}), f"{group}=None must be ") for group in GROUPS),  # type: ignore[misc]
+        (lambda: Settings(kernel={"enabled": True}), "kernel={'enabled': True} must be KernelSettings(…)"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_of_an_analysis_made_in_python_are_checked_too(make: Callable[[], Any], said: str) -> None:
