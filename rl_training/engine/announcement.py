@@ -16,6 +16,7 @@ ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
     "autocast, lose nothing"
 )
+OF_SCORES = ". If the loss has a term besides log-probabilities and entropies, folds follow microbatches instead"
 
 
 def announcement(loop: Loop, requirements: Requirements) -> list[str]:
@@ -32,7 +33,7 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
         f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )
     if is_recomputed:
-        plan += "; these folds take a step's forward passes and backwards once more"
+        plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
     warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
@@ -47,13 +48,10 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
 def _other_warnings(loop: Loop, needs: Need) -> list[str]:
     """Return what reasons other than the folds take away: what is lost, and why."""
     formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
-    is_other_loss = Need.LOSS_CHECK in needs and not loop.is_dr_grpo
+    other_loss = loop.reasons.other_terms or (None if loop.is_dr_grpo else OTHER_LOSS.with_fix(loop.fixes.dr_grpo))
     missing = [
         ("no prediction before the step", formula_reason),
-        (
-            "no delta_reward/forward, and no split of the noise",
-            OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if is_other_loss else None,
-        ),
+        ("no delta_reward/forward, and no split of the noise", other_loss if Need.LOSS_CHECK in needs else None),
         ("no entropy gradient", ONE_RESPONSE if loop.responses_per_prompt == 1 else None),
         ("no entropy gradient", loop.reasons.sampling_mismatch),
     ]

@@ -9,7 +9,7 @@ import torch
 from rl_training.engine.copied_groups import find_copies
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import mismatch_of
+from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.engine.loop import Loop
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.requirements import Requirements
@@ -83,7 +83,7 @@ def build_step(
         step,
         reasons=dataclasses.replace(
             step.reasons,
-            one_fold=loop.one_fold_reason(open_step.probes) if batch.num_folds < 2 else None,
+            one_fold=loop.one_fold_reason(open_step.probes, reasons.other_terms) if batch.num_folds < 2 else None,
             relative_rewards=checks.relative_rewards(rollout, reasons, ranks),
         ),
     )
@@ -108,15 +108,17 @@ def _with_fold_gradients(
         is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
     """
     other_terms = step.reasons.other_terms
-    rows_reason = None if is_recomputed else step.reasons.no_whole_folds
+    rows_reason = checks.terms.skip_recomputing(passes.policy) if is_recomputed else step.reasons.no_whole_folds
     if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
         gradients, sums = fold_recorder.complete(step, passes)
         step = dataclasses.replace(step, gradients=gradients)
-        rows_reason = mismatch_of(step, passes, sums)
         if is_recomputed:
-            rows_reason = rows_reason or checks.terms.check_recomputed(step, passes)
-        elif Need.LOSS_CHECK in needs and not (rows_reason or other_terms):
-            other_terms = checks.terms.check(step, passes, sums)
+            rows_reason = checks.terms.check_recomputed(step, passes, sums)
+        else:
+            is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
+            rows_reason = gradient_mismatch(sums, is_rounded)
+            if Need.LOSS_CHECK in needs and not (rows_reason or other_terms):
+                other_terms = checks.terms.check(step, passes, sums)
     return dataclasses.replace(
         step,
         gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),

@@ -3,9 +3,10 @@
 Three comparisons, each between gradients of the same step:
 
 - `gradient_mismatch`: the step's gradient and the mean of the microbatches' gradients caught by hooks.
-- `weights_mismatch`: the step's gradient and the one recomputed from its loss weights.
-- `TermsCheck`, now and then: one fold's gradient and the one recomputed from its loss weights. It detects loss terms
-  that the loop does not report, and hooks that change gradients.
+- `TermsCheck.check_recomputed`, where folds are recomputed from the loss weights: the step's gradient and their sum.
+- `TermsCheck.check`, now and then: one fold's gradient and the one recomputed from its loss weights.
+
+`TermsCheck` detects loss terms that the loop does not report, and hooks that change gradients.
 """
 
 from __future__ import annotations
@@ -41,14 +42,6 @@ SEED = 25  # for the masks of the second recomputed gradient; any seed but train
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
 
-def mismatch_of(step: StepData, passes: Passes, sums: CaughtSums) -> Unavailable | None:
-    """Return why the step's gradient is not what its folds' gradients add up to, or None."""
-    if step.batch.has_mixed_folds:
-        return weights_mismatch(sums, passes.policy)
-    is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
-    return gradient_mismatch(sums, is_rounded)
-
-
 def gradient_mismatch(sums: CaughtSums, is_rounded: bool) -> Unavailable | None:
     """Return why the step's gradient is not the mean of its microbatches' gradients, or None.
 
@@ -60,19 +53,6 @@ def gradient_mismatch(sums: CaughtSums, is_rounded: bool) -> Unavailable | None:
         return GRADIENT_IN_PARTS
     distance = _distance(sums, SUM_TOLERANCE_ROUNDED if is_rounded else SUM_TOLERANCE)
     return None if distance is None else GRADIENT_MISMATCH.formatted(distance=distance)
-
-
-def weights_mismatch(sums: CaughtSums, policy: Policy) -> Unavailable | None:
-    """Return that the step's gradient is not the one recomputed from its loss weights, or None.
-
-    Args:
-        sums: What the recomputed gradients add up to.
-        policy: The policy that ran the passes.
-    """
-    if has_dropout(policy.model):  # the recomputed passes draw other masks
-        return None
-    distance = _distance(sums, TOLERANCE_ROUNDED if policy.scorer.training_rounding else TOLERANCE)
-    return None if distance is None else OTHER_GRADIENT.formatted(distance=distance)
 
 
 def _distance(sums: CaughtSums, tolerance: float) -> float | None:
@@ -143,16 +123,32 @@ class TermsCheck:
                 self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
         return self.reason
 
-    def check_recomputed(self, step: StepData, passes: Passes) -> Unavailable | None:
-        """Return that the gradient of this or an earlier step reveals other loss terms, or None. Collective.
+    def skip_recomputing(self, policy: Policy) -> Unavailable | None:
+        """Return the term because of which the folds of this step need not be recomputed, or None.
 
-        For steps whose folds are recomputed, under dropout; without it, `weights_mismatch` compares every step. The
-        whole step's gradient is recomputed twice, with other masks.
+        An earlier step has shown it. It may go, so it is looked for again when a comparison is due; with dropout it
+        may just be hidden then, so it is not.
         """
-        if not has_dropout(passes.policy.model):
+        if self.reason is None or (self.is_due and not has_dropout(policy.model)):
             return None
+        self.count += 1
+        return self.reason
+
+    def check_recomputed(self, step: StepData, passes: Passes, sums: CaughtSums) -> Unavailable | None:
+        """Return that the gradient of a step whose folds were recomputed reveals other loss terms, or None. Collective.
+
+        Under dropout, when a comparison is due, the whole step's gradient is recomputed twice more, with other masks.
+
+        Args:
+            step: The step.
+            passes: Recomputed its folds.
+            sums: What the recomputed gradients add up to.
+        """
         is_due, self.count = self.is_due, self.count + 1
-        if is_due:
+        tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+        if not has_dropout(passes.policy.model):
+            self.distance = _distance(sums, tolerance) or 0.0
+        elif is_due:
             layout, reduce = passes.layout, passes.ranks.reduce
             mean = [part.unsqueeze(0) for part in layout.vector(step.gradients.mean.values())]
             first = _mean_by_weights(step.batch, passes)
@@ -161,7 +157,6 @@ class TermsCheck:
                 second = _mean_by_weights(step.batch, passes)
             squares = torch.cat([dot(mean, mean), _sq_distance(mean, first), _sq_distance(second, first)])
             norm, distance, noise = reduce(squares).sqrt().tolist()
-            tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
             if distance > tolerance * norm + NOISE_FACTOR * noise:
                 self.distance = distance / norm if norm else math.inf
         return self.reason

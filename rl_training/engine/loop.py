@@ -39,12 +39,17 @@ class Loop:
         """Number of sequences in each microbatch of a full step."""
         return [self.microbatch_size] * self.microbatches
 
-    def one_fold_reason(self, probes: Sequence[Probe]) -> Unavailable:
+    def one_fold_reason(self, probes: Sequence[Probe], other_terms: Unavailable | None = None) -> Unavailable:
         """Return why a step of one fold is not enough for these probes, and what to type for more folds."""
-        return ONE_FOLD.formatted(more=self.more_folds_fix(probes))
+        return ONE_FOLD.formatted(more=self.more_folds_fix(probes, other_terms))
 
-    def more_folds_fix(self, probes: Sequence[Probe]) -> str:
-        """Return what to type to give a step that these probes measure DEFAULT_NUM_FOLDS folds."""
+    def more_folds_fix(self, probes: Sequence[Probe], other_terms: Unavailable | None = None) -> str:
+        """Return what to type to give a step that these probes measure DEFAULT_NUM_FOLDS folds.
+
+        Args:
+            probes: What measures the step.
+            other_terms: Set if the step's loss has other terms, with which folds cannot be recomputed.
+        """
         size, group_size, num_ranks, fixes = (
             self.microbatch_size,
             self.responses_per_prompt,
@@ -70,7 +75,8 @@ class Loop:
         smaller = [n for n in fitting if num_folds_of(n, local_size // n) >= DEFAULT_NUM_FOLDS]
         advice = [f"smaller microbatches, {setting(smaller[-1], local_size // smaller[-1])}"] if smaller else []
         probe = next((probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters), None)
-        if num_prompts >= DEFAULT_NUM_FOLDS and probe is not None:
+        can_recompute = not (other_terms or self.reasons.other_terms)
+        if num_prompts >= DEFAULT_NUM_FOLDS and probe is not None and can_recompute:
             num_folds = plan_prompt_folds(local_prompts, num_ranks)[-1].folds.stop
             option = fixes.num_folds_setting.format(name=probe.name, probe=type(probe).__name__, folds=num_folds)
             advice.append(f"{option}, which takes a step's forward passes and backwards once more")

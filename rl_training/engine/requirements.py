@@ -88,7 +88,8 @@ class Requirements:
         """Return the number of folds of a full step, and whether their gradients take further passes."""
         num_folds = self.plan(loop)[-1].folds.stop
         num_prompts = sum(loop.sizes) // loop.responses_per_prompt
-        can_recompute = Need.FOLD_GRADIENTS in self.needs and not loop.reasons.split_prompts and num_prompts > 0
+        wants_rows = Need.FOLD_GRADIENTS in self.needs and num_prompts > 0
+        can_recompute = wants_rows and not (loop.reasons.split_prompts or loop.reasons.other_terms)
         plan_fails = bool(self.no_whole_folds(loop))
         if can_recompute and (plan_fails or num_folds < (self.num_folds or MIN_FOLDS_STEP)):
             count = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop

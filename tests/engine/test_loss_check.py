@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -18,6 +19,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import gradient_check
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import EVERY, TermsCheck
 from rl_training.engine.loss_check import other_terms_reason
 from rl_training.entropy.changed_steps import changes_by_basis
@@ -85,6 +87,33 @@ def test_folds_are_not_recomputed_from_loss_weights_that_are_not_the_whole_loss(
     for name in ("delta_h/forward", "gns/trace_step"):
         assert first[name].code == "other_gradient"
         assert math.isfinite(second[name].value)
+
+
+def test_folds_are_not_recomputed_again_while_an_undeclared_term_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The term is looked for again at measured steps 2, 4, 8, …; under dropout it may be hidden then, so it is not."""
+    passes = []
+    recompute = FoldRecorder._recompute
+    monkeypatch.setattr(FoldRecorder, "_recompute", lambda self, *args: [passes.append(1), recompute(self, *args)])
+    for steps_with_passes, strength, forward in (([1, 2, 4], 1, plain_loop.scores_of), ([1], 100, with_dropout)):
+        passes.clear()
+        answers = loop_with(
+            lambda model, strength=strength: strength * penalty(model), forward=forward, num_folds=PROMPTS, steps=5
+        )
+        assert len(passes) == len(steps_with_passes)
+        assert {answer[name].code for answer in answers for name in ("delta_h/forward", "gns/trace_step")} == {
+            "other_gradient"
+        }
+
+
+def test_a_step_with_a_declared_term_is_not_advised_to_recompute_folds() -> None:
+    model = load_tiny()[0].float()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole_step: dict[str, int] = {"responses_per_prompt": G, "microbatch_size": PROMPTS * G, "microbatches": 1}
+    measured = measured_loop(model, optimizer, SimpleEntropyProbe(), **whole_step)
+    measured.microbatch = functools.partial(measured.microbatch, other_terms=True)  # type: ignore[method-assign]
+    (declared,) = plain_loop.train(model, optimizer, measured, 1, size=PROMPTS * G, count=1, clip=None)
+    assert declared["delta_h/forward"].code == "one_fold"
+    assert "num_folds" not in declared["delta_h/forward"].reason
 
 
 @pytest.mark.parametrize(("factor", "is_seen"), [(1.0, True), (0.01, False)])

@@ -149,8 +149,10 @@ def test_a_clipping_threshold_that_a_callback_changes_is_that_of_the_steps_formu
 
 
 @since("trl 1.7.0")
-def test_folds_of_a_loss_with_an_auxiliary_term_are_its_microbatches_whatever_number_is_requested(make_trainer) -> None:
-    """Further passes over some prompts would lack the term."""
+def test_folds_of_a_loss_with_an_auxiliary_term_are_its_microbatches_whatever_number_is_requested(
+    make_trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Further passes over some prompts would lack the term. The announcement promises no other folds."""
     _, tokenizer = load_tiny()
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | dict.fromkeys(
@@ -163,6 +165,10 @@ def test_folds_of_a_loss_with_an_auxiliary_term_are_its_microbatches_whatever_nu
     for num_folds in (None, 4):
         recorder = Recorder()
         trainer = make_trainer(probes=[SimpleEntropyProbe(num_folds=num_folds), recorder], model=experts, **settings)
+        caplog.clear()
         trainer.train()
         assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
         assert len(recorder.steps[-1].fold.unique()) == 2
+        announced = "\n".join(caplog.messages)
+        assert "measure 2 folds of whole prompts a step, from 2 microbatches" in announced
+        assert "once more" not in announced  # nor is it advised to request more folds

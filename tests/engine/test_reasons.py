@@ -191,7 +191,7 @@ SAID: dict[tuple[int, int], tuple[str, str]] = {
     ),
     (2, 32): ("8 folds of whole prompts a step, from 32 microbatches of 2", ""),
     (64, 1): (
-        "8 folds of whole prompts .*; these folds take a step's forward passes and backwards once more",
+        "8 folds of whole prompts .*; these folds take a step's forward passes and backwards once more. If the loss",
         "",
     ),
     (24, 3): ("9 folds of whole prompts .*; these folds take", ""),

@@ -11,9 +11,10 @@ from rl_training.hosts.trl import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
+from rl_training.hosts.trl.versions import of_trainer
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
-from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
+from rl_training.step.reasons import MIXED_PROMPTS, OTHER_TERMS, REUSED, SPLIT_PROMPTS, Reasons
 
 
 def loop_of(
@@ -52,6 +53,7 @@ def loop_of(
             reused=REUSED.with_fix(fixes.no_reuse) if args.num_iterations > 1 else None,
             sampling_mismatch=sampling_reason(trainer),
             no_fresh_responses=fresh_responses_reason(trainer),
+            other_terms=OTHER_TERMS if of_trainer(trainer, "aux_loss_enabled") else None,
         ),
         fixes=fixes,
     )
