@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn, optim
 
 from rl_training.engine.loop import Loop
+from rl_training.records.made_by import LOOP, MADE_BY
 
 # Settings of a parameter group that affect a step, in any optimizer that has them.
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
@@ -16,6 +17,7 @@ def settings_of_loop(loop: Loop) -> dict[str, Any]:
     """Return the settings that affect a training loop and that the engine knows, by name."""
     scorer = loop.policy.scorer
     return {
+        MADE_BY: LOOP,
         "responses_per_prompt": loop.responses_per_prompt,
         "batch": {
             "sequences_per_step": loop.ranks.count * sum(loop.sizes),

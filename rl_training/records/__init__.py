@@ -2,7 +2,8 @@
 
 folder.py        names of the files and folders
                  claim.py locks one for a training
-Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
+Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, made_by.py (what made the
+                 run), provenance.py, failure.py,
                  checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py,
                  json_values.py (numbers as JSON has them), hydra_text.py (texts to type for Hydra)
 Read:            frames.py (everything as pandas DataFrames: the names that this package exports), checkpoints.py

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_training.limited_files import read_text
-from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import FolderInUse, locked
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records
+from rl_training.records.made_by import is_of_attached_run
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,4 @@
-"""config.yaml: the settings of a run. Only this module writes it.
-
-An attached run has one too. Its trainer was built by the user's own script, so these settings can be read and compared,
-but no trainer can be built from them.
-"""
+"""config.yaml: the settings of a run, a job's or an attached one's (made_by.py). Only this module writes it."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ import yaml
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.jsonl import MAKE_ROOM
-
-FIRST_LINE = "# Settings of a training that rl_training.attach has measured: the trainer was made by a script.\n"
 
 
 class _Plain(yaml.SafeDumper):
@@ -37,22 +31,12 @@ class _Plain(yaml.SafeDumper):
 _Plain.add_representer(str, _Plain.represent_str)
 
 
-def write_config(folder: Path, settings: Mapping[str, Any], first_line: str = "", fix: str = MAKE_ROOM) -> None:
+def write_config(folder: Path, settings: Mapping[str, Any], fix: str = MAKE_ROOM) -> None:
     """Write the settings of a run into its folder, atomically.
 
     Args:
         settings: Plain YAML values, with secrets already masked.
-        first_line: A comment for the top of the file. FIRST_LINE marks an attached run.
         fix: What the error tells the user to do if the file cannot be written.
     """
     text = yaml.dump(settings, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
-    write_atomically({folder / CONFIG_FILE: (first_line + text).encode()}, fix)
-
-
-def is_of_attached_run(folder: Path) -> bool:
-    """Return whether the config.yaml in a folder belongs to an attached run."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.readline(len(FIRST_LINE) + 1) == FIRST_LINE.encode()
+    write_atomically({folder / CONFIG_FILE: text.encode()}, fix)

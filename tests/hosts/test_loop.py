@@ -151,6 +151,8 @@ def test_attach_and_the_plain_loop_give_the_same_estimates(
 
     loop = new_loop(probes(), model=of_trl.model, records=Records(tmp_path / "loop"), dr_grpo=True)
     trained(*loop, forward=trl_scores)
+    for name, maker in (("attach", "trl"), ("loop", "loop")):
+        assert json.loads((tmp_path / name / "settings.json").read_text())["made_by"] == maker
     exact = off_from(tmp_path / "attach", tmp_path / "loop")
     unknown = unknown_to_a_loop(tmp_path / "loop")
     reasons = [

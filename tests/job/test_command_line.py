@@ -390,7 +390,9 @@ def test_only_one_of_two_concurrent_runs_in_a_folder_trains(tmp_path: Path) -> N
     said = (f"run_dir={tmp_path / 'run'} already holds a run", f"{tmp_path / 'run'} is being written to by process ")
     assert refused.lines[-1].removeprefix("error: ").startswith(said)
     seed = both.index(refused) % 2 * -1 + 2  # the other run's seed
-    assert f"seed: {seed}" in (tmp_path / "run" / "config.yaml").read_text()
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert config.startswith("made_by: job\n")
+    assert f"seed: {seed}" in config
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, and of which step."""
+"""Which folders are checkpoints, and of which step; and which hold an attached run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_training.job.run.evaluation import checkpoints_by_step
+from rl_training.records.claim import holds_run
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.jsonl import LOGS_FOLDER, Records
+from rl_training.records.made_by import is_of_attached_run
 from rl_training.records.report.series import read_run
 
 
@@ -38,3 +41,20 @@ def test_the_step_of_evaluated_weights_is_in_the_name_checkpoint_n_or_their_stat
     assert steps == {"checkpoint-7": 7, "epoch-1": 20}
     assert list(checkpoints_by_step([tmp_path / "global_step_40", tmp_path / "final"])) == [0, 40]
     assert list(checkpoints_by_step([tmp_path / "checkpoint-²"])) == [0]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "logs/settings.json"])
+def test_an_attached_run_is_known_by_its_settings_however_they_are_written_down(tmp_path: Path, name: str) -> None:
+    """An attached run's config.yaml alone does not make its folder another training's; a job's does."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    dump = json.dumps if name.endswith("json") else yaml.safe_dump
+    path.write_text("# edited by hand\n" * name.endswith("yaml") + dump({"a": 1, "made_by": "trl"}))
+    assert is_of_attached_run(tmp_path)
+    assert not holds_run(tmp_path)
+    for damaged in ({"made_by": "job"}, {"made_by": ["trl"]}, {}):
+        path.write_text(dump(damaged))
+        assert not is_of_attached_run(tmp_path)
+        assert holds_run(tmp_path) == name.endswith("yaml")
+    path.write_text("made_by: trl\n&a [1")
+    assert not is_of_attached_run(tmp_path)

@@ -10,9 +10,10 @@ import numpy as np
 
 from rl_training import Estimate
 from rl_training.records.jsonl import Records
+from rl_training.records.made_by import MADE_BY, TRL
 
 Curve = Callable[[int], float]
-SETTINGS: dict[str, Any] = {"sequences_per_step": 128, "trainer": {
+SETTINGS: dict[str, Any] = {MADE_BY: TRL, "sequences_per_step": 128, "trainer": {
     "class": "GRPOTrainer", "num_generations": 8, "learning_rate": 1e-4, "max_completion_length": 64,
     "gradient_accumulation_steps": 8, "max_grad_norm": 1.0,
 }}  # fmt: skip

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import claim_folder
-from rl_training.records.config import FIRST_LINE, write_config
+from rl_training.records.config import write_config
 from rl_training.records.folder import LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
 from rl_training.records.json_values import plain_settings
 
@@ -65,7 +65,7 @@ class AttachedRun(RunFolder):
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write config.yaml, with secrets masked."""
-        write_config(self.folder, plain_settings(settings), FIRST_LINE)
+        write_config(self.folder, plain_settings(settings))
 
     def end(self, how: str) -> str:
         """Write the report on the main process, and unlock the folder.

@@ -16,6 +16,7 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.recorded_settings import settings_of_model, settings_of_optimizer
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import dtype_name
+from rl_training.records.made_by import MADE_BY, TRL
 
 # Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
 NOT_OF_TRAINING = (
@@ -38,6 +39,7 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     return {
+        MADE_BY: TRL,
         "seed": args.seed,
         "batch": {"sequences_per_step": step, "processes": processes},
         "trainer": {"class": type(trainer).__name__, **fields},

@@ -38,6 +38,7 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
+from rl_training.records.made_by import MADE_BY, VERL
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
@@ -88,7 +89,7 @@ class Measurement:
             self._steps = states[self.name]
         records = Records(settings["folder"], settings["rollouts_every"])
         if loop.ranks.number == 0:
-            records.start(after_step=self._steps, settings={**settings_of_loop(loop), "loop": "verl"})
+            records.start(after_step=self._steps, settings={**settings_of_loop(loop), MADE_BY: VERL})
         self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
         self.driver.start(loop, states)
         self._writer.begin()

@@ -18,6 +18,7 @@ from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
+from rl_training.records.made_by import JOB, MADE_BY
 
 BRANCH_OWN_KEYS = ("run_dir", "resume", "branch", "additional_steps")  # that a branch does not take from its run
 UNCHANGEABLE_PREFIXES = ("model.", "adapter.", "data.", "trainer.optim")  # of settings that a branch must not change
@@ -68,11 +69,11 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
 
 
 def _of_training(cfg: DictConfig) -> dict[str, Any]:
-    """Return the settings that affect training, by dotted key, as a run stores them.
+    """Return the settings that affect training, by dotted key, as a run stores them; those of a command are a job's.
 
     `~` is expanded, only to compare: a stored one and the same one typed are the same path.
     """
-    stored = without_masks(without_secrets(unmarked(OmegaConf.to_container(cfg, resolve=True))))
+    stored = {MADE_BY: JOB} | without_masks(without_secrets(unmarked(OmegaConf.to_container(cfg, resolve=True))))
     settings = {key: value for key, value in flatten(stored).items() if not key.startswith(NOT_OF_TRAINING)}
     return {key: with_home(key, value) for key, value in settings.items()}
 
@@ -94,7 +95,8 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     checkpoint = _branch_checkpoint(cfg.branch)
     config_file = checkpoint.parents[1] / CONFIG_FILE
     stored = load_settings(config_file)
-    stored.pop(PROVENANCE, None)
+    for name in (PROVENANCE, MADE_BY):  # those of a branch are its own
+        stored.pop(name, None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")

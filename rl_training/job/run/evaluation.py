@@ -26,7 +26,6 @@ from rl_training.job.objects.make import make, make_task
 from rl_training.job.run.evaluation_results import Evaluation
 from rl_training.job.run.evaluation_worker import Work, merge_results
 from rl_training.records.checkpoints import steps_taken
-from rl_training.records.config import is_of_attached_run
 from rl_training.records.files.links import leads_out_of_its_run, refuse_links_out
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import (
@@ -38,6 +37,7 @@ from rl_training.records.folder import (
     number_at_end,
     step_of,
 )
+from rl_training.records.made_by import is_of_attached_run
 
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 

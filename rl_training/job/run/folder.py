@@ -35,6 +35,7 @@ from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.stored_yaml import holds_settings
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.made_by import JOB, MADE_BY
 
 logger = logging.get_logger(__name__)
 
@@ -174,6 +175,7 @@ def save_config(config: dict[str, Any], run_dir: Path, is_resumed: bool) -> None
     def save() -> None:
         if (run_dir / CONFIG_FILE).exists() and not is_resumed:  # cannot change after this: the folder is locked
             raise UserError(RUN_EXISTS.format(run_dir))
-        write_config(run_dir, escape_interpolations(config), fix="make room, or choose another run_dir")
+        settings = {MADE_BY: JOB} | escape_interpolations(config)
+        write_config(run_dir, settings, fix="make room, or choose another run_dir")
 
     on_main_process(save)

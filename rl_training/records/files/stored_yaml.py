@@ -7,6 +7,7 @@ none of these.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,6 +35,23 @@ def plain_yaml(path: Path) -> str:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): fix or delete it") from error
     return text
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a file of plain YAML; {} if there is no file or no mapping in it.
+
+    Raises:
+        UserError: If the file cannot be read, or is not plain; names it.
+    """
+    if not path.is_file():
+        return {}
+    text = plain_yaml(path)
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not YAML, or a date that does not exist
+        where = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read ({where}): fix or delete it") from error
+    return content if isinstance(content, dict) else {}
 
 
 def holds_settings(path: Path) -> bool:

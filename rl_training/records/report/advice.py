@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rl_training.records.folder import checkpoints_of, step_of
+from rl_training.records.made_by import JOB, TRL
 from rl_training.records.report import findings
 from rl_training.records.report.effects import Effect, effects_of, halving, keeping
 from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import JOB, PSR, TRL, SetUp
+from rl_training.records.report.set_up import PSR, SetUp
 from rl_training.records.report.standing_out.line import (
     BONUS,
     CUT_OFF,

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.hydra_text import quote_list, quote_value
+from rl_training.records.made_by import TRL
 from rl_training.records.report.advice import as_setting
 from rl_training.records.report.effects import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import PSR, PSR_PAGE, TRL, SetUp
+from rl_training.records.report.set_up import PSR, PSR_PAGE, SetUp
 
 MAX_PROPOSALS = 4
 SIGNS = {PSR, "nsr", "w_reinforce"}  # each weighs advantages by their sign: a run has at most one

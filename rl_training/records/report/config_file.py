@@ -7,10 +7,9 @@ from typing import Any
 
 import yaml
 
-from rl_training.errors import UserError
 from rl_training.limited_files import read_text
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.stored_yaml import plain_yaml
+from rl_training.records.files.stored_yaml import read_mapping
 from rl_training.records.folder import CONFIG_FILE
 
 
@@ -19,7 +18,7 @@ def read_config(folder: Path) -> str | None:
     config = folder / CONFIG_FILE
     if not config.is_file():
         return None
-    settings = _settings_with_secrets(folder)
+    settings = read_mapping(config)
     masked = without_secrets(settings)
     as_it_stands = read_text(config)
     return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
@@ -31,17 +30,4 @@ def settings_in(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: If it cannot be read.
     """
-    return without_secrets(_settings_with_secrets(folder))
-
-
-def _settings_with_secrets(folder: Path) -> dict[str, Any]:
-    config = folder / CONFIG_FILE
-    if not config.is_file():
-        return {}
-    text = plain_yaml(config)
-    try:
-        settings = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not YAML, or a date that does not exist
-        where = " ".join(str(error).split())
-        raise UserError(f"{config} cannot be read ({where}): fix or delete it") from error
-    return settings if isinstance(settings, dict) else {}
+    return without_secrets(read_mapping(folder / CONFIG_FILE))

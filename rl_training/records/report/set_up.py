@@ -9,13 +9,9 @@ from typing import Any
 
 from rl_training.kl_share import AUTO, AUTO_SHARE, MAX_SHARE
 from rl_training.records.jsonl import read_settings
+from rl_training.records.made_by import JOB, TRL, VERL, made_by
 from rl_training.records.report.series import Run
 
-# What made a run:
-JOB = "job"  # rl-training train
-TRL = "trl"  # a TRL trainer with attached probes
-VERL = "verl"
-LOOP = "loop"  # any other
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL_NAMES = {  # by field of GRPOConfig
     "learning_rate": f"{ACTOR}.optim.lr", "weight_decay": f"{ACTOR}.optim.weight_decay",
@@ -34,7 +30,7 @@ class SetUp:
     """The settings of a run, whichever trainer made it.
 
     Args:
-        kind: JOB, TRL, VERL or LOOP.
+        kind: What made the run: JOB, TRL, VERL or LOOP.
         settings: All recorded settings.
         share: The KL that the steps are bounded to, as a share of entropy; nan if they are not bounded.
         aimed_at: The largest such share that the schedule of the rate has made of it; nan if that is unknown.
@@ -48,10 +44,7 @@ class SetUp:
     @classmethod
     def of(cls, run: Run) -> SetUp:
         settings = run.settings or read_settings(run.folder)
-        fields, share, aimed_at = settings.get("trainer"), *_bound_of(run, settings)
-        if not isinstance(fields, dict):
-            return cls(VERL if settings.get("loop") == "verl" else LOOP, settings, share, aimed_at)
-        return cls(TRL if "class" in fields else JOB, settings, share, aimed_at)  # a job's trainer has a _target_
+        return cls(made_by(settings), settings, *_bound_of(run, settings))
 
     def trainer(self, name: str, default: Any = None) -> Any:
         """Return a field of GRPOConfig; `default` if it is None or not recorded."""

@@ -35,6 +35,7 @@ from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.files.lock import locked
 from rl_training.records.jsonl import read_estimates, read_metrics
+from rl_training.records.made_by import is_of_attached_run
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
 EIGHT = PLAIN | {"gradient_accumulation_steps": 8}
@@ -431,6 +432,7 @@ def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(m
     probes.append(Own(layers=[0, ("first", None)], hooks=["first", [object()]]))
     with attach(trainer, tmp_path / "run", probes):
         trainer.train()
+    assert is_of_attached_run(tmp_path / "run")
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["probes"]
     assert settings["interventions"]["which"] == which
     assert settings["simple"]["rows_dtype"] == "float32"

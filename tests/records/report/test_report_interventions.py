@@ -76,7 +76,7 @@ def record(
     records.write_metrics(11, {"reward": 0.5, "entropy": 0.5})
     records.write_estimates(11, 1, "interventions", measured | {"delta_h/forward": forward})
     texts = ["lr", "bonus:0.02", "my.py:softer:0.5", "psr"]
-    config = {"probes": {"interventions": {"which": texts, "decay": 0.99, "every": 10}}, **config}
+    config = {"made_by": "job", "probes": {"interventions": {"which": texts, "decay": 0.99, "every": 10}}, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     for step in (9, 20, 100):
         (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
@@ -257,15 +257,17 @@ def test_the_plane_shows_effects_as_they_act_when_kept_beside_what_plain_steps_e
 def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_from_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    trainer = {"class": "GRPOTrainer", "output_dir": "out", "learning_rate": 1e-5}
+    trainer = {"output_dir": "out", "learning_rate": 1e-5}
     only_lr = {"lr": MEASURED["lr"]}
-    lines = told(record(tmp_path / "run", which=only_lr, trainer=trainer)).commands
+    lines = told(record(tmp_path / "run", which=only_lr, made_by="trl", trainer=trainer)).commands
     compile("\n".join(lines[:-1]), "lines", "exec")
     assert lines.count('    trainer.train(resume_from_checkpoint="out/checkpoint-N")') == 3
     assert "PositiveOnly(GRPOTrainer)" in lines[4]
     assert "ScaleLearningRate(0.5)" in lines[7]  # GRPOConfig's rate would not act on a resumed trainer
     assert "class ScaleLearningRate(TrainerCallback)" in (ROOT / PSR_PAGE).read_text(encoding="utf-8")
-    unsaved = told(record(tmp_path / "unsaved", which=only_lr, trainer=trainer | {"save_strategy": "no"})).commands
+    unsaved = told(
+        record(tmp_path / "unsaved", which=only_lr, made_by="trl", trainer=trainer | {"save_strategy": "no"})
+    ).commands
     assert "this run has saved none" in unsaved[0]
     folders = [f"{tmp_path}/run_{name}" for name in ("plain", "psr", "lr_0.5")]
     assert shlex.split(lines[-1]) == ["rl-training", "report", *folders]

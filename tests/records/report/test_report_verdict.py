@@ -608,6 +608,8 @@ def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
 
 def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
     log_run(tmp_path, **LOSING)
-    (tmp_path / "config.yaml").write_text("trainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n")
+    (tmp_path / "config.yaml").write_text(
+        "made_by: job\ntrainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n"
+    )
     first = PSR_FIRST.format(how="intervention=psr")
     assert opening(read_run(tmp_path)).advice == f"{first} To measure others: probe=[simple,interventions]."

@@ -325,12 +325,14 @@ def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) 
     assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
     assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
     assert attached.prompts == 16
-    config = "trainer: {num_generations: 8, class: GRPOTrainer}\nmodel: {trained_parameters: 48}\n"
+    config = "made_by: trl\ntrainer: {num_generations: 8}\nmodel: {trained_parameters: 48}\n"
     (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{config}")  # as attach writes it
     in_a_folder = SetUp.of(read_run(tmp_path))
     assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
-    (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
-    verl = SetUp("verl", {"loop": "verl", "optimizer": {"lr": 1e-5}})
+    (tmp_path / "config.yaml").write_text(
+        "made_by: job\nbatch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n"
+    )
+    verl = SetUp("verl", {"optimizer": {"lr": 1e-5}})
     assert verl.line(beta=0.1) == "actor_rollout_ref.actor.kl_loss_coef=0.1"
     assert verl.bounded_step() == "actor_rollout_ref.actor.optim.lr=3e-06"
     job = SetUp.of(read_run(tmp_path))
