@@ -8,34 +8,33 @@ import os
 import sys
 from collections.abc import Iterator
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.groups import OF_EVALUATION
+from rl_training.job.configuration.loggers import add_all_loggers
 from rl_training.job.configuration.overrides import (
     is_of_run,
-    key_of,
-    parse_overrides,
+    refuse_several_options,
+    root_key,
     settings_of_analyses,
-    sweep_folder,
-    with_all_loggers,
 )
 from rl_training.job.configuration.run_settings import resolve_branch
-from rl_training.records.files.masking import mask_arguments
+from rl_training.job.configuration.sweep import sweep_folder, swept_overrides
 
 
 def train() -> None:
     """Train with GRPO and probes, and write the report."""
-    is_branch = any(key_of(word) == "branch" for word in sys.argv[1:])  # a branch takes its settings from its run
-    run_composed("train", _train, lambda word: not is_branch and key_of(word) != "trainer")
+    is_branch = any(root_key(word) == "branch" for word in sys.argv[1:])  # a branch takes its settings from its run
+    run_composed("train", _train, lambda word: not is_branch and root_key(word) != "trainer")
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
-    cfg = with_all_loggers(resolve_branch(cfg, overrides), overrides)
-    cfg.run_dir = sweep_folder(str(cfg.run_dir), overrides, _swept(overrides))
+    cfg = resolve_branch(cfg, overrides)
+    refuse_several_options(overrides)
+    add_all_loggers(cfg, overrides)
+    cfg.run_dir = sweep_folder(str(cfg.run_dir), overrides, swept_overrides(overrides))
     check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
     with fast_imports():
         from rl_training.job.run.training import build_run
@@ -46,15 +45,6 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
     run.end()
 
 
-def _swept(overrides: list[str]) -> list[str]:
-    """Return this job's values of the settings that the command sweeps over (-m), secrets masked; [] without -m."""
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
-        return []
-    typed = [word for word in sys.argv[1:] if key_of(word)]
-    keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()}
-    return mask_arguments([word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in keys])
-
-
 def analyze() -> None:
     """Analyze checkpoints: predict and measure what the next step of each does to entropy."""
     run_composed("offline", _analyze, lambda word: not is_of_run(word))
@@ -63,8 +53,9 @@ def analyze() -> None:
 def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = OmegaConf.masked_copy(cfg, list(settings_of_analyses().keys() & cfg.keys()))
     cfg.run = [*cfg.run, *filter(is_of_run, overrides)]
-    if "name" not in map(key_of, overrides):  # in a sweep, all jobs would write into one folder otherwise
-        cfg.name = ",".join([cfg.name, *(word for word in _swept(overrides) if key_of(word) != "checkpoint")])
+    if "name" not in map(root_key, overrides):  # in a sweep, all jobs would write into one folder otherwise
+        swept = [word for word in swept_overrides(overrides) if root_key(word) != "checkpoint"]
+        cfg.name = ",".join([cfg.name, *swept])
     check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
     with fast_imports():
         from rl_training.job.run.analysis import analyze_checkpoints
@@ -75,7 +66,7 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
 def evaluate() -> None:
     """Evaluate the checkpoints of a run."""
     # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
-    run_composed("evaluate", _evaluate, lambda word: key_of(word) not in (*OF_EVALUATION, "metrics"))
+    run_composed("evaluate", _evaluate, lambda word: root_key(word) not in (*OF_EVALUATION, "metrics"))
 
 
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:

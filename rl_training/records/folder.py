@@ -9,6 +9,8 @@ from rl_training.errors import UserError
 
 CONFIG_FILE = "config.yaml"  # every setting, and the run's provenance
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and the local files of dashboards
+WANDB_FOLDER = f"{LOGS_FOLDER}/wandb"
+TENSORBOARD_FOLDER = f"{LOGS_FOLDER}/tensorboard"
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"  # the page of one run, in REPORT_FOLDER
 OFFLINE = "offline"  # analyses of checkpoints

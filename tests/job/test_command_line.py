@@ -179,7 +179,7 @@ def test_the_error_line_includes_the_notes_of_the_exception() -> None:
     "mistake",
     [
         "import rl_training; rl_training.Estimate(float('nan'))",  # a ValueError raised by the package
-        "from rl_training.job.configuration.overrides import key_of; key_of(5)",
+        "from rl_training.job.configuration.overrides import root_key; root_key(5)",
     ],
 )
 def test_a_bug_of_the_package_is_not_reported_as_the_users_mistake(tmp_path: Path, mistake: str) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,12 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import PATH_KEYS, folder_name, with_home
+from rl_training.job.configuration.overrides import PATH_KEYS, with_home
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.values import check_allowed, check_kinds, quote_override
-from rl_training.offline.settings import Settings, check_name
+from rl_training.job.configuration.sweep import analysis_folder_name
+from rl_training.job.configuration.values import check_allowed, check_kinds
+from rl_training.offline.settings import Settings
 from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
+from rl_training.records.hydra_text import quote_override
 
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
@@ -92,9 +96,9 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 @functools.cache
-def ranges(command: str) -> dict[str, Any]:
+def ranges(command: str) -> Mapping[str, Any]:
     """Return the allowed type and range of a command's settings, by key, from ranges.yaml."""
-    return load_plain(Path(__file__).with_name("ranges.yaml"))[command]
+    return MappingProxyType(load_plain(Path(__file__).with_name("ranges.yaml"))[command])
 
 
 def check_values(cfg: DictConfig, command: str) -> None:
@@ -213,16 +217,6 @@ def check_analysis(cfg: DictConfig) -> Settings:
     analysis_folder_name(str(values["name"]))
     makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
     return Settings(**{key: values[key] if make is MISSING else make(**values[key]) for key, make in makers.items()})
-
-
-def analysis_folder_name(name: str) -> str:
-    """Return the folder for an analysis of this name, or raise UserError if it is not a valid folder name.
-
-    Text after a comma names a sweep job by its settings, which may hold what no folder name can: see `folder_name`.
-    """
-    typed, comma, swept = name.partition(",")
-    check_name(typed)
-    return f"{typed}{comma}{folder_name(swept)}"
 
 
 def check_evaluation(cfg: DictConfig) -> None:

@@ -13,8 +13,8 @@ from rl_training.job.configuration.checks import choose_probes
 from rl_training.job.configuration.groups import KEY_OF
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
-from rl_training.job.configuration.values import quote_override
 from rl_training.options import did_you_mean
+from rl_training.records.hydra_text import quote_override
 
 
 def explain(error: Exception, name: str) -> str:

@@ -25,7 +25,7 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name in node for key, value in flatten(node[name], f"{prefix}{name}.").items()}
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Name the settings that differ, each with both values; "" if none differ."""
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)

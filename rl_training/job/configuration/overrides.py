@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from hydra import compose
@@ -23,12 +23,9 @@ from rl_training.options import did_you_mean
 # Settings of all commands that are a path, or a list of paths.
 PATH_KEYS = ("run_dir", "resume", "branch", "data.path", "model.name", "model.folder", "run", "checkpoint",
              "checkpoints", "output", "runs_dir", "log.directory")  # fmt: skip
-INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
-SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
-OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
 
 
-def key_of(word: str) -> str:
+def root_key(word: str) -> str:
     """Return the first part of an override's key: "trainer" for ++trainer.max_steps=3, "" for --help."""
     return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
 
@@ -39,7 +36,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 def force_add(word: str) -> str:
     """Prefix KEY=VALUE with ++, so that Hydra accepts settings missing from conf/. Keep GROUP=OPTION unchanged."""
-    is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
+    is_plain = root_key(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
     return f"++{word}" if is_plain else word
 
 
@@ -58,48 +55,13 @@ def with_home(key: str, value: Any) -> Any:
 
 def is_of_run(word: str) -> bool:
     """Return whether an override of an analysis is meant for its run: conf/offline.yaml does not define its key."""
-    return key_of(word) not in {*settings_of_analyses(), "hydra", ""}
+    return root_key(word) not in {*settings_of_analyses(), "hydra", ""}
 
 
 @functools.cache
-def settings_of_analyses() -> dict[str, Any]:
-    """Return the content of conf/offline.yaml, which nobody must change."""
-    return load_plain(CONF / "offline.yaml")
-
-
-def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """Return the run folder of a sweep's job: with the values that the command sweeps over in its name.
-
-    The folder as it is, if it depends on them already: the command sweeps over run_dir, or run_dir=… refers to
-    settings. A folder that is typed without that holds the jobs' folders.
-
-    Args:
-        run_dir: The folder that the settings name, without the sweep's values.
-        overrides: The job's overrides.
-        swept: Those that the command sweeps over; [] outside of a sweep.
-
-    >>> sweep_folder("runs/lr", ["run_dir=runs/lr", "trainer.learning_rate=0.1"], ["trainer.learning_rate=0.1"])
-    'runs/lr/learning_rate=0.1'
-    >>> sweep_folder("runs/run_12-00_seed_0", ["data=gsm8k"], ["data=gsm8k"])
-    'runs/run_12-00_seed_0,data=gsm8k'
-    """
-    typed = [word for word in overrides if key_of(word) == "run_dir"]
-    if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
-        return run_dir
-    values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
-    name = folder_name(",".join(values))
-    return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
-
-
-def folder_name(values: str) -> str:
-    """Return the part of a folder's name for values, with a digest if more than quotes and brackets had to be removed.
-
-    >>> folder_name("layers=[1,2]"), folder_name("path=/a/b")
-    ('layers=1,2', 'path=ab,3927b1')
-    """
-    name = INVALID_IN_FOLDER_NAME.sub("", values)
-    is_whole = INVALID_IN_FOLDER_NAME.search(SYNTAX.sub("", values)) is None
-    return name if is_whole else f"{name},{hashlib.sha256(values.encode()).hexdigest()[:6]}"
+def settings_of_analyses() -> Mapping[str, Any]:
+    """Return the content of conf/offline.yaml."""
+    return MappingProxyType(load_plain(CONF / "offline.yaml"))
 
 
 def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:
@@ -144,22 +106,12 @@ def _apply_options(settings: DictConfig, group: str, names: Sequence[str]) -> No
         settings.merge_with(chosen)
 
 
-def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return settings with the dashboards of all options in 'logger=[wandb,tensorboard]'. Hydra keeps those of one.
-
-    Args:
-        overrides: The overrides as typed.
-
-    Raises:
-        UserError: If several options are given for a group that takes exactly one.
-    """
-    typed = {change.key_or_group: cast("Any", change.value()) for change in parse_overrides(overrides)}
-    for group in SINGLE_OPTION:
-        if isinstance(typed.get(group), list) and len(typed[group]) > 1:
-            raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: only one is possible, give {group}=NAME")
-    names = typed.get("logger")
-    if isinstance(names, list) and "trainer.report_to" not in typed:
-        options = [compose(f"logger/{name}") for name in names]
-        chosen = [library for option in options for library in option.trainer.report_to]
-        OmegaConf.update(cfg, "trainer.report_to", [*dict.fromkeys(chosen)], merge=False)
-    return cfg
+def refuse_several_options(overrides: Sequence[str]) -> None:
+    """Raise UserError if several options are given for a group that takes exactly one: 'adapter=[lora,none]'."""
+    for change in parse_overrides(overrides):
+        options = cast("Any", change.value())
+        if change.key_or_group in SINGLE_OPTION and isinstance(options, list) and len(options) > 1:
+            raise UserError(
+                f"{change.key_or_group}=[{','.join(map(str, options))}]: only one is possible, give "
+                f"{change.key_or_group}=NAME"
+            )

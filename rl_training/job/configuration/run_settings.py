@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize, read_numbers
 from rl_training.job.configuration.groups import REQUIRED_KEYS, TRAINER_KEYS
-from rl_training.job.configuration.nested import differences, flatten
-from rl_training.job.configuration.overrides import force_add, key_of, with_home, with_overrides
+from rl_training.job.configuration.nested import describe_differences, flatten
+from rl_training.job.configuration.overrides import force_add, root_key, with_home, with_overrides
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
@@ -37,7 +37,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     """
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not config_file.is_file():
-        missing = [f"{group}=…" for group in ("model", "data") if group not in {key_of(word) for word in changes}]
+        missing = [f"{group}=…" for group in ("model", "data") if group not in {root_key(word) for word in changes}]
         if missing:
             raise UserError(
                 f"{checkpoint} is not in a run (there is no {config_file}): give {' '.join(missing)}, and "
@@ -61,7 +61,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     config_file = run_dir / CONFIG_FILE
     if not config_file.is_file():
         return
-    if changed := differences(_of_training(load_settings(config_file)), _of_training(cfg)):
+    if changed := describe_differences(_of_training(load_settings(config_file)), _of_training(cfg)):
         raise UserError(
             f"resume: {run_dir} was started with other settings: {changed}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
@@ -98,10 +98,10 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for name in (PROVENANCE, MADE_BY):  # those of a branch are its own
         stored.pop(name, None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
-    changes = [word for word in overrides if key_of(word) not in BRANCH_OWN_KEYS]
+    changes = [word for word in overrides if root_key(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
     read_numbers(settings)
-    if changed := differences(_unchangeable(stored), _unchangeable(settings)):
+    if changed := describe_differences(_unchangeable(stored), _unchangeable(settings)):
         raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
@@ -149,4 +149,4 @@ def prompt_order_changes(cfg: DictConfig) -> str:
     before, now = (
         {key: settings[key] for key in PROMPT_ORDER_KEYS if key in settings} for settings in (stored, flatten(cfg))
     )
-    return differences(before, now)
+    return describe_differences(before, now)

@@ -32,6 +32,7 @@ from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks
 from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.hydra_text import quote_value
 
 MARK = "not named on this command line: "  # prefix of a stored value that counts only if it is typed again
 PROVENANCE = "provenance"  # no objects are made from it, so the command line in it may contain any text
@@ -93,7 +94,8 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
             typed = f"{dotted_key(keys)}={named}"
             if isinstance(keys[-1], int):  # an element of a list, which must be typed whole
                 within = unmarked(functools.reduce(operator.getitem, keys[:-1], plain))
-                typed = f"{dotted_key(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
+                texts = [quote_value(name) if isinstance(name, str) else json.dumps(name) for name in within]
+                typed = f"{dotted_key(keys[:-1])}=[{','.join(texts)}]"
             raise UserError(
                 f"{dotted_key(keys)}={named} is in the settings of the run, and would run code or send data somewhere. "
                 f"If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"

@@ -1,4 +1,4 @@
-"""Checks single values of a configuration against their type and range, and quotes them for the command line.
+"""Checks single values of a configuration against their type and range.
 
 Each error is one line that names key, value and fix.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,15 +73,3 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
         raise UserError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
     elif not math.isfinite(value):
         raise UserError(f"{key}={value} must be finite{hint}")
-
-
-def quote_override(key: str, value: str) -> str:
-    """Quote KEY=VALUE for the shell and for Hydra, so that the value is taken literally."""
-    return shlex.quote(f"{key}={quote_value(value)}")
-
-
-def quote_value(value: str) -> str:
-    """Quote a text so that Hydra's grammar takes it literally."""
-    value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # escape quotes and the backslashes before them
-    value = re.sub(r"(\\+)$", r"\1\1", value)  # escape backslashes before the closing quote
-    return f'"{value}"'

@@ -24,7 +24,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.limited_files import read_text
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import LOGS_FOLDER, refuse_a_file
+from rl_training.records.folder import LOGS_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER, refuse_a_file
 
 logger = logging.get_logger(__name__)
 
@@ -40,7 +40,8 @@ class MetricsLogger(TrainerCallback):
         metrics: Names of the metrics to send; None sends all. The records always contain all of them.
     """
 
-    replaces: type[TrainerCallback]  # the transformers callback for the same entry of `report_to`
+    library: str  # its entry in `report_to`, and the module that it imports
+    replaces: type[TrainerCallback]  # the transformers callback for the same entry
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None = None) -> None:
         self.run_dir = run_dir
@@ -72,12 +73,13 @@ class MetricsLogger(TrainerCallback):
 class WandbLogger(MetricsLogger):
     """Weights & Biases. Without an account the run stays offline; `wandb sync` uploads it later."""
 
+    library = "wandb"
     replaces = WandbCallback
 
     def start(self, after_step: int) -> None:
         import wandb
 
-        refuse_a_file(self.run_dir / LOGS_FOLDER / "wandb")
+        refuse_a_file(self.run_dir / WANDB_FOLDER)
         run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
         stored_id = _stored_id(run_id)
         self._run = wandb.init(
@@ -123,6 +125,7 @@ def _stored_id(file: Path) -> str | None:
 class TensorBoardLogger(MetricsLogger):
     """TensorBoard, in logs/tensorboard."""
 
+    library = "tensorboard"
     replaces = TensorBoardCallback
     _step: int  # the last step that was logged
 
@@ -130,7 +133,7 @@ class TensorBoardLogger(MetricsLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         # A killed run repeats the steps after its checkpoint; purging them avoids showing them twice.
-        folder = self.run_dir / LOGS_FOLDER / "tensorboard"
+        folder = self.run_dir / TENSORBOARD_FOLDER
         refuse_a_file(folder)
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
         self._step = after_step
@@ -156,6 +159,7 @@ class TensorBoardLogger(MetricsLogger):
 class TrackioLogger(MetricsLogger):
     """trackio, which writes to TRACKIO_DIR or to its folder in the Hugging Face cache. `trackio show` displays it."""
 
+    library = "trackio"
     replaces = TrackioCallback
 
     def start(self, after_step: int) -> None:
@@ -177,10 +181,15 @@ LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, Trac
 def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
     """Return the dashboards of a finished run, to add to them; warn about those that are not installed here."""
     chosen = config.get("trainer", {}).get("report_to") or []
-    libraries = {kind: kind.__name__.removesuffix("Logger").lower() for kind in LOGGERS}
-    for library in (name for name in libraries.values() if name in chosen and find_spec(name) is None):
-        logger.warning(f"{library} is not installed here: nothing is sent to its dashboard")
-    return [kind(run, config) for kind, library in libraries.items() if library in chosen and find_spec(library)]
+    loggers = []
+    for kind in LOGGERS:
+        if kind.library not in chosen:
+            continue
+        if find_spec(kind.library):
+            loggers.append(kind(run, config))
+        else:
+            logger.warning(f"{kind.library} is not installed here: nothing is sent to its dashboard")
+    return loggers
 
 
 def install_loggers(

@@ -13,9 +13,10 @@ from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import analysis_folder_name, check_analysis
+from rl_training.job.configuration.checks import check_analysis
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.stored import unmarked
+from rl_training.job.configuration.sweep import analysis_folder_name
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
@@ -46,7 +47,7 @@ def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     results = result_files(values)
     for checkpoint, path in results.items():
-        _analyze(checkpoint, path, settings, values)
+        _analyze_checkpoint(checkpoint, path, settings, values)
     if PartialState().is_main_process:
         if values["report"]:
             runs = {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}
@@ -94,7 +95,7 @@ def _run_of(checkpoint: Path) -> Path | None:
     return run if (run / CONFIG_FILE).is_file() else None
 
 
-def _analyze(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
+def _analyze_checkpoint(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
     """Restore a run's trainer at one checkpoint, analyze the checkpoint and write the results to `path`."""
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])

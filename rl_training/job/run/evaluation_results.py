@@ -19,7 +19,7 @@ from rl_training.errors import UserError
 from rl_training.evaluation.metrics import BUILT_IN, Metric, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, make_batches
 from rl_training.evaluation.workers import reason_of
-from rl_training.job.configuration.nested import differences
+from rl_training.job.configuration.nested import describe_differences
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.job.run.evaluation_worker import CheckpointResponses
@@ -135,7 +135,7 @@ class Evaluation:
         elif not any(self.folder.glob("step_*")):
             (self.folder / SETTINGS).unlink(missing_ok=True)  # without results, the old settings do not matter
         before = write_settings(self.folder, self.compared)
-        if changed := differences(before, self.compared):
+        if changed := describe_differences(before, self.compared):
             raise UserError(
                 f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
                 f"{self.ways_out[0]}, or replace it with {self.ways_out[1]}"

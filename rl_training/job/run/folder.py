@@ -17,7 +17,7 @@ from transformers.utils import logging
 from rl_training.errors import UserError
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.hosts.trl.trainer import DrGRPOConfig
-from rl_training.job.configuration.overrides import key_of
+from rl_training.job.configuration.overrides import root_key
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import escape_interpolations
 from rl_training.job.objects.trainer_checks import check_number_of_processes
@@ -33,7 +33,15 @@ from rl_training.records.checkpoints import (
 from rl_training.records.config import write_config
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.stored_yaml import holds_settings
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
+from rl_training.records.folder import (
+    CONFIG_FILE,
+    LOGS_FOLDER,
+    REPORT_FOLDER,
+    TENSORBOARD_FOLDER,
+    TRAINING_STATE,
+    WANDB_FOLDER,
+    refuse_a_file,
+)
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.made_by import JOB, MADE_BY
 
@@ -43,7 +51,7 @@ DAMAGED = f"{CONFIG_FILE}.damaged"  # the name that a config.yaml without settin
 CHOOSE_ANOTHER = "choose another with run_dir=PATH"
 RUN_EXISTS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
 # Subfolders that a run and its dashboards create.
-RUN_SUBFOLDERS = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
+RUN_SUBFOLDERS = (LOGS_FOLDER, WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER, TRAINING_STATE)
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    if any(key_of(word) == "run_dir" for word in overrides) and run != run_dir.resolve():
+    if any(root_key(word) == "run_dir" for word in overrides) and run != run_dir.resolve():
         raise UserError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
     return run, checkpoint
 

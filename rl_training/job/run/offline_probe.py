@@ -5,6 +5,10 @@
     results = OfflineEntropyProbe.from_config_file("probe_configs/quick_test.yaml").run_mixed_probe(CHECKPOINT)
     results["deltaH1"], results["deltaH_true"], results["diagnostics"]["ESS"]
 
+The format of the configuration and of the result is the one that the project's first users asked for. Their files and
+scripts use it, so its names stay, even where those of the command differ (B_E, `pdis`, `probe_rework`). An option of
+the command needs no key here: `overrides` takes any of its settings.
+
 probe_configs/full_example.yaml has every key of a configuration, with its meaning. The configuration is translated to
 settings of `rl-training analyze` and runs as that command does. Defaults come from conf/offline.yaml or the run.
 """
@@ -26,10 +30,11 @@ from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.overrides import is_of_run
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
-from rl_training.job.configuration.values import check_kind, quote_value
+from rl_training.job.configuration.values import check_kind
 from rl_training.limited_files import read_text
 from rl_training.options import did_you_mean
 from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.hydra_text import quote_list, quote_value
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.
 SETTINGS = {
@@ -204,6 +209,5 @@ def _adapter_overrides(checkpoint: Path) -> list[str]:
     check_kind(f"{file}: target_modules", names, [])
     if not all(isinstance(name, str) and re.fullmatch(MODULE_PATTERN, name) for name in names):
         raise UserError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
-    texts = [quote_value(name) for name in sorted(names)]
-    target = texts[0] if isinstance(modules, str) else f"[{','.join(texts)}]"
+    target = quote_value(modules) if isinstance(modules, str) else quote_list(sorted(names))
     return ["adapter=lora", f"adapter.r={rank}", f"adapter.lora_alpha={alpha}", f"adapter.target_modules={target}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from rl_training.hosts.trl.announcements import how_it_ended
 from rl_training.hosts.trl.run_folder import RunFolder
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
-from rl_training.job.configuration.overrides import key_of
+from rl_training.job.configuration.overrides import root_key
 from rl_training.job.configuration.run_settings import prompt_order_changes
-from rl_training.job.configuration.values import quote_override
 from rl_training.job.errors import Interrupted, as_user_errors
 from rl_training.job.objects.dashboards import MetricsLogger, install_loggers
 from rl_training.job.objects.make import make
@@ -32,6 +30,7 @@ from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.files.masking import without_secrets
+from rl_training.records.hydra_text import quote_override
 from rl_training.records.provenance import provenance
 from rl_training.records.report import print_summary
 from rl_training.records.workspace import CORE
@@ -117,11 +116,8 @@ class TrainingRun:
 
     def _resuming(self) -> str:
         """Return overrides that make the same command resume this run. The last override of a setting wins."""
-        run_dir = str(self.run_dir)
-        is_plain = re.fullmatch(r"[\w./-]+", run_dir, re.ASCII)
-        folder = f"run_dir={run_dir}" if is_plain else quote_override("run_dir", run_dir)
-        words = [folder, "resume=latest"]
-        if any(key_of(word) == "additional_steps" for word in sys.argv[1:]):  # would be added again
+        words = [quote_override("run_dir", str(self.run_dir)), "resume=latest"]
+        if any(root_key(word) == "additional_steps" for word in sys.argv[1:]):  # would be added again
             words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
         return " ".join(words)
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, WRITTEN
+from rl_training.records.folder import TRAINING_STATE, WANDB_FOLDER, WRITTEN
 
-WANDB = Path(LOGS_FOLDER, "wandb")  # W&B's runs link to logs in the user's cache
+WANDB = Path(WANDB_FOLDER)  # W&B's runs link to logs in the user's cache
 
 
 def refuse_links_out(run: Path, *names: str) -> None:

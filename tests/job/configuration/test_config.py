@@ -25,9 +25,11 @@ from rl_training.job.commands import analyze, evaluate, train
 from rl_training.job.configuration import composition
 from rl_training.job.configuration.checks import accumulation_steps, check_settings, normalize
 from rl_training.job.configuration.hydra_errors import explain
-from rl_training.job.configuration.overrides import sweep_folder, with_all_loggers
+from rl_training.job.configuration.loggers import add_all_loggers
+from rl_training.job.configuration.overrides import refuse_several_options
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.shipped import CONF
+from rl_training.job.configuration.sweep import sweep_folder
 from rl_training.job.objects.make import make
 from rl_training.job.run.training import TrainingRun
 from rl_training.probes import BUILT_IN, SimpleEntropyProbe
@@ -303,15 +305,14 @@ def test_a_run_starts_with_what_it_will_not_measure_and_the_overrides_to_type(tm
 )
 def test_a_run_has_a_dashboard_for_every_named_logger(words: list[str], kept: list[str]) -> None:
     with composing():
-        assert with_all_loggers(compose("train", words), words).trainer.report_to == kept
+        cfg = compose("train", words)
+        add_all_loggers(cfg, words)
+    assert cfg.trainer.report_to == kept
 
 
 def test_two_options_of_a_single_choice_group_are_refused() -> None:
-    with (
-        composing(),
-        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: ")),
-    ):
-        with_all_loggers(compose("train", ["adapter=[lora,none]"]), ["adapter=[lora,none]"])
+    with pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: ")):
+        refuse_several_options(["adapter=[lora,none]", "logger=[wandb,tensorboard]"])
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,10 @@ def test_code_named_by_a_foreign_run_is_used_once_typed_on_the_command_line(
         assert f"add to this command line: {word}" in line or word == named[1]
     assert evaluate(run, named[0]).rows == tuple(range(24))
     assert branch(run, *named).data == {"_target_": "a_task_of_mine.task", "rows": 24}
-    write_config(run, {"intervention": ["a_task_of_mine:f"]})
-    with pytest.raises(ValueError, match=r"command line: 'intervention=\[\"a_task_of_mine:f\"\]'"):
+    write_config(run, {"intervention": ["a_task_of_mine:f", r"my\own.py:f"]})
+    with pytest.raises(
+        ValueError, match=re.escape(r"""command line: 'intervention=[a_task_of_mine:f,"my\own.py:f"]'""")
+    ):
         branch(run)
     write_config(run, {"data": {"_target_": "another_task.task"}})
     with pytest.raises(ValueError, match=r"data\._target_='a_task_of_mine\.task' \(was 'another_task\.task'\)"):
@@ -242,7 +244,7 @@ def test_a_foreign_adapter_may_give_only_module_names_and_numbers(tmp_path: Path
     whole = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(whole))
-    assert 'adapter.target_modules=["q_proj","v_proj"]' in OfflineEntropyProbe({}).overrides(tmp_path)
+    assert "adapter.target_modules=[q_proj,v_proj]" in OfflineEntropyProbe({}).overrides(tmp_path)
     file.write_text(json.dumps(whole | content if content else content))
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
         OfflineEntropyProbe({}).overrides(tmp_path)

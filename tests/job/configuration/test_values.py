@@ -16,10 +16,11 @@ from configs import REFUSED, composed, composing, refusal
 from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import analysis_folder_name, check_analysis, check_evaluation, check_run
+from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.shipped import CONF
+from rl_training.job.configuration.sweep import analysis_folder_name
 from rl_training.offline.settings import (
     EvaluationSettings,
     KernelSettings,

@@ -1,0 +1,73 @@
+"""Folders of a sweep's jobs (-m): each is named by the values that the command sweeps over."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from rl_training.job.configuration.overrides import parse_overrides, root_key
+from rl_training.offline.settings import check_name
+from rl_training.records.files.masking import mask_arguments
+
+INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
+SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
+OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
+
+
+def swept_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return this job's overrides of the settings that the command sweeps over (-m), secrets masked; [] without -m."""
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        return []
+    typed = [word for word in sys.argv[1:] if root_key(word)]
+    keys = {word.key_or_group for word in parse_overrides(typed) if word.is_sweep_override()}
+    return mask_arguments([word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in keys])
+
+
+def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -> str:
+    """Return the run folder of a sweep's job: with the values that the command sweeps over in its name.
+
+    The folder as it is, if it depends on them already: the command sweeps over run_dir, or run_dir=… refers to
+    settings. A folder that is typed without that holds the jobs' folders.
+
+    Args:
+        run_dir: The folder that the settings name, without the sweep's values. May contain references, such as ${seed}.
+        overrides: The job's overrides.
+        swept: Those that the command sweeps over; [] outside of a sweep.
+
+    >>> sweep_folder("runs/lr", ["run_dir=runs/lr", "trainer.learning_rate=0.1"], ["trainer.learning_rate=0.1"])
+    'runs/lr/learning_rate=0.1'
+    >>> sweep_folder("runs/run_12-00_seed_0", ["data=gsm8k"], ["data=gsm8k"])
+    'runs/run_12-00_seed_0,data=gsm8k'
+    """
+    typed = [word for word in overrides if root_key(word) == "run_dir"]
+    if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
+        return run_dir
+    values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
+    name = folder_name(",".join(values))
+    return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
+
+
+def analysis_folder_name(name: str) -> str:
+    """Return the folder for an analysis of this name, or raise UserError if it is not a valid folder name.
+
+    Text after a comma names a sweep's job by its settings, which may hold what no folder name can: see `folder_name`.
+    """
+    typed, comma, swept = name.partition(",")
+    check_name(typed)
+    return f"{typed}{comma}{folder_name(swept)}"
+
+
+def folder_name(values: str) -> str:
+    """Return the part of a folder's name for values, with a digest if more than quotes and brackets had to be removed.
+
+    >>> folder_name("layers=[1,2]"), folder_name("path=/a/b")
+    ('layers=1,2', 'path=ab,3927b1')
+    """
+    name = INVALID_IN_FOLDER_NAME.sub("", values)
+    is_whole = INVALID_IN_FOLDER_NAME.search(SYNTAX.sub("", values)) is None
+    return name if is_whole else f"{name},{hashlib.sha256(values.encode()).hexdigest()[:6]}"
