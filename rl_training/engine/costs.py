@@ -13,11 +13,16 @@ from rl_training.probe_names import ENGINE
 
 
 class Costs:
-    """What it costs to measure a step. On a GPU, time is taken by events: the host waits for none before `end_step`."""
+    """What it costs to measure a step. On a GPU, time is taken by events: the host waits for none before `end_step`.
+
+    Made when training begins: the first step's time runs from then on, that of each later one from the last one's end.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: Mapping[str, float] = {}  # of the last step, by name
+        self.step_seconds = 0.0  # of the last step, measured or not
+        self.seconds: Mapping[str, float] = {}  # of measuring it, by name
         self.num_bytes = 0  # of all vectors held at once, in the last measured step
+        self._last_step_end = time.perf_counter()
         self._device = device
         self._current: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -59,12 +64,15 @@ class Costs:
         self._current.clear()
         self._events.clear()
         self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
+        now = time.perf_counter()
+        self.step_seconds, self._last_step_end = now - self._last_step_end, now
 
-    def by_name(self, step_seconds: float) -> dict[str, float]:
-        """Return the last step's costs as metrics, with their share of a step that took `step_seconds`.
+    def by_name(self) -> dict[str, float]:
+        """Return the last step's costs as metrics, with their share of the step's time.
 
         `engine_seconds` is what the probes share: hooks, fold gradients, the entropy gradient, checks.
         """
         costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
-        share = sum(self.seconds.values()) / step_seconds
-        return costs | {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}
+        share = sum(self.seconds.values()) / self.step_seconds
+        costs |= {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}
+        return costs | {"step_time": self.step_seconds}

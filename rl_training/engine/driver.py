@@ -5,7 +5,7 @@
     microbatch(…)            between each microbatch's forward pass and its backward
     gradients_ready(…)       gradients are complete, averaged over ranks; the parameters are still old
     stepped()                parameters and optimizer states have moved, or the loop has skipped the step
-    finish()                 returns the probes' estimates
+    finish()                 returns what the step leaves: the probes' estimates, and what hosts record of it
 
 Five more are for hosts that know more: `finish_backward` or `drop_backward` as soon as a backward has ended or failed,
 `about_to_step` right before the optimizer's step, `skip_step` and `fail_step` if there is none.
@@ -39,6 +39,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
+from rl_training.engine.step_result import StepResult
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.parallel.fsdp import reshard
@@ -46,7 +47,6 @@ from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scores import Scores
 from rl_training.probe_names import ENGINE
-from rl_training.statistics.estimate import Estimate
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -70,7 +70,7 @@ class StepDriver:
         self._bound = bound  # even for steps that no probe measures
         self._requirements = Requirements.of(self.probes)
         self._states = ProbeStates(self.probes)
-        self.open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
+        self._open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
         self._passes: Passes | None = None  # set when training starts, and the next two if probes ask for them
         self._fold_recorder: FoldRecorder | None = None
@@ -84,6 +84,35 @@ class StepDriver:
     def is_bounded(self) -> bool:
         """Whether the learning rate of every step is set from its KL divergence."""
         return self._bound is not None
+
+    # --- what hosts may know of the current step ----------------------------------------------------------------------
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step has begun that has neither ended nor been discarded."""
+        return self._open_step is not None
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether a step has begun whose gradients are not ready."""
+        return self._open_step is not None and not self._open_step.is_ready
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether anything here reads the scores of the current step."""
+        return self._open_step is not None and bool(self._open_step.probes or self.is_bounded)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches that the current step has so far."""
+        return 0 if self._open_step is None else len(self._open_step.rollouts)
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether no backward has reached the scores of the latest microbatch, as far as it was watched."""
+        return self._open_step is not None and self._open_step.lacks_backward
+
+    # --- the start of a training --------------------------------------------------------------------------------------
 
     def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
         """Begin a training run. Collective if the previous training failed.
@@ -128,8 +157,8 @@ class StepDriver:
 
     def begin(self, number: int) -> None:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
-        self.open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
-        if self.open_step.probes:
+        self._open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
+        if self._open_step.probes:
             with self.costs.timed():
                 self._residual_test.begin()
                 refuse_other_parameters(self._loop.shard)
@@ -141,7 +170,7 @@ class StepDriver:
 
         `sizes` is the number of sequences in each microbatch on this rank. None: as the loop says.
         """
-        step = self.open_step
+        step = self._open_step
         assert step is not None, "call begin(number) first"
         if step.probes:
             with self.costs.timed():
@@ -156,7 +185,7 @@ class StepDriver:
 
         The loss is made of `scores`, with graph. If given, `recorded` is recorded instead: it covers masked tokens too.
         """
-        step = self.open_step
+        step = self._open_step
         assert step is not None, "call begin(number) first"
         self.finish_backward()
         step.rollouts.append(rollout)
@@ -186,7 +215,7 @@ class StepDriver:
 
         `rollout_number` says which rollout of this training the step learns from.
         """
-        step = self.open_step
+        step = self._open_step
         assert step is not None
         self.finish_backward()
         if self._bound is not None:
@@ -225,9 +254,9 @@ class StepDriver:
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
-        if self.open_step is not None and self.open_step.context is not None:
-            if self.open_step.witness is not None:
-                self.open_step.witness.about_to_step()
+        if self._open_step is not None and self._open_step.context is not None:
+            if self._open_step.witness is not None:
+                self._open_step.witness.about_to_step()
             if self._predictions is not None:
                 self._predictions.about_to_step()
 
@@ -239,7 +268,7 @@ class StepDriver:
         if self._bound is not None:
             with self._isolated(), self.costs.timed(self._bound.name):
                 self._bound.end_step(was_taken)
-        step = self.open_step
+        step = self._open_step
         if step is not None and was_taken:
             self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
         if step is None or step.context is None:
@@ -264,7 +293,7 @@ class StepDriver:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
         if self._bound is not None:
             self._bound.restore()
-        self.open_step = None
+        self._open_step = None
         if self._passes is not None:
             self._passes.reduction.raise_error()
         if self._fold_recorder is not None:
@@ -277,25 +306,22 @@ class StepDriver:
         """
         if self._bound is not None:
             self._bound.restore()
-        self.open_step = None
+        self._open_step = None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         if self._predictions is not None:
             self._predictions.fail_step()
 
-    def finish(self) -> dict[str, dict[str, Estimate]]:
-        """End the step, free its gradients, and return the estimates of each probe that measured it, by probe name.
+    def finish(self) -> StepResult:
+        """End the step, free its gradients, and return what it leaves.
 
-        The engine's own entry holds the verification of the step. A bounded step has an entry that says how it was
-        bounded. Empty if no probe measured the step, and it was not bounded.
+        Besides those of the probes, the engine's own entry in the estimates holds the verification of the step. A
+        bounded step has an entry that says how it was bounded.
         """
-        step, self.open_step = self.open_step, None
-        estimates: dict[str, dict[str, Estimate]] = {}
+        step, self._open_step = self._open_step, None
+        estimates = {} if step is None else step.estimates
         num_bytes = None
         if step is not None and step.context is not None:
-            estimates = {name: reading.estimates for name, reading in step.readings.items()}
-            if step.verification:
-                estimates[self.name] = dict(step.verification)
             engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
             num_bytes = sum(engine_bytes) + step.bytes_of_probes()
         if self._fold_recorder is not None:
@@ -304,7 +330,11 @@ class StepDriver:
         if self._bound is not None and self._bound.estimates:
             estimates[self._bound.name] = self._bound.estimates
             self._bound.estimates = {}
-        return estimates
+        if step is None:
+            return StepResult(self.costs.step_seconds)
+        return StepResult(
+            self.costs.step_seconds, step.rollouts, step.scores, bool(step.probes), estimates, self.costs.by_name()
+        )
 
     # --- state, end ---------------------------------------------------------------------------------------------------
 
@@ -319,7 +349,7 @@ class StepDriver:
             self._update_state, self._predictions = self._predictions.state, None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
-        self.open_step = self._fold_recorder = None
+        self._open_step = self._fold_recorder = None
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""

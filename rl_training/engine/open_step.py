@@ -20,6 +20,7 @@ from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
+from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
@@ -72,6 +73,19 @@ class OpenStep:
     def needs(self) -> Need:
         """Everything that at least one of its probes needs."""
         return needs_of(self.probes)
+
+    @property
+    def estimates(self) -> dict[str, Mapping[str, Estimate]]:
+        """The estimates of each probe that has measured the step, and of the engine, which has verified it."""
+        of_probes: dict[str, Mapping[str, Estimate]] = {
+            name: reading.estimates for name, reading in self.readings.items()
+        }
+        return of_probes | ({ENGINE: self.verification} if self.verification else {})
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether the loss weights of the latest microbatch are unknown, so no backward has reached its scores."""
+        return bool(self.loss_weights) and "logps" not in self.loss_weights[-1]
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:

@@ -19,16 +19,17 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
-from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
-from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.estimate_writer import EstimateWriter, as_records
+from rl_training.hosts.interrupt_note import note_interrupt
 from rl_training.hosts.loop_claim import LoopClaim
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.hosts.loop_progress import LoopProgress, Phase
 from rl_training.hosts.probes import as_probes
 from rl_training.hosts.recorded_settings import settings_of_loop
+from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.options import named_arguments
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
@@ -144,7 +145,8 @@ class MeasuredLoop:
         self._driver = StepDriver(probes, bound)
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
-        self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
+        self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
+        self._warnings = StepWarnings()
         self._claim = LoopClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
         self._progress = LoopProgress()
@@ -173,12 +175,12 @@ class MeasuredLoop:
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
         self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
-        self._writer.begin()
+        self._warnings.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._progress = self._progress.in_phase(Phase.OUTSIDE)
-        self._writer.note_interrupt(error)
+        note_interrupt(error, self._writer.records)
         try:
             with self._undo:
                 if error is None:  # an error may have occurred on this rank alone, and `end` is collective
@@ -219,12 +221,18 @@ class MeasuredLoop:
                 logger.warning(LEFT_OUT.format(number=number))
                 self.skip_step()
             self._progress = self._progress.after_end(is_left_out)
-            self._writer.write_step(number, self._metrics)
+            self._finish_step(number)
         except BaseException:
             self._driver.fail_step()
             raise
         finally:
             self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
+
+    def _finish_step(self, number: int) -> None:
+        result = self._driver.finish()
+        self._warnings.warn(number, result)
+        self._writer.write(number, result)
+        self._metrics |= self._writer.write_line(number, self._metrics, result)
 
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
@@ -243,13 +251,12 @@ class MeasuredLoop:
             Phase.IN_MICROBATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
         )
         rollout = with_one_advantage_each(rollout)
-        step = self._step()
-        loop_refusals.refuse_missing_backward(step)
+        loop_refusals.refuse_missing_backward(self._driver)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.microbatch_size)
-        loop_refusals.refuse_one_more_microbatch(step, self._loop.microbatches)
+        loop_refusals.refuse_one_more_microbatch(self._driver, self._loop.microbatches)
         if rollout.on_policy and self._progress.is_rollout_reused:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
-        needs_scores = bool(step.probes or self._driver.is_bounded)
+        needs_scores = self._driver.needs_scores
         if needs_scores and not self._has_checked_scores:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._has_checked_scores = True
@@ -264,8 +271,8 @@ class MeasuredLoop:
     def gradients_ready(self) -> None:
         """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
         self._progress.require(Phase.IN_MICROBATCHES, "call gradients_ready() once in a step, after its microbatches")
-        loop_refusals.refuse_missing_microbatches(self._step(), self._loop.microbatches)
-        loop_refusals.refuse_missing_backward(self._step())
+        loop_refusals.refuse_missing_microbatches(self._driver, self._loop.microbatches)
+        loop_refusals.refuse_missing_backward(self._driver)
         self._driver.gradients_ready(self._progress.rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._progress = self._progress.in_phase(Phase.GRADIENTS_READY)
@@ -306,7 +313,3 @@ class MeasuredLoop:
         """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         self._states = self._claim.load(state, self._driver.initial_states())
-
-    def _step(self) -> OpenStep:
-        assert self._driver.open_step is not None
-        return self._driver.open_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
-from rl_training.engine.open_step import OpenStep
+from rl_training.engine.driver import StepDriver
 from rl_training.errors import UserError
 from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.policy import Policy
@@ -126,16 +126,16 @@ def refuse_grad_scaler() -> None:
                 raise UserError(SCALED)
 
 
-def refuse_one_more_microbatch(step: OpenStep, microbatches: int) -> None:
+def refuse_one_more_microbatch(driver: StepDriver, microbatches: int) -> None:
     """Raise UserError if the step already has all its microbatches."""
-    if len(step.rollouts) == microbatches:
+    if driver.num_microbatches == microbatches:
         raise UserError(f"this step has more microbatches than measured_loop(microbatches={microbatches})")
 
 
-def refuse_missing_microbatches(step: OpenStep, microbatches: int) -> None:
+def refuse_missing_microbatches(driver: StepDriver, microbatches: int) -> None:
     """Raise UserError if a step ends with too few microbatches."""
-    if len(step.rollouts) != microbatches:
-        raise UserError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={microbatches})")
+    if driver.num_microbatches != microbatches:
+        raise UserError(f"{driver.num_microbatches} microbatches given, but measured_loop(microbatches={microbatches})")
 
 
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:
@@ -202,10 +202,10 @@ def _refuse_undeclared_autocast(rollout: Rollout, logps: Tensor, policy: Policy)
         )
 
 
-def refuse_missing_backward(step: OpenStep) -> None:
+def refuse_missing_backward(driver: StepDriver) -> None:
     """Raise UserError if the latest microbatch had no backward: the order of backwards assigns gradients to them."""
-    if step.loss_weights and "logps" not in step.loss_weights[-1]:
+    if driver.lacks_backward:
         raise UserError(
-            f"the backward of microbatch {len(step.loss_weights)} did not reach its logps: compute the loss from the "
+            f"the backward of microbatch {driver.num_microbatches} did not reach its logps: compute the loss from the "
             "same tensor that you pass, and call backward before the next microbatch"
         )

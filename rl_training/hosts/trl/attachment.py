@@ -18,6 +18,8 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.interrupt_note import note_interrupt
+from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl import announcements, batches, compatibility
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
@@ -74,7 +76,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         records = destination if isinstance(destination, Records) else None
         self._records_claim = None if records is None else RecordsClaim(records)
         longer_responses = f"raise {'trainer.' if options.is_cli else ''}max_completion_length"
-        self._writer = EstimateWriter(self.driver, records, self._policy.decode, longer_responses)
+        self._writer = EstimateWriter(self.probes, records, self._policy.decode)
+        self._warnings = StepWarnings(longer_responses)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
@@ -169,7 +172,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             logger.warning(announcements.NOTHING_TRAINED)
         self._end(error)
         if self.run is None:
-            self._writer.note_interrupt(error)
+            note_interrupt(error, self._records)
 
     def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of an earlier training in the same `with` block
@@ -250,7 +253,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 if self._records is not None:
                     self._records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
         self._log.begin()
-        self._writer.begin()
+        self._warnings.begin()
 
     def _begin_run(self, resumed: Resumed | None) -> None:
         """Choose the folder to write to, and lock it. Collective."""
@@ -294,11 +297,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_stepped, step = True, state.global_step
-        numbers: dict[str, float] = self._guard.attempt(lambda: self._writer.finish(step), otherwise={})
+        numbers: dict[str, float] = self._guard.attempt(lambda: self._finish_step(step), otherwise={})
         with self._guard.watching():
             if self._guard.reason:
                 self._writer.write_missing(step, self._guard.reason)
             self._log.add(step, numbers, will_log=control.should_log)
+
+    def _finish_step(self, number: int) -> dict[str, float]:
+        result = self.driver.finish()
+        self._warnings.warn(number, result)
+        self._writer.write(number, result)
+        return result.numbers
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         with self._guard.watching():

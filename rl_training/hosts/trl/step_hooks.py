@@ -19,7 +19,6 @@ from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import LossInfo
-from rl_training.engine.open_step import OpenStep
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
@@ -86,7 +85,7 @@ class StepHooks:
 
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         self._guard.step = self._trainer.state.global_step + 1
-        if self._driver.open_step is None:
+        if not self._driver.has_step:
             self._guard.attempt(lambda: self._driver.begin(self._guard.step))
         try:
             loss = original(*args, **kwargs)
@@ -99,13 +98,12 @@ class StepHooks:
 
     def _run_probes_if_ready(self) -> None:
         """Run the probes if all gradients of the step are complete."""
-        step = self._driver.open_step
-        if self._trainer.accelerator.sync_gradients and step is not None and not step.is_ready:
-            self._guard.attempt(lambda: self._run_probes(step))
+        if self._trainer.accelerator.sync_gradients and self._driver.awaits_gradients:
+            self._guard.attempt(self._run_probes)
 
-    def _run_probes(self, step: OpenStep) -> None:
+    def _run_probes(self) -> None:
         """Run the probes. Skip a step whose loss bypassed compute_loss."""
-        if step.rollouts:
+        if self._driver.num_microbatches:
             self._driver.gradients_ready(self._rollouts.number)
         else:
             compatibility.warn_of_a_step_without_loss(self._trainer)
@@ -136,12 +134,12 @@ class StepHooks:
         self._loss.begin(self._rollouts.read(output))
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, step = self._trainer, self._driver.open_step
-        if not trainer.model.training or step is None:
+        trainer = self._trainer
+        if not trainer.model.training or not self._driver.has_step:
             return original(model, inputs, *args, **kwargs)
-        if not step.rollouts:
+        if not self._driver.num_microbatches:
             self._guard.attempt(lambda: self._plan_step(inputs))
-        if self._guard.reason or not (self._needs_scores(step) or self._loss.interventions):
+        if self._guard.reason or not (self._needs_scores() or self._loss.interventions):
             loss = original(model, inputs, *args, **kwargs)
             self._guard.attempt(lambda: self._take_sequences(inputs, loss))
             return loss
@@ -156,9 +154,9 @@ class StepHooks:
     def _plan_step(self, inputs: dict) -> None:
         self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
 
-    def _needs_scores(self, step: OpenStep) -> bool:
-        """Return whether the driver or the records read the scores of a step. Interventions read the loss's own."""
-        return bool(step.probes or self._driver.is_bounded or self._writer.wants_rollouts_of(step.number))
+    def _needs_scores(self) -> bool:
+        """Return whether the driver or the records read the step's scores. Interventions read the loss's own."""
+        return self._driver.needs_scores or self._writer.wants_rollouts_of(self._trainer.state.global_step + 1)
 
     def _take_sequences(self, inputs: dict, loss: Tensor) -> None:
         """Pass a microbatch without its scores to the driver. The host does not wait for the device."""
@@ -169,10 +167,9 @@ class StepHooks:
 
     def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:
         """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
-        trainer, step = self._trainer, self._driver.open_step
-        assert step is not None
+        trainer = self._trainer
         rollout, loss_scores, recorded = self._rollouts.read(inputs), calls.scores_behind(loss), None
-        needs_scores = self._needs_scores(step)
+        needs_scores = self._needs_scores()
         if self._loss.interventions and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         is_incomplete = loss_scores is None or loss_scores[1] is None

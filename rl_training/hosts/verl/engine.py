@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.recorded_settings import settings_of_loop
+from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.verl.batch import ResponseTokens, RolloutSettings, flat_entropies, read_rollout
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
@@ -90,9 +92,9 @@ class Measurement:
         records = Records(settings["folder"], settings["rollouts_every"])
         if loop.ranks.number == 0:
             records.start(after_step=self._steps, settings={**settings_of_loop(loop), MADE_BY: VERL})
-        self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
+        self._writer = EstimateWriter(probes, records, loop.policy.decode)
+        self._warnings = StepWarnings()
         self.driver.start(loop, states)
-        self._writer.begin()
 
     def begin(self, settings: RolloutSettings, sizes: Sequence[int]) -> None:
         """Begin an optimizer step whose microbatches have these numbers of sequences."""
@@ -104,8 +106,7 @@ class Measurement:
 
     def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
         """Return entropies for a microbatch without verl's own. Empty if no probe measures the step."""
-        step = self.driver.open_step
-        if step is None or not step.probes:
+        if not self.driver.needs_scores:
             return {}
         lengths = data["input_ids"].offsets().diff().tolist()
         return {ENTROPIES: flat_entropies(logits, lengths, self._loop.policy.scorer.temperature)}
@@ -136,13 +137,15 @@ class Measurement:
 
     def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
         """Write the records, and return the numbers for verl's loggers. Collective."""
-        step, ranks = self.driver.open_step, self._loop.ranks
-        if step is None:  # verl skipped the step
+        result, ranks = self.driver.finish(), self._loop.ranks
+        if not result.rollouts:  # verl skipped the step
             return {}
-        loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
+        loss = ranks.reduce(torch.tensor(outputs["loss"], device=result.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
-        measured = self._writer.write_step(self._steps, self._metrics)
-        return {name: [value] for name, value in measured.items()}
+        self._warnings.warn(self._steps, result)
+        self._writer.write(self._steps, result)
+        self._writer.write_line(self._steps, self._metrics, result)
+        return {name: [value] for name, value in result.numbers.items() if not math.isnan(value)}
 
     def save(self, folder: Path) -> None:
         """Write the probes' states into verl's checkpoint. Collective."""

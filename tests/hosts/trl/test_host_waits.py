@@ -9,7 +9,6 @@ import pytest
 import torch
 from pretend_gpu import GPU, PretendGpu
 
-from rl_training.engine.open_step import OpenStep
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl import rollouts as rollouts_module
 from rl_training.hosts.trl.guard import Guard
@@ -52,7 +51,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
 ) -> None:
     rollouts, taken = rollouts_on_gpu(monkeypatch), []
     driver: Any = SimpleNamespace(
-        open_step=OpenStep(1, []), is_bounded=False, plan=lambda *_: None,
+        has_step=True, num_microbatches=0, needs_scores=False, plan=lambda *_: None,
         microbatch=lambda *given: taken.append(given),
     )  # fmt: skip
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)

@@ -1,0 +1,25 @@
+"""Says below the traceback of Ctrl-C where the measurements are, for records without a report."""
+
+from __future__ import annotations
+
+from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE, Records
+
+
+def note_interrupt(error: BaseException | None, records: Records | None) -> None:
+    """Add a note to a KeyboardInterrupt, shown below its traceback, that says where the measurements are.
+
+    Args:
+        error: The exception that ended training, if any. Any other stays unchanged.
+        records: The records on this rank. None: nothing is noted.
+    """
+    if not isinstance(error, KeyboardInterrupt) or records is None:
+        return
+    folder = records.folder
+    if not (folder / METRICS_FILE).is_file():
+        error.add_note(f"interrupted before a step was logged: {folder} holds no numbers")
+        return
+    note = f"what was measured until then is in {folder}"
+    if folder.name == LOGS_FOLDER:
+        note += f"; the report of it: rl-training report {folder.parent}, or write_report({str(folder.parent)!r})"
+    error.add_note(note)
