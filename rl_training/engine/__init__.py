@@ -1,6 +1,7 @@
 """One optimizer step in any training loop: recorded, measured, and checked against what happened.
 
 driver.py                           the six calls in which a loop reports each step: read it first
+measurer.py                         what they do at a measured step
 open_step.py, fold_recorder.py      collect the step's sequences and gradients; build_step.py turns them into StepData
 step_reasons.py                     what cannot be measured at a step
 probe.py, context.py                what a probe is and returns, and what it is given
@@ -13,5 +14,5 @@ copied_groups.py, reward_check.py   whether groups are copies of others, and rew
 gradient_witness.py                 whether the optimizer gets the measured gradient
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
 kl_bound.py                         steps of a set KL; kl_search.py finds their length
-costs.py                            seconds by name, and bytes
+step_result.py, costs.py            what a step leaves for hosts; its seconds by name, and bytes
 """

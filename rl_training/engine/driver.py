@@ -25,32 +25,24 @@ from typing import Any
 import torch
 
 from rl_training.engine.announcement import announcement
-from rl_training.engine.build_step import build_step
-from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.measurer import Measurer
 from rl_training.engine.open_step import OpenStep, SeenPrompts
-from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
-from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.step_result import StepResult
 from rl_training.engine.verifier import refuse_other_parameters
-from rl_training.entropy.previous_update import UpdateState
-from rl_training.parallel.fsdp import reshard
 from rl_training.policy.precision import isolated_from_training
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scores import Scores
-from rl_training.probe_names import ENGINE
 from rl_training.step.fold_reduction import FoldReduction
-from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.residual import ResidualSums, ResidualTest
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +53,6 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = ENGINE  # the engine's name in checkpoints, records and costs
-
     _loop: Loop  # set when training starts
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
@@ -72,12 +62,9 @@ class StepDriver:
         self._states = ProbeStates(self.probes)
         self._open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
-        self._passes: Passes | None = None  # set when training starts, and the next two if probes ask for them
+        self._passes: Passes | None = None  # these are set when training starts, the last one if probes need it
+        self._measurer: Measurer | None = None
         self._fold_recorder: FoldRecorder | None = None
-        self._predictions: Predictions | None = None
-        self._update_state = UpdateState()  # of the predictions, as long as there are none
-        self._residual_test = ResidualTest(ResidualSums(), temperature=1.0)
-        self._checks = StepChecks()
         self.costs = Costs(torch.device("cpu"))
 
     @property
@@ -125,26 +112,22 @@ class StepDriver:
         self.end()
         values = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
         self._states.values = {probe.name: values[probe.name] for probe in self.probes}
-        self._update_state = values[self.name]
         self._seen_prompts = SeenPrompts()
-        self._loop = loop
-        layout = loop.shard.layout
-        layout.fusion = self._requirements.fusion(layout)
+        self._loop, self._measurer = loop, None
+        layout, requirements = loop.shard.layout, self._requirements
+        layout.fusion = requirements.fusion(layout)
         loop.policy.begin(loop.shard, loop.ranks)
-        self._checks = StepChecks.of(values[StepChecks.name])
         self.costs = Costs(layout.device)
-        requirements, needs = self._requirements, self._requirements.needs
-        self._residual_test = ResidualTest(values[ResidualTest.name], loop.policy.scorer.temperature, layout.device)
         self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if self._bound is not None:
             self._bound.start(loop.shard, loop.policy, loop.ranks, values[self._bound.name])
-        if not needs:
-            return
-        self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
-        if Need.ENTROPY_GRADIENT in needs:
-            self._predictions = Predictions(loop, requirements, self._update_state)
+        if requirements.needs:
+            self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
+        self._measurer = Measurer(
+            loop, requirements, self._passes, self._fold_recorder, self._states, self.costs, values
+        )
 
     def refuse_impossible_folds(self, num_sequences: int, responses_per_prompt: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds.
@@ -159,11 +142,7 @@ class StepDriver:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
         self._open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self._open_step.probes:
-            with self.costs.timed():
-                self._residual_test.begin()
-                refuse_other_parameters(self._loop.shard)
-                if self._predictions is not None:
-                    self._predictions.begin()
+            self._running().begin()
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
         """Plan the step's folds. Collective if the step is measured and `sizes` is given.
@@ -226,39 +205,12 @@ class StepDriver:
         step.is_ready = True
         if step.probes:
             with self._isolated():
-                self._measure(step)
-
-    def _isolated(self) -> AbstractContextManager[None]:
-        return isolated_from_training(self._loop.policy.model, self._loop.shard.layout.device)
-
-    def _measure(self, step: OpenStep) -> None:
-        with self.costs.timed():
-            assert self._passes is not None, "call start(loop) first"
-            edit_reason = None if self._predictions is None else self._predictions.edit_reason()
-            seen = self._seen_prompts.numbers
-            data = build_step(
-                step, self._loop, self._requirements, self._passes, self._fold_recorder, self._checks, seen, edit_reason
-            )
-            predictions = self._predictions
-            prediction = (
-                None
-                if predictions is None
-                else predictions.predict(data, self._passes, step.probes, self._residual_test)
-            )
-            step.context = ctx = StepContext(data, self._passes, prediction, self._residual_test)
-            step.watch_gradient(data, self._loop.shard)
-        for probe in step.probes:
-            with self.costs.timed(probe.name):
-                step.readings[probe.name] = self._states.measure(probe, ctx)
-        reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
+                self._running().measure(step, self._seen_prompts.numbers)
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
         if self._open_step is not None and self._open_step.context is not None:
-            if self._open_step.witness is not None:
-                self._open_step.witness.about_to_step()
-            if self._predictions is not None:
-                self._predictions.about_to_step()
+            self._running().about_to_step(self._open_step)
 
     def stepped(self, was_taken: bool = True) -> None:
         """Run the probes just after the optimizer's step. Collective if the step is measured or bounded.
@@ -271,23 +223,16 @@ class StepDriver:
         step = self._open_step
         if step is not None and was_taken:
             self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
-        if step is None or step.context is None:
-            return
-        if self._predictions is not None:
-            with self.costs.timed():
-                self._predictions.stepped(step.number)
-        context = step.context_after_step(self._loop.ranks)
-        with self._isolated():
-            for probe in step.probes:
-                with self.costs.timed(probe.name):
-                    reading = step.readings[probe.name]
-                    step.readings[probe.name] = self._states.after_step(probe, context, reading)
-            with self.costs.timed():  # if verification fails, states that came with predictions are dropped
-                reason = None
-                if self._predictions is not None:
-                    step.verification, reason = self._predictions.verify(was_taken)
-                step.readings = self._states.commit(step.readings, reason)
-                step.verification = {**step.verification, **self._residual_test.finish(was_taken)}
+        if step is not None and step.context is not None:
+            with self._isolated():
+                self._running().complete(step, was_taken)
+
+    def _running(self) -> Measurer:
+        assert self._measurer is not None, "call start(loop) first"
+        return self._measurer
+
+    def _isolated(self) -> AbstractContextManager[None]:
+        return isolated_from_training(self._loop.policy.model, self._loop.shard.layout.device)
 
     def skip_step(self) -> None:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
@@ -309,8 +254,8 @@ class StepDriver:
         self._open_step = None
         if self._fold_recorder is not None:
             self._fold_recorder.release()
-        if self._predictions is not None:
-            self._predictions.fail_step()
+        if self._measurer is not None:
+            self._measurer.fail_step()
 
     def finish(self) -> StepResult:
         """End the step, free its gradients, and return what it leaves.
@@ -322,8 +267,7 @@ class StepDriver:
         estimates = {} if step is None else step.estimates
         num_bytes = None
         if step is not None and step.context is not None:
-            engine_bytes = (part.peak_bytes for part in (self._fold_recorder, self._predictions) if part is not None)
-            num_bytes = sum(engine_bytes) + step.bytes_of_probes()
+            num_bytes = self._running().peak_bytes + step.bytes_of_probes()
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self.costs.end_step(num_bytes)
@@ -345,22 +289,19 @@ class StepDriver:
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
-        if self._predictions is not None:
-            self._update_state, self._predictions = self._predictions.state, None
+        if self._measurer is not None:
+            self._measurer.close()
         if self._fold_recorder is not None:
             self._fold_recorder.release()
         self._open_step = self._fold_recorder = None
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
-        states = {self.name: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: StepChecks().state}
-        states |= {} if self._bound is None else {self._bound.name: BoundState()}
-        return self._states.initial() | states
+        of_bound = {} if self._bound is None else {self._bound.name: BoundState()}
+        return {**self._states.initial(), **Measurer.initial_states(), **of_bound}
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
-        update_state = self._update_state if self._predictions is None else self._predictions.state
-        engine = {self.name: update_state, ResidualTest.name: self._residual_test.run}
-        engine |= {StepChecks.name: self._checks.state}
-        engine |= {} if self._bound is None else {self._bound.name: self._bound.state}
-        return self._states.values | engine
+        of_engine = Measurer.initial_states() if self._measurer is None else self._measurer.states()
+        of_bound = {} if self._bound is None else {self._bound.name: self._bound.state}
+        return {**self._states.values, **of_engine, **of_bound}

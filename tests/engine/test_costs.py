@@ -13,8 +13,7 @@ from trainers import FEW
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe, Reading
-from rl_training.engine import driver as driver_module
-from rl_training.engine import predictions
+from rl_training.engine import measurer, predictions
 from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.requirements import Requirements
@@ -54,7 +53,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     ("owner", "name"),
     [
         (PaddingCheck, "check"),
-        (driver_module, "build_step"),
+        (measurer, "build_step"),
         (Exchange, "send"),  # the part of the backward's time that hooks take
         (predictions, "predict_entropy"),
     ],

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, L_MAX, graded, trainer_maker
 
 from rl_training import Reading
-from rl_training.engine import driver
+from rl_training.engine import measurer
 from rl_training.engine.build_step import build_step
 from rl_training.engine.loop import Loop
 from rl_training.engine.open_step import OpenStep
@@ -287,7 +287,7 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
-    monkeypatch.setattr(driver, "build_step", reweighted)
+    monkeypatch.setattr(measurer, "build_step", reweighted)
     probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
@@ -345,7 +345,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     said = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(driver, "build_step", shown)
+            monkeypatch.setattr(measurer, "build_step", shown)
         probes = [
             SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),

@@ -1,0 +1,151 @@
+"""Measures a step: builds its data and its prediction, runs the probes, and checks the step once it has been taken.
+
+The driver calls each of these at its moment of the step, and passes on the open step, which is filled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_training.engine.build_step import build_step
+from rl_training.engine.context import StepContext
+from rl_training.engine.costs import Costs
+from rl_training.engine.fold_recorder import FoldRecorder
+from rl_training.engine.loop import Loop
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.predictions import Predictions
+from rl_training.engine.probe_states import ProbeStates
+from rl_training.engine.requirements import Requirements
+from rl_training.engine.step_checks import StepChecks
+from rl_training.engine.verifier import refuse_other_parameters
+from rl_training.entropy.previous_update import UpdateState
+from rl_training.parallel.fsdp import reshard
+from rl_training.probe_names import ENGINE
+from rl_training.step.needs import Need
+from rl_training.step.passes import Passes
+from rl_training.step.residual import ResidualSums, ResidualTest
+
+
+class Measurer:
+    """Measures the steps of one training.
+
+    Args:
+        loop: The training loop.
+        requirements: What all probes require together.
+        passes: Runs further passes.
+        fold_recorder: Catches the gradients by fold. None if no probe needs any.
+        probe_states: The states of the probes, which change with each measured step.
+        costs: Takes the time.
+        states: The engine's own states at the start of the training, by name.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        requirements: Requirements,
+        passes: Passes,
+        fold_recorder: FoldRecorder | None,
+        probe_states: ProbeStates,
+        costs: Costs,
+        states: Mapping[str, Any],
+    ) -> None:
+        self._loop, self._requirements, self._passes = loop, requirements, passes
+        self._fold_recorder, self._probe_states, self._costs = fold_recorder, probe_states, costs
+        self._checks = StepChecks.of(states[StepChecks.name])
+        temperature, device = loop.policy.scorer.temperature, loop.shard.layout.device
+        self._residual_test = ResidualTest(states[ResidualTest.name], temperature, device)
+        self._update_state: UpdateState = states[ENGINE]  # of the predictions, where there are none
+        self._predictions: Predictions | None = None
+        if Need.ENTROPY_GRADIENT in requirements.needs:
+            self._predictions = Predictions(loop, requirements, self._update_state)
+
+    def begin(self) -> None:
+        """Begin a step that is measured. Collective."""
+        with self._costs.timed():
+            self._residual_test.begin()
+            refuse_other_parameters(self._loop.shard)
+            if self._predictions is not None:
+                self._predictions.begin()
+
+    def measure(self, step: OpenStep, seen_prompts: set[int]) -> None:
+        """Run the probes of a step whose gradients are complete. Collective.
+
+        Args:
+            step: The step. It gets its context and the readings of its probes.
+            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
+        """
+        with self._costs.timed():
+            step.context = self._context(step, seen_prompts)
+            step.watch_gradient(step.context.step, self._loop.shard)
+        for probe in step.probes:
+            with self._costs.timed(probe.name):
+                step.readings[probe.name] = self._probe_states.measure(probe, step.context)
+        reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
+
+    def _context(self, step: OpenStep, seen_prompts: set[int]) -> StepContext:
+        """Return what the probes are given: the step as data, and what it is predicted to do."""
+        predictions, passes = self._predictions, self._passes
+        edit_reason = None if predictions is None else predictions.edit_reason()
+        data = build_step(
+            step, self._loop, self._requirements, passes, self._fold_recorder, self._checks, seen_prompts, edit_reason
+        )
+        prediction = None
+        if predictions is not None:
+            prediction = predictions.predict(data, passes, step.probes, self._residual_test)
+        return StepContext(data, passes, prediction, self._residual_test)
+
+    def about_to_step(self, step: OpenStep) -> None:
+        """Read weights and gradients of a measured step right before the optimizer's."""
+        if step.witness is not None:
+            step.witness.about_to_step()
+        if self._predictions is not None:
+            self._predictions.about_to_step()
+
+    def complete(self, step: OpenStep, was_taken: bool) -> None:
+        """Run the probes after the optimizer's step, verify it, and keep the states that it leaves. Collective.
+
+        Args:
+            step: The measured step. Its readings become final.
+            was_taken: False if the loop skipped the step.
+        """
+        if self._predictions is not None:
+            with self._costs.timed():
+                self._predictions.stepped(step.number)
+        context = step.context_after_step(self._loop.ranks)
+        for probe in step.probes:
+            with self._costs.timed(probe.name):
+                reading = step.readings[probe.name]
+                step.readings[probe.name] = self._probe_states.after_step(probe, context, reading)
+        with self._costs.timed():  # if verification fails, states that came with predictions are dropped
+            reason = None
+            if self._predictions is not None:
+                step.verification, reason = self._predictions.verify(was_taken)
+            step.readings = self._probe_states.commit(step.readings, reason)
+            step.verification = {**step.verification, **self._residual_test.finish(was_taken)}
+
+    def fail_step(self) -> None:
+        """Drop what was predicted of a step that has failed, perhaps on this rank only. Not collective."""
+        if self._predictions is not None:
+            self._predictions.fail_step()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of vectors that the engine held at once during the last measured step."""
+        parts = (self._fold_recorder, self._predictions)
+        return sum(part.peak_bytes for part in parts if part is not None)
+
+    def close(self) -> None:
+        """Free all vectors that no later training needs. The states stay."""
+        if self._predictions is not None:
+            self._update_state, self._predictions = self._predictions.state, None
+
+    @staticmethod
+    def initial_states() -> dict[str, Any]:
+        """Return the engine's own states at the start of a training run, by name."""
+        return {ENGINE: UpdateState(), ResidualTest.name: ResidualSums(), StepChecks.name: StepChecks().state}
+
+    def states(self) -> dict[str, Any]:
+        """Return the engine's own states that a resumed run needs, by name."""
+        update_state = self._update_state if self._predictions is None else self._predictions.state
+        return {ENGINE: update_state, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
