@@ -3,9 +3,10 @@
 loop.py              a loop in plain PyTorch: the shortest host, so read it first. loop_progress.py tracks which call
                      may come next, loop_policy.py samples, loop_refusals.py raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
-estimate_writer.py   writes the results of a step, for all hosts; recorded_settings.py lists the settings
+estimate_writer.py   writes what a step leaves, for all hosts: its estimates, sequence_rows.py, step_averages.py
+step_warnings.py     warns about steps that have ended; equal_rewards.py: about one with zero advantage, and its cause
+recorded_settings.py lists the settings; interrupt_note.py says where records lie that Ctrl-C left without a report
 loop_claim.py        the folder of a plain loop; first_rank.py decides it for all processes
 probes.py            the probes of a loop, as its user gives them
 after_import.py      calls a function once a library is imported
-equal_rewards.py     warns about a step with zero advantage, with the likely cause
 """

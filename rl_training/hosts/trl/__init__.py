@@ -13,7 +13,8 @@ Read in this order:
                      log-probabilities a batch has
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; alerts.py sends alerts
-    attached_run.py, recorded_settings.py                    the folder of a run, and the settings written to it
+    destination.py, attached_run.py                          where a training writes: nowhere, records, or the folder
+                     of a run; recorded_settings.py has the settings written to it
     launcher.py      runs a script whose trainers are attached: python -m rl_training.attach
     guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
     trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py and resuming.py; trained_loss.py adds
@@ -101,6 +102,7 @@ def attach(
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment
     from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
+    from rl_training.hosts.trl.destination import destination_of
     from rl_training.hosts.trl.options import Options
     from rl_training.records.jsonl import Records
 
@@ -118,7 +120,7 @@ def attach(
         )
     if metrics not in ("core", "all"):
         raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
-    destination = AttachedRun(folder) if isinstance(folder, str | Path) else folder
+    destination = AttachedRun(folder) if isinstance(folder, str | Path) else destination_of(folder)
     callback = Alerts(destination) if alerts else None
     options = Options(
         whole_prompts=whole_prompts, metrics=metrics, target_kl_share=target_kl_share, strict=strict, callback=callback

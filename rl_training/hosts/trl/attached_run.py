@@ -2,82 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
+from rl_training.engine.probe import Probe
+from rl_training.hosts.trl.destination import Destination
+from rl_training.hosts.trl.recorded_settings import settings_of_probes
 from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
+from rl_training.hosts.trl.termination import Termination
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import claim_folder
 from rl_training.records.config import write_config
 from rl_training.records.folder import LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
 from rl_training.records.json_values import plain_settings
+from rl_training.records.provenance import provenance
 
 logger = logging.get_logger(__name__)
 
 ANOTHER_FOLDER_FIX = "give attach another folder"
+MAKE_ROOM = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
 
 
-class AttachedRun(RunFolder):
+class AttachedRun(Destination):
     """The folder that a training writes to: the requested one, or the next free number.
-
-    `requested` is the one that the user gave; `folder` is the one written to, once training has begun.
 
     Args:
         requested: The folder as the user gave it.
+
+    Raises:
+        UserError: If a file is in the way.
     """
 
-    make_room = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
+    folder: Path
+    has_own_folders = True
 
     def __init__(self, requested: str | Path) -> None:
-        self.requested = Path(requested).expanduser()
-        if not self.requested.name:  # "." has no name to append a number to
-            self.requested = self.requested.absolute()
-        for path in (self.requested, self.requested / LOGS_FOLDER, self.requested / REPORT_FOLDER):
+        self._requested = Path(requested).expanduser()
+        if not self._requested.name:  # "." has no name to append a number to
+            self._requested = self._requested.absolute()
+        for path in (self._requested, self._requested / LOGS_FOLDER, self._requested / REPORT_FOLDER):
             refuse_a_file(path)
-        super().__init__(self.requested)
-        self.has_begun = False
-        self.run_id = ""
+        self.folder = self._requested
+        self._end_of_training = ExitStack()  # unlocks the folder and stops listening
+        self._has_begun = False
 
-    def begin(self, run_id: str) -> None:
-        """Choose the folder to write to, and lock it. Collective.
+    @property
+    def output(self) -> Path:
+        return self.folder
 
-        Args:
-            run_id: The id of the training that the checkpoint belongs to from which training resumes. "" for a new
-                training. Neither writes to another training's folder.
-
-        Raises:
-            UserError: On all ranks, if the folder cannot be written to.
-        """
-        self.release()  # the folder of an earlier training in the same `with` block
-        folder, self.run_id = on_main_process(lambda: self._claim(run_id))
+    def begin(self, run_id: str, flush: Callable[[], str]) -> str:
+        folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
         self.folder = Path(folder)
-        self.has_begun = True
+        self._has_begun, self.has_report = True, False
+        if all_ranks().number == 0:
+            self.records = self._run.records()
+            termination = Termination(lambda: logger.warning(self._run.closing_line(flush())))
+            termination.listen()
+            self._end_of_training.callback(termination.release)
+        return own_id
 
-    def _claim(self, run_id: str) -> tuple[str, str]:
-        claim = claim_folder(self.requested, run_id, ANOTHER_FOLDER_FIX)
-        self._lock.push(claim.lock)
+    def _claim_folder(self, run_id: str) -> tuple[str, str]:
+        claim = claim_folder(self._requested, run_id, ANOTHER_FOLDER_FIX)
+        self._end_of_training.push(claim.lock)
         if warning := claim.warning():
             logger.warning(warning)
         return str(claim.folder), claim.run_id
 
-    def write_config(self, settings: Mapping[str, Any]) -> None:
+    @property
+    def _run(self) -> RunFolder:
+        return RunFolder(self.folder, MAKE_ROOM)
+
+    def write_config(self, settings: Mapping[str, Any], probes: Sequence[Probe]) -> None:
         """Write config.yaml, with secrets masked."""
-        write_config(self.folder, plain_settings(settings))
+        if all_ranks().number == 0:
+            config = {**settings, "probes": settings_of_probes(probes), "provenance": provenance()}
+            write_config(self.folder, plain_settings(config))
 
     def end(self, how: str) -> str:
-        """Write the report on the main process, and unlock the folder.
-
-        Args:
-            how: How training ended, in words.
-
-        Returns:
-            A line with `how` and the report's location, or the reason why there is none. Empty on other ranks.
-        """
-        try:
-            return self.closing_line(how) if all_ranks().number == 0 else ""
-        finally:
-            self.has_begun = False
-            self.release()
+        if not self._has_begun:
+            return ""
+        self._has_begun = False
+        with self._end_of_training:
+            line = self._run.closing_line(how) if all_ranks().number == 0 else ""
+        self.has_report = True
+        return line

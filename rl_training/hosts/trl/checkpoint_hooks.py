@@ -18,22 +18,24 @@ from rl_training.records.checkpoint_states import load_probe_states, read_notes,
 
 @dataclass(frozen=True)
 class Resumed:
-    """Contents of a checkpoint."""
+    """What a training resumes: contents of a checkpoint, or nothing."""
 
-    run_id: str  # id of the training that it belongs to; "" if it has none
-    states: Mapping[str, Any]  # states of the probes, by name
+    run_id: str = ""  # id of the training that the checkpoint belongs to; "" if it has none
+    states: Mapping[str, Any] | None = None  # states of the probes, by name; None without a checkpoint
 
 
 class CheckpointHooks:
-    """Wraps the methods that save and load a trainer's checkpoint.
-
-    `resumed` holds what was loaded for the training that is about to begin, None without a checkpoint.
-    """
+    """Wraps the methods that save and load a trainer's checkpoint."""
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
         self._trainer, self._driver, self._guard = trainer, driver, guard
         self.run_id = ""  # of the training, written to checkpoints
-        self.resumed: Resumed | None = None
+        self._resumed = Resumed()  # what was loaded for the training that is about to begin
+
+    def take_resumed(self) -> Resumed:
+        """Return what was loaded for the training that is about to begin, once."""
+        resumed, self._resumed = self._resumed, Resumed()
+        return resumed
 
     def wrappers(self) -> dict[str, Callable[..., object]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
@@ -63,4 +65,4 @@ class CheckpointHooks:
         original(checkpoint)
         if checkpoint is not None:
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
-            self.resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""), states)
+            self._resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""), states)

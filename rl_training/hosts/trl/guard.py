@@ -48,6 +48,10 @@ class Guard:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
         self.step, self.reason = 0, ""
 
+    def outcome(self, how: str) -> str:
+        """Return how training ended, in words, with why measuring ended before it."""
+        return f"{how}; {self.reason}" if self.reason else how
+
     def attempt(self, measure: Callable[[], Result], otherwise: Result = None) -> Result:  # type: ignore[assignment]
         """Run measuring code unless measuring has ended, and return its result. An error in it ends the measuring.
 

@@ -123,13 +123,11 @@ class Trainings:
 
     def _train(self, trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from rl_training.hosts.trl import attach
-        from rl_training.hosts.trl.attachment import Attachment
+        from rl_training.hosts.trl.attachment import is_attached
 
-        callbacks = trainer.callback_handler.callbacks
-        is_attached = any(isinstance(callback, Attachment) for callback in callbacks)
         is_grpo = any(base.__name__.endswith("GRPOTrainer") for base in type(trainer).__mro__)  # attach refuses copies
         self.count += is_grpo
-        if is_attached or not is_grpo:
+        if is_attached(trainer) or not is_grpo:
             return original(*args, **kwargs)
         attached = attach(trainer, self._folder, self._probes, **self._options)
         try:

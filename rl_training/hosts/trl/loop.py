@@ -18,7 +18,13 @@ from rl_training.step.reasons import MIXED_PROMPTS, OTHER_TERMS, REUSED, SPLIT_P
 
 
 def loop_of(
-    trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_cli: bool
+    trainer: GRPOTrainer,
+    policy: TrainerPolicy,
+    settings: LossSettings,
+    *,
+    whole_prompts: bool,
+    is_cli: bool,
+    opening: str,
 ) -> Loop:
     """Return what the driver must know about a training that is about to begin.
 
@@ -28,6 +34,7 @@ def loop_of(
         settings: Settings of the loss that training uses.
         whole_prompts: Whether all responses to a prompt are kept in consecutive rows.
         is_cli: Whether to give advice as command-line settings, trainer.NAME=VALUE.
+        opening: The first line of what is announced when training begins.
     """
     args = trainer.args
     fixes = loss_settings.fixes(settings, is_cli=is_cli)
@@ -56,4 +63,5 @@ def loop_of(
             other_terms=OTHER_TERMS if of_trainer(trainer, "aux_loss_enabled") else None,
         ),
         fixes=fixes,
+        opening=opening,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import TrainerCallback
 
+from rl_training.engine.kl_bound import KLBound
 from rl_training.interventions.named import Intervention
 
 
@@ -24,3 +25,32 @@ class Options:
     callback: TrainerCallback | None = None  # added to the trainer and removed with the probes
     # Whether a command trains: advice names settings as trainer.NAME=VALUE, and the command has locked its folder.
     is_cli: bool = False
+
+    @property
+    def changes_of_loss(self) -> list[Intervention]:
+        """The interventions that change the loss. Others change the optimizer's settings alone."""
+        return [intervention for intervention in self.interventions if intervention.function is not None]
+
+    @property
+    def training_needs_measurements(self) -> bool:
+        """Whether training depends on what is measured, so that it cannot go on without."""
+        return bool(self.changes_of_loss) or self.target_kl_share is not None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The settings that affect training, for its records."""
+        bound = self.kl_bound()
+        return {
+            "whole_prompts": self.whole_prompts,
+            "interventions": [intervention.name for intervention in self.changes_of_loss],
+            "target_kl_share": None if bound is None else bound.share_of_entropy,
+        }
+
+    @property
+    def longer_responses(self) -> str:
+        """Advice: what lets responses get longer."""
+        return f"raise {'trainer.' if self.is_cli else ''}max_completion_length"
+
+    def kl_bound(self) -> KLBound | None:
+        """Return what sets the learning rates, None if they are the trainer's. UserError for an impossible share."""
+        return None if self.target_kl_share is None else KLBound(self.target_kl_share)

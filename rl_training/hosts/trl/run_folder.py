@@ -32,12 +32,15 @@ def on_main_process(work: Callable[[], Result]) -> Result:
 
 
 class RunFolder:
-    """A folder that one training writes to at a time."""
+    """A folder that one training writes to at a time.
 
-    make_room = "make room, then go on with resume=latest"  # what the command tells the user on a full disk
+    Args:
+        folder: The folder.
+        make_room: What errors tell the user to do on a full disk.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, make_room: str = "make room, then go on with resume=latest") -> None:
+        self.folder, self._make_room = folder, make_room
         self._lock = contextlib.ExitStack()
 
     def lock(self, fix: str) -> None:
@@ -57,7 +60,7 @@ class RunFolder:
 
     def records(self, rollouts_every: int = 0) -> Records:
         """Return the records in the folder. `Records` documents `rollouts_every`."""
-        return Records(self.folder / LOGS_FOLDER, rollouts_every, self.make_room)
+        return Records(self.folder / LOGS_FOLDER, rollouts_every, self._make_room)
 
     def write_report(self, pictures: str = "") -> Path:
         """Write the report, and return the path of its page. Call it on the main process only.

@@ -1,6 +1,6 @@
-"""The hooks of a step: wrappers of the trainer's methods, from generation to the optimizer's step.
+"""The hooks of a step: wrappers of the trainer's methods, from generation to the optimizer's step, and its end.
 
-`stepped` and the log line are called from attachment.py's callbacks.
+attachment.py calls `finish`, and the driver's `stepped`, from the trainer's callbacks.
 
 TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped. DeepSpeed's
 engine.step is wrapped too, because the engine steps before training_step returns. Calls of the trainer's own methods
@@ -10,7 +10,7 @@ are outside the guard, so the user's errors pass through unchanged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import FORWARD_PASS
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling_settings import sampling_reason
@@ -33,6 +36,21 @@ from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import keep_graph_of_entropies
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.scores import Scores
+from rl_training.step.batch import LossSettings
+
+
+def make_step_hooks(
+    trainer: GRPOTrainer,
+    driver: StepDriver,
+    policy: TrainerPolicy,
+    guard: Guard,
+    writer: EstimateWriter,
+    options: Options,
+) -> StepHooks:
+    """Return the hooks of a trainer's steps. UserError for an intervention that it cannot train with."""
+    rollouts = Rollouts(trainer, policy, whole_prompts=bool(options.whole_prompts))
+    loss = TrainedLoss(trainer, policy, options.interventions)
+    return StepHooks(trainer, driver, policy, rollouts, loss, guard, writer, StepWarnings(options.longer_responses))
 
 
 class StepHooks:
@@ -45,7 +63,8 @@ class StepHooks:
         rollouts: What is known about the trainer's batches.
         loss: The trainer's loss with its interventions.
         guard: Catches errors of the measuring code.
-        writer: Knows the steps whose sequences are recorded.
+        writer: Writes what is measured.
+        warnings: Warns about steps that have ended.
     """
 
     def __init__(
@@ -57,9 +76,47 @@ class StepHooks:
         loss: TrainedLoss,
         guard: Guard,
         writer: EstimateWriter,
+        warnings: StepWarnings,
     ) -> None:
         self._trainer, self._driver, self._policy = trainer, driver, policy
-        self._rollouts, self._loss, self._guard, self._writer = rollouts, loss, guard, writer
+        self._rollouts, self._loss, self._guard = rollouts, loss, guard
+        self._writer, self._warnings = writer, warnings
+        self._undo_engine = contextlib.ExitStack()
+
+    @property
+    def loss_settings(self) -> LossSettings:
+        """The settings of the loss that training uses, interventions included."""
+        return self._loss.settings
+
+    def reset(self) -> None:
+        """Forget the previous training, even if an exception has ended it in the middle of a step."""
+        self.end()
+        self._warnings.begin()
+
+    def begin(self, loop: Loop, states: Mapping[str, Any] | None) -> None:
+        """Begin to measure a training: start the driver, and watch the optimizer until `end`.
+
+        Args:
+            loop: The trainer as the driver knows it.
+            states: The states of probes in the checkpoint that training resumes from. None starts from scratch.
+        """
+        self._rollouts.mark_leftover_rollout()
+        self._driver.start(loop, states)
+        if self._trainer.is_deepspeed_enabled:
+            wrap(self._trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
+        else:
+            self._undo_engine.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
+
+    def finish(self, number: int) -> dict[str, float]:
+        """End a step, write what was measured, and return the numbers to log, nan where missing."""
+        result = self._driver.finish()
+        self._warnings.warn(number, result)
+        self._writer.write(number, result)
+        return result.numbers
+
+    def end(self) -> None:
+        """Stop watching the optimizer."""
+        self._undo_engine.close()
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
@@ -73,12 +130,12 @@ class StepHooks:
             "training_step": self._on_training_step,
         }
 
-    def on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's step, after the probes."""
         self._run_probes_if_ready()
         original(*args, **kwargs)
 
-    def about_to_step(self, *args: Any) -> None:
+    def _about_to_step(self, *args: Any) -> None:
         """Tell the driver that the optimizer is about to step."""
         with self._guard.watching():
             self._driver.about_to_step()

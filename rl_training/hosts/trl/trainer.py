@@ -28,6 +28,7 @@ from rl_training.hosts.probes import as_probes
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
+from rl_training.hosts.trl.destination import destination_of
 from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings, steps_per_rollout
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.resuming import SaveBetweenRollouts, keep_settings
@@ -144,7 +145,9 @@ class DrGRPOTrainer(GRPOTrainer):
             keep_attached=True,
             is_cli=is_cli,
         )
-        self.attachment = Attachment(self, as_probes(probes), as_records(records), options)
+        self._setting_prefix = "trainer." if is_cli else ""
+        destination = destination_of(as_records(records), is_locked=is_cli)
+        self.attachment = Attachment(self, as_probes(probes), destination, options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
@@ -183,7 +186,7 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._divergence_message("the policy's probabilities are nan")) from error
 
     def _divergence_message(self, what: str) -> str:
-        prefix = "trainer." if self.attachment.is_cli else ""
+        prefix = self._setting_prefix
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {prefix}max_grad_norm=1"
         or_intervention = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
         return (

@@ -73,6 +73,11 @@ class TrainerLog:
         self._line = {}
         self._writer.records.write_metrics(step, {**logs, **numbers})
 
+    def write_evaluation(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Write the numbers of an evaluation by the trainer."""
+        if self._writer.records is not None:
+            self._writer.records.write_evaluation(step, logs)
+
     def flush(self) -> None:
         """Write the line of the last step, unless it is already written."""
         line, self._line = self._line, {}

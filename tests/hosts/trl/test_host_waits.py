@@ -57,7 +57,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
     loss_without_interventions: Any = SimpleNamespace(interventions=(), settings=None)
     guard = Guard(driver, writer, training_needs_measurements=False, strict=True)
-    hooks = StepHooks(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer)
+    hooks = StepHooks(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, NONE)
     with PretendGpu() as gpu:
         output = batch_on_gpu()
         gpu.start_counting()
