@@ -7,10 +7,10 @@ Read in this order:
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py, generated.py and prompt_numbers.py
-                     read its rows; loss_settings.py reads the settings of the loss
+                     read its rows, batch_kind.py tells whether they are the rollout, and old_logps.py whose old
+                     log-probabilities they have; loss_settings.py reads the settings of the loss
     policy.py        scores and samples as the trainer would; sampling_settings.py tells whether these are the scored
-                     policy's samples, scoring_calls.py finds the scores behind a loss, old_logps.py tells whose old
-                     log-probabilities a batch has
+                     policy's samples, scoring_calls.py finds the scores behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; alerts.py sends alerts
     destination.py, attached_run.py                          where a training writes: nowhere, records, or the folder

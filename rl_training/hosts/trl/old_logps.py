@@ -7,6 +7,8 @@ two passes of the policy differ by, which is measured over a whole rollout: a mi
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, take_rows
+from rl_training.policy.scores import Scores
 
 # Old log-probabilities at most this many times as far away as two passes of the policy are its own.
 DROPOUT_FACTOR = 1.5
@@ -22,7 +25,57 @@ ROWS = 32  # per rank, scored twice to measure the distance of two passes
 SEED = 26  # for the masks of these passes; any seed but training's
 
 
-def own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, policy: Policy) -> bool:
+class OldLogps:
+    """Tells whose old log-probabilities the batch of the current rollout has.
+
+    Args:
+        policy: The policy that is trained.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        # With dropout: whether they are the policy's own; otherwise each microbatch tells.
+        self._are_own: bool | None = None
+
+    def begin(self) -> None:
+        """Begin a rollout."""
+        self._are_own = None
+
+    def compare(self, rollout: Rollout, hidden: Tensor) -> None:
+        """Compare those of a whole rollout with two passes of a policy that has dropout. Collective.
+
+        Args:
+            rollout: This rank's sequences, with old log-probabilities.
+            hidden: (B,), responses of which old log-probabilities were not computed.
+        """
+        self._are_own = _own_up_to_dropout(rollout, hidden, self._policy)
+
+    def drop_own(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
+        """Return the microbatch with old log-probabilities only if they are another policy's.
+
+        At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
+        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout two
+        passes of the policy itself differ, so `compare` has decided it over the whole rollout.
+
+        Args:
+            rollout: The microbatch.
+            scores: Training's scores of it.
+            hidden: (B,), responses that training did not score.
+        """
+        old_logps = rollout.old_logps
+        if not rollout.on_policy or old_logps is None:
+            return rollout
+        is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
+        is_own = self._are_own
+        if is_own is None:
+            is_own = _own_up_to_rounding(scores.logps, old_logps, is_scored, self._policy)
+        if not is_own:
+            return dataclasses.replace(rollout, on_policy=False)
+        engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
+        return dataclasses.replace(rollout, old_logps=None, sampling_logps=engine_logps)
+
+
+def _own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, policy: Policy) -> bool:
     """Return whether old log-probabilities, (B, T), are the policy's own, for a policy without dropout.
 
     Args:
@@ -34,7 +87,7 @@ def own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, poli
     return not is_scored.any() or float(_differences(logps, old_logps, is_scored).mean()) <= _tolerance(policy)
 
 
-def own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
+def _own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
     """Return whether a fresh rollout's old log-probabilities are the policy's own, up to dropout. Collective.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +18,22 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.batch_kind import BatchFacts, BatchKind, gather_facts, kind_of_batch
 from rl_training.hosts.trl.compatibility import warn_of_leftover_responses
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.loss_settings import steps_per_rollout
 from rl_training.hosts.trl.members import SHUFFLE
-from rl_training.hosts.trl.old_logps import own_up_to_dropout, own_up_to_rounding
+from rl_training.hosts.trl.old_logps import OldLogps
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.sampling_settings import sampling_reason
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.hosts.trl.wrapping import wrap
-from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.dropout import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 
-NOT_GENERATED = Unavailable(
-    "not_generated",
-    "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
-    "has no log-probabilities from the policy that generated them (old_per_token_logps)",
-)
-NOT_ALL_KEPT = Unavailable(
-    "not_all_kept",
-    "the batch has {kept} of the {generated} responses that were generated per prompt: the kept ones were selected, so "
-    "they are not a sample of the policy",
-    fix="keep or leave out whole prompts",
-)
-UNEVEN = Unavailable(
-    "uneven_prompts",
-    "responses cannot be assigned to prompts: prompts have different numbers of responses, or rows with images are not "
-    "in the order of generation",
-    fix="keep or leave out whole prompts",
-)
 PLACEHOLDERS = Unavailable(
     "placeholder_logps",
     "the sampler's log-probabilities (sampling_per_token_logps) are all 0, as if every token had been certain",
@@ -78,16 +61,6 @@ def _to_host(*tables: Tensor) -> list[Tensor]:
     return list(joined.split([table.shape[1] for table in tables], dim=1))
 
 
-class BatchFacts(NamedTuple):
-    """What is known of a rank's rows of a batch, as numbers that ranks exchange."""
-
-    num_rows: float
-    num_foreign: float  # rows that were not generated for this rollout
-    has_learned: float  # 1 if a step has learned from some of those
-    is_unrewarded: float  # 1 if rewards are missing
-    group_size: float  # responses per prompt, 0 if prompts differ in it
-
-
 class Rollouts:
     """Adds to TRL's batches what TRL leaves out, and reads them as rollouts.
 
@@ -105,8 +78,7 @@ class Rollouts:
         self._sampled_at = -1  # global_step at which the current rollout was sampled
         self._is_fresh = True  # whether all its responses were generated for it, if that is known
         self._origin = Origin(sampler_reason="")
-        # With dropout: whether its old log-probabilities are the policy's own; otherwise each microbatch tells.
-        self._old_logps_are_own: bool | None = None
+        self.old_logps = OldLogps(policy)
 
     def mark_leftover_rollout(self) -> None:
         """Warn if TRL begins with responses left over from the trainer's previous training, and mark learned ones."""
@@ -164,12 +136,14 @@ class Rollouts:
         past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
         local_facts = BatchFacts(len(keys), num_foreign, has_learned, not is_rewarded, group_size)
-        self._classify_batch(output, local_facts, is_measured)
+        facts = gather_facts(local_facts, ids.device) if is_measured else [local_facts]
+        has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
+        self._take_kind(output, kind_of_batch(facts, trainer.num_generations, has_logps))
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         mismatch = self._sampling_mismatch(responses) or (PLACEHOLDERS if placeholders.any() else None)
         self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
         self._generated.begin_next(keys)
-        self._old_logps_are_own = None
+        self.old_logps.begin()
         if is_measured and batches.OLD_LOGPS in output:
             self._examine_old_logps(output)
 
@@ -184,7 +158,7 @@ class Rollouts:
         """Tell whose old log-probabilities a fresh batch has, and complete them. Collective."""
         hidden = batches.are_hidden(output)
         if has_dropout(self._policy.model):
-            self._old_logps_are_own = own_up_to_dropout(self.read(output), hidden, self._policy)
+            self.old_logps.compare(self.read(output), hidden)
         are_needed = steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
         if self._trainer.mask_truncated_completions and are_needed:
             rollout, logps = self.read(output), output[batches.OLD_LOGPS]
@@ -215,32 +189,10 @@ class Rollouts:
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
-    def _classify_batch(self, output: dict, local: BatchFacts, is_measured: bool) -> None:
-        """Decide what the batch is, identically on all ranks. Collective if it is measured.
-
-        Args:
-            output: TRL's batch dictionary. Its rewards are removed if any rank lacks them.
-            local: What is known of this rank's rows.
-            is_measured: Whether the ranks exchange this.
-        """
-        table = torch.tensor([local], dtype=torch.float64)
-        ranks = all_ranks()
-        if is_measured and ranks.count > 1:
-            table = ranks.gather(table[0].to(output["completion_ids"].device)).cpu()
-        total = BatchFacts(*table.sum(dim=0).tolist())
-        group_sizes = {int(BatchFacts(*row).group_size) for row in table.tolist()}
-        expected = self._trainer.num_generations
-        is_even = len(group_sizes) == 1 and group_sizes != {0}
-        self.responses_per_prompt = group_sizes.pop() if is_even else expected
-        self._is_fresh = not total.num_foreign
-        reason = None
-        if total.num_foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            reason = NOT_GENERATED.formatted(count=int(total.num_foreign), rows=int(total.num_rows))
-        elif self.responses_per_prompt < expected:
-            reason = NOT_ALL_KEPT.formatted(kept=self.responses_per_prompt, generated=expected)
-        uneven = None if is_even else UNEVEN
-        self._origin = Origin(reason or uneven, uneven, bool(total.has_learned))
-        if total.is_unrewarded:
+    def _take_kind(self, output: dict, kind: BatchKind) -> None:
+        """Keep what the batch is, and remove its rewards unless all ranks have theirs."""
+        self.responses_per_prompt, self._is_fresh, self._origin = kind.responses_per_prompt, kind.is_fresh, kind.origin
+        if not kind.is_rewarded:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)
 
@@ -266,7 +218,7 @@ class Rollouts:
     def read(self, inputs: Mapping[str, Any]) -> Rollout:
         """Return the sequences of one of TRL's batch dictionaries: a microbatch, or this rank's whole rollout.
 
-        They keep the log-probabilities in the batch, whichever policy these are from; `drop_own_old_logps` checks that.
+        They keep the log-probabilities in the batch, whichever policy these are from; `old_logps` tells that.
         """
         trainer = self._trainer
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -279,27 +231,3 @@ class Rollouts:
         )
         rewards_by_name = batches.rewards_by_name(trainer, inputs)
         return dataclasses.replace(rollout, origin=self._origin, rewards_by_name=rewards_by_name)
-
-    def drop_own_old_logps(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
-        """Return the microbatch with old log-probabilities only if they are another policy's.
-
-        At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
-        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout two
-        passes of the policy itself differ, so `begin` has compared them over the whole rollout.
-
-        Args:
-            rollout: The microbatch.
-            scores: Training's scores of it.
-            hidden: (B,), responses that training did not score.
-        """
-        old_logps = rollout.old_logps
-        if not rollout.on_policy or old_logps is None:
-            return rollout
-        is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
-        is_own = self._old_logps_are_own
-        if is_own is None:
-            is_own = own_up_to_rounding(scores.logps, old_logps, is_scored, self._policy)
-        if not is_own:
-            return dataclasses.replace(rollout, on_policy=False)
-        engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
-        return dataclasses.replace(rollout, old_logps=None, sampling_logps=engine_logps)

@@ -233,7 +233,7 @@ class StepHooks:
         if needs_scores and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
             raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
         scores = self._policy.complete_scores(loss_scores, rollout, needs_scores)
-        rollout = self._rollouts.drop_own_old_logps(rollout, scores, batches.are_hidden(inputs))
+        rollout = self._rollouts.old_logps.drop_own(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and needs_scores:
             with self._driver.costs.timed():

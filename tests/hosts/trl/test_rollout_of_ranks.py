@@ -12,8 +12,10 @@ import pytest
 import torch
 from ranks_in_threads import on_two_ranks
 
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl import batch_kind, batches
 from rl_training.hosts.trl import rollouts as module
+from rl_training.hosts.trl.batch_kind import UNEVEN
+from rl_training.hosts.trl.old_logps import OldLogps
 from rl_training.hosts.trl.prompt_numbers import PROMPT
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.parallel.ranks import Ranks
@@ -160,7 +162,7 @@ def test_a_row_of_an_earlier_rollout_is_reused_if_a_step_has_learned_from_it(lea
 
 def test_a_foreign_row_on_one_process_makes_the_sample_unknown_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(rank: int, reduce: Any) -> torch.Tensor:
-        monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
+        monkeypatch.setattr(batch_kind, "all_ranks", lambda: ranks[threading.get_ident()])
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS if rank == 0 else [*ROWS[:5], (3, 99)])
@@ -176,11 +178,11 @@ def test_a_foreign_row_on_one_process_makes_the_sample_unknown_on_all(monkeypatc
 
 def test_unequal_groups_on_one_process_are_reported_by_all(monkeypatch: Any) -> None:
     def found(rank: int, reduce: Any) -> torch.Tensor:
-        monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
+        monkeypatch.setattr(batch_kind, "all_ranks", lambda: ranks[threading.get_ident()])
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS[:4] if rank == 0 else [ROWS[0], ROWS[2]])
-        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_reason == module.UNEVEN])
+        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_reason == UNEVEN])
 
     ranks: dict[int, Ranks] = {}
     assert [tensor.tolist() for tensor in on_two_ranks(found)] == [[2, True]] * 2
@@ -194,19 +196,18 @@ def test_old_log_probabilities_within_rounding_count_as_the_policys_own(
     apart: float, rounded: str, is_own: bool
 ) -> None:
     """Only tokens that training scored count: the second row is hidden, and the second column is padding."""
-    policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding=rounded), model=torch.nn.Identity())
-    rollouts = rollouts_of(0)
-    rollouts._policy = policy
+    policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding=rounded))
+    old_logps = OldLogps(policy)
     ids, mask = torch.ones(2, 2, dtype=torch.long), torch.tensor([[1, 0], [1, 1]])
     now = torch.tensor([[-1.0, 7.0], [9.0, 9.0]])
     before = torch.tensor([[-1.0 - apart, -7.0], [-9.0, -9.0]])
     rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.zeros(2), before, True, old_logps=before)
-    with_logps = rollouts.drop_own_old_logps(rollout, Scores(now, now, mask), torch.tensor([False, True]))
+    with_logps = old_logps.drop_own(rollout, Scores(now, now, mask), torch.tensor([False, True]))
     assert with_logps.on_policy == is_own
     assert (with_logps.old_logps is None) == is_own
     assert (with_logps.sampling_logps is None) == is_own
     of_engine = dataclasses.replace(rollout, sampling_logps=now)
-    with_logps = rollouts.drop_own_old_logps(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
+    with_logps = old_logps.drop_own(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
     assert with_logps.sampling_logps is now
 
 

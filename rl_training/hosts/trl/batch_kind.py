@@ -1,0 +1,86 @@
+"""What the batch of a rollout is, the same on all ranks: generated for it or replayed, of whole groups or selected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.rollout import Origin
+from rl_training.statistics.unavailable import Unavailable
+
+NOT_GENERATED = Unavailable(
+    "not_generated",
+    "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
+    "has no log-probabilities from the policy that generated them (old_per_token_logps)",
+)
+NOT_ALL_KEPT = Unavailable(
+    "not_all_kept",
+    "the batch has {kept} of the {generated} responses that were generated per prompt: the kept ones were selected, so "
+    "they are not a sample of the policy",
+    fix="keep or leave out whole prompts",
+)
+UNEVEN = Unavailable(
+    "uneven_prompts",
+    "responses cannot be assigned to prompts: prompts have different numbers of responses, or rows with images are not "
+    "in the order of generation",
+    fix="keep or leave out whole prompts",
+)
+
+
+class BatchFacts(NamedTuple):
+    """What is known of a rank's rows of a batch, as numbers that ranks exchange."""
+
+    num_rows: float
+    num_foreign: float  # rows that were not generated for this rollout
+    has_learned: float  # 1 if a step has learned from some of those
+    is_unrewarded: float  # 1 if rewards are missing
+    group_size: float  # responses per prompt, 0 if prompts differ in it
+
+
+@dataclass(frozen=True)
+class BatchKind:
+    """What a batch is."""
+
+    responses_per_prompt: int
+    is_fresh: bool  # all its rows were generated for it, as far as known
+    origin: Origin
+    is_rewarded: bool  # on all ranks
+
+
+def gather_facts(local: BatchFacts, device: torch.device) -> list[BatchFacts]:
+    """Return the facts of each rank. Collective."""
+    table = torch.tensor([local], dtype=torch.float64)
+    ranks = all_ranks()
+    if ranks.count > 1:
+        table = ranks.gather(table[0].to(device)).cpu()
+    return [BatchFacts(*row) for row in table.tolist()]
+
+
+def kind_of_batch(facts: Sequence[BatchFacts], expected: int, has_logps: bool) -> BatchKind:
+    """Return what a batch is.
+
+    Args:
+        facts: What is known of its rows on each rank, or on this one alone if the ranks do not exchange it.
+        expected: Number of responses that were generated to each prompt.
+        has_logps: Whether the batch has log-probabilities of the policy that generated it.
+    """
+    num_foreign = int(sum(fact.num_foreign for fact in facts))
+    group_sizes = {int(fact.group_size) for fact in facts}
+    is_even = len(group_sizes) == 1 and group_sizes != {0}
+    responses_per_prompt = group_sizes.pop() if is_even else expected
+    reason = None
+    if num_foreign and not has_logps:
+        reason = NOT_GENERATED.formatted(count=num_foreign, rows=int(sum(fact.num_rows for fact in facts)))
+    elif responses_per_prompt < expected:
+        reason = NOT_ALL_KEPT.formatted(kept=responses_per_prompt, generated=expected)
+    uneven = None if is_even else UNEVEN
+    return BatchKind(
+        responses_per_prompt=responses_per_prompt,
+        is_fresh=not num_foreign,
+        origin=Origin(reason or uneven, uneven, any(fact.has_learned for fact in facts)),
+        is_rewarded=not any(fact.is_unrewarded for fact in facts),
+    )
