@@ -39,7 +39,7 @@ from rl_training import Rollout, measured_loop
 from rl_training.engine import build_step, gradient_check
 from rl_training.entropy import reward_gradient
 from rl_training.hosts import loop_refusals
-from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.optim.formula import OptimizerState
 from rl_training.policy import linear_head
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe

@@ -1,7 +1,8 @@
 """The training loops that probes can be attached to.
 
-loop.py              a loop in plain PyTorch: the shortest host, so read it first. loop_progress.py tracks which call
-                     may come next, loop_policy.py samples, loop_refusals.py raises errors for what cannot be measured
+loop.py              a loop in plain PyTorch: the shortest host, so read it first. measured_loop.py has its calls,
+                     loop_progress.py tracks which call may come next, loop_policy.py samples, and loop_refusals.py
+                     raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
 estimate_writer.py   writes what a step leaves, for all hosts: its estimates, sequence_rows.py, step_averages.py
 step_warnings.py     warns about steps that have ended; equal_rewards.py: about one with zero advantage, and its cause

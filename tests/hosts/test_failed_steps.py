@@ -23,7 +23,7 @@ from rl_training import (
     SimpleEntropyProbe,
     measured_loop,
 )
-from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.tasks.models import load_tiny
 
 LEARNING_RATE = 1e-3

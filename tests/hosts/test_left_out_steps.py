@@ -18,7 +18,7 @@ from test_loop import MICROBATCHES, new_loop
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import measured_loop
-from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.step.reasons import LEFT_OUT

@@ -33,7 +33,8 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.engine.step_result import StepResult
 from rl_training.entropy import paired_effects, reward_gradient
-from rl_training.hosts.loop import FIXES, MeasuredLoop
+from rl_training.hosts.loop import FIXES
+from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.hosts.step_averages import step_averages
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl.loss_settings import fixes
