@@ -19,8 +19,8 @@ from rl_training.errors import UserError
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
-from rl_training.records.jsonl import METRICS_FILE, read_settings
-from rl_training.records.report.config_file import settings_in
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.config_file import settings_of_run
 from rl_training.records.report.series import Run, read_run
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings
@@ -129,7 +129,7 @@ def _settings(folder: Path) -> dict[str, str]:
 
     Empty mappings are left out, since they choose nothing.
     """
-    rows = pd.json_normalize(settings_in(folder) or read_settings(folder)).to_dict("records")
+    rows = pd.json_normalize(settings_of_run(folder)).to_dict("records")
     return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rl_training.records.files.printable import all_printable
 from rl_training.records.report.opening import opening
-from rl_training.records.report.page import settings_in
 from rl_training.records.report.series import Run
 
 VERSION = 1
@@ -20,7 +19,7 @@ def first_lines(run: Run) -> dict[str, Any]:
     first = opening(run)
     lines = [
         {"name": line.name, "since": line.since, "evidence": line.evidence, "advice": line.advice.sentence,
-         "settings": settings_in(line.advice.sentence)}
+         "settings": [*line.advice.settings]}
         for line in first.lines
     ]  # fmt: skip
     written: dict[str, Any] = all_printable({
@@ -28,7 +27,7 @@ def first_lines(run: Run) -> dict[str, Any]:
         "steps": {"first": run.steps[0], "last": run.last_step, "logged": len(run.steps)},
         "verdict": {"kind": first.kind, "since": first.since, "headline": first.headline,
                     "evidence": first.evidence.strip(" :")},
-        "advice": first.advice, "settings": settings_in(first.advice),
+        "advice": first.advice, "settings": [*first.settings],
         "stands_out": lines, "predictions": first.further,
     })  # fmt: skip
     return written

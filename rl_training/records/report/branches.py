@@ -13,14 +13,13 @@ from pathlib import Path
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.hydra_text import quote_list, quote_value
 from rl_training.records.made_by import TRL
-from rl_training.records.report.advice import as_setting
 from rl_training.records.report.effects import Effect, effects_of
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import PSR, PSR_PAGE, SetUp
+from rl_training.records.report.set_up import PSR
+from rl_training.records.report.wording import PSR_PAGE, Wording, wording_of
 
 MAX_PROPOSALS = 4
-SIGNS = {PSR, "nsr", "w_reinforce"}  # each weighs advantages by their sign: a run has at most one
 BRANCH_STEPS = 40  # steps of each branch
 
 
@@ -30,21 +29,22 @@ def branch_commands(run: Run) -> list[str]:
     There are none if nothing is recommended, or if there is no checkpoint to branch from. For an attached trainer
     they are lines of Python.
     """
-    set_up = SetUp.of(run)
+    wording = wording_of(run)
+    set_up = wording.set_up
     if set_up.kind == TRL:
-        return _attached_branches(run, set_up)
+        return _attached_branches(run, wording)
     checkpoints, names = checkpoints_of(run.folder), [name for name, _ in preferred_interventions(run)]
     if not checkpoints or not names:
         return []
     already = set_up.interventions
-    first = [] if SIGNS & set(already) else [PSR]
+    first = [] if set_up.has_sign_intervention else [PSR]
     names = [name for name in dict.fromkeys([*first, *names]) if name not in already][:MAX_PROPOSALS]
     if not names:
         return []
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
         folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
-        branches[folder] = f"intervention={quote_list([*already, name])}"
+        branches[folder] = f"intervention={quote_list(set_up.interventions_with(name))}"
     start = ["rl-training", "train", f"branch={quote_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
     trainings = [
         [*start, f"run_dir={quote_value(str(folder))}", *([setting] if setting else [])]
@@ -53,12 +53,12 @@ def branch_commands(run: Run) -> list[str]:
     return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
 
 
-def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
+def _attached_branches(run: Run, wording: Wording) -> list[str]:
     """Return the lines that continue an attached trainer from a checkpoint: unchanged, with PSR, and with another."""
     preferred = preferred_interventions(run)
     if not preferred:
         return []
-    name, effect = preferred[0]
+    (name, effect), set_up = preferred[0], wording.set_up
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
     plain, positive = f"{run.folder}_plain", f"{run.folder}_{PSR}"
@@ -68,13 +68,13 @@ def _attached_branches(run: Run, set_up: SetUp) -> list[str]:
         factor = name.partition(":")[2]
         change = f"ScaleLearningRate({factor}) of {PSR_PAGE} among its callbacks, because resuming keeps the rate"
     else:
-        change = as_setting(effect, set_up)
+        change = wording.intervention(effect).text
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
     tries = {plain: "without a change"}
-    if not SIGNS & set(set_up.interventions):
-        tries[positive] = f"with {set_up.positive_only()}"
+    if not set_up.has_sign_intervention:
+        tries[positive] = f"with {wording.positive_only().text}"
     if effect.bare_name != PSR:
         tries[changed] = f"with {change}"
     lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}."]
@@ -88,15 +88,8 @@ def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:
 
     There are none if entropy does not fall.
     """
-    named = run.probe("interventions").get("which")
-    which = [str(name) for name in named] if isinstance(named, list) else []
-    chosen: dict[str, Effect] = {}
+    chosen, set_up = dict[str, Effect](), wording_of(run).set_up
     for effect in effects_of(run) if is_falling(run) else ():
-        # The name as configured, with its file or module.
-        text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
-        if math.isfinite(effect.halves_at.value):
-            text = f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}"
-            chosen.setdefault(text, effect)
-        elif effect.delta_h.bounds()[0] > 0:
-            chosen.setdefault(text, effect)
+        if math.isfinite(effect.halves_at.value) or effect.delta_h.bounds()[0] > 0:
+            chosen.setdefault(set_up.name_as_configured(effect), effect)
     return [*chosen.items()][:MAX_PROPOSALS]

@@ -1,4 +1,4 @@
-"""A run's config.yaml, with secrets masked: as text for people, and as settings."""
+"""A run's settings, with secrets masked: config.yaml as text for people, and the settings of any run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rl_training.limited_files import read_text
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.stored_yaml import read_mapping
 from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.jsonl import read_settings
 
 
 def read_config(folder: Path) -> str | None:
@@ -24,10 +25,9 @@ def read_config(folder: Path) -> str | None:
     return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
 
 
-def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's config.yaml with secrets masked; {} if there are no settings.
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run with secrets masked: from config.yaml, or else from logs/settings.json.
 
-    Raises:
-        UserError: If it cannot be read.
+    {} if it has neither. Raises UserError if one cannot be read.
     """
-    return without_secrets(read_mapping(folder / CONFIG_FILE))
+    return without_secrets(read_mapping(folder / CONFIG_FILE)) or read_settings(folder)

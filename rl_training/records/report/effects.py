@@ -47,6 +47,12 @@ class Effect:
         """The name without a strength."""
         return self.name.partition(":")[0]
 
+    @property
+    def advised_strength(self) -> str:
+        """The strength that halves the fall, or else the one that the name says; "" if it says none."""
+        is_known = math.isfinite(self.halves_at.value)
+        return f"{self.halves_at.value:.2g}" if is_known else self.name.partition(":")[2]
+
 
 @once_per_run
 def effects_of(run: Run) -> list[Effect]:

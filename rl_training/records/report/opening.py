@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from rl_training.records.failure import read_failure
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.report.advice import advice, as_a_change, is_a_symptom
+from rl_training.records.report.advice import advise, is_a_symptom
 from rl_training.records.report.predictions import hindrance, whether_they_hold
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import JUMP, Advice, Line
+from rl_training.records.report.standing_out.line import JUMP, Line
 from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, Verdict, judge
+from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import non_empty_lines, on_one_line
 
 FALLS = (FALLEN, HELD_OUT, PART)  # verdicts that stand beside it: it explains them, or is no part of them
@@ -28,6 +29,7 @@ class Opening:
         headline: What reward and entropy have done; or, if measuring ended early, that.
         evidence: The rest of that sentence.
         advice: The one thing to change.
+        settings: The parts of it that can be pasted.
         further: A sentence on the predictions, and one on bounded steps.
         lines: What stands out.
     """
@@ -37,6 +39,7 @@ class Opening:
     headline: str
     evidence: str
     advice: str
+    settings: tuple[str, ...]
     further: list[str]
     lines: list[Line]
 
@@ -49,11 +52,12 @@ def opening(run: Run) -> Opening:
     told = next((line for line in lines if _comes_first(line, run, verdict)), None)
     if told is None:
         kind, since, headline, evidence = verdict.kind, verdict.since, verdict.headline, verdict.evidence
-        change = advice(run, verdict, lines)
+        change = advise(run, verdict, lines)
     else:
-        kind, since, change = told.name, told.since, as_a_change(told)
+        kind, since, change = told.name, told.since, told.advice.as_a_change()
         headline, evidence = _until(run, told) if told.name == JUMP else (told.headline, f": {told.evidence}")
-    first = Opening(kind, since, headline, evidence, change, further, [line for line in lines if line is not told])
+    others = [line for line in lines if line is not told]
+    first = Opening(kind, since, headline, evidence, change.text, change.settings, further, others)
     ended = on_one_line(_early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
 

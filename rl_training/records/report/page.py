@@ -32,8 +32,6 @@ from rl_training.version import REPOSITORY, VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
-# A call with arguments, such as GRPOConfig(beta=0.01), or an assignment, such as trainer.beta=0.01.
-SETTING = re.compile(r"(\b\w+\([^()]*\)|\b[\w.]+=(?:\[[^\]]*\]|[^\s,;]*\w))")
 DOCS_PAGE = re.compile(r"\b(docs/[\w/]+\.md)\b")
 VEGA_LITE = "6.1"  # one that vl-convert bundles; 6.4 breaks tooltips of points
 KINDS = ("png", "svg")  # formats of pictures
@@ -85,21 +83,15 @@ def _as_json(value: Any) -> Markup:
     return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def settings_in(text: str) -> list[str]:
-    """Return the settings to paste that a sentence names.
-
-    >>> settings_in("To change: GRPOConfig(beta=0.01), or trainer.learning_rate=1e-4.")
-    ['GRPOConfig(beta=0.01)', 'trainer.learning_rate=1e-4']
-    """
-    return SETTING.findall(text)
-
-
-def _with_settings(text: str) -> Markup:
-    """Return a sentence in which every setting to paste is marked as code, and every page of the docs is a link.
+def _with_settings(text: str, settings: Sequence[str] = ()) -> Markup:
+    """Return a text in which these settings are marked as code, and every page of the docs is a link.
 
     One click selects a setting.
     """
-    parts = SETTING.split(text)  # every other part is a setting
+    if not settings:
+        return _with_links(text)
+    longest_first = "|".join(map(re.escape, sorted(settings, key=len, reverse=True)))
+    parts = re.split(f"({longest_first})", text)  # every other part is a setting
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if n % 2 else _with_links(part) for n, part in enumerate(parts)
     )

@@ -17,10 +17,10 @@ from scipy.special import stdtrit
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.folder import checkpoints_of
+from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.report.config_file import read_config, settings_in
+from rl_training.records.report.config_file import read_config, settings_of_run
 from rl_training.records.report.estimates import last_of, to_estimates
 from rl_training.records.report.missing import NO_REASON
 from rl_training.statistics.estimate import Estimate
@@ -49,8 +49,8 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The content of config.yaml, {} if there are no settings. Raises UserError if it cannot be read."""
-        return settings_in(self.folder)
+        """The recorded settings, secrets masked; {} if there are none. Raises UserError if they cannot be read."""
+        return settings_of_run(self.folder)
 
     def probe(self, name: str) -> dict[str, Any]:
         """Return the settings of a probe."""
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The run's provenance, from its config.yaml."""
+        """Where the run comes from, as its settings record it."""
         return _mapping(self.settings.get("provenance"))
 
     @cached_property
@@ -147,7 +147,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last known step: logged, measured, or saved in a checkpoint."""
-        saved = (int(path.name.rpartition("-")[2]) for path in checkpoints_of(self.folder))
+        saved = map(step_of, checkpoints_of(self.folder))
         return max([self.steps[-1], *self.table["step"].unique().tolist(), *saved])
 
     def until(self, step: int) -> Run:

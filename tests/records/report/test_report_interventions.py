@@ -21,9 +21,9 @@ from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import opening
 from rl_training.records.report.plane import plane
 from rl_training.records.report.series import read_run
-from rl_training.records.report.set_up import PSR_PAGE
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import NOTHING_TO_DO
+from rl_training.records.report.wording import PSR_PAGE
 from rl_training.statistics.estimate import Estimate
 
 ROOT = Path(__file__).parents[3]

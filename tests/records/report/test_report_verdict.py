@@ -612,4 +612,4 @@ def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
         "made_by: job\ntrainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n"
     )
     first = PSR_FIRST.format(how="intervention=psr")
-    assert opening(read_run(tmp_path)).advice == f"{first} To measure others: probe=[simple,interventions]."
+    assert opening(read_run(tmp_path)).advice == f"{first} To measure others: 'probe=[simple,interventions]'."

@@ -23,6 +23,7 @@ from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.trends import share_of
+from rl_training.records.report.wording import JobWording, VerlWording, wording_of
 from rl_training.step.reasons import NOT_DRAWN
 
 
@@ -244,8 +245,8 @@ def test_a_samplers_own_setting_is_corrected_where_it_was_set(tmp_path: Path) ->
     both = {"settings": {"top_k": 5, "generation_kwargs": {"top_p": 0.7}}}
     told = lines(tmp_path / "both", **both)["sampler"].advice.text
     assert told == "GRPOConfig(top_k=0, generation_kwargs={'top_p': 1.0})"
-    job = SetUp("job", {"trainer": {"generation_kwargs": {"top_p": 0.7}}})
-    assert job.sample_with(top_p=1.0, top_k=0) == "trainer.top_k=0 trainer.generation_kwargs.top_p=1"
+    job = JobWording(SetUp("job", {"trainer": {"generation_kwargs": {"top_p": 0.7}}}))
+    assert job.sample_with(top_p=1.0, top_k=0).text == "trainer.top_k=0 trainer.generation_kwargs.top_p=1"
 
 
 def test_a_rate_of_0_or_nan_rewards_from_the_start_are_the_verdict(tmp_path: Path) -> None:
@@ -321,24 +322,27 @@ def test_anomaly_lines_are_in_the_page_and_the_terminal(tmp_path, capsys, monkey
 
 def test_a_setting_is_named_in_the_syntax_of_the_trainer_in_use(tmp_path: Path) -> None:
     log_run(tmp_path)
-    attached = SetUp.of(read_run(tmp_path))
-    assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
-    assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
-    assert attached.prompts == 16
+    attached = wording_of(read_run(tmp_path))
+    assert attached.fields(beta=0.1).text == "GRPOConfig(beta=0.1)"
+    assert attached.larger_batch(4).text == "GRPOConfig(gradient_accumulation_steps=32)"
+    assert attached.set_up.prompts == 16
     config = "made_by: trl\ntrainer: {num_generations: 8}\nmodel: {trained_parameters: 48}\n"
     (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{config}")  # as attach writes it
-    in_a_folder = SetUp.of(read_run(tmp_path))
-    assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
+    in_a_folder = wording_of(read_run(tmp_path))
+    assert (in_a_folder.fields(beta=0.1).text, in_a_folder.set_up.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
     (tmp_path / "config.yaml").write_text(
         "made_by: job\nbatch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n"
     )
-    verl = SetUp("verl", {"optimizer": {"lr": 1e-5}})
-    assert verl.line(beta=0.1) == "actor_rollout_ref.actor.kl_loss_coef=0.1"
-    assert verl.bounded_step() == "actor_rollout_ref.actor.optim.lr=3e-06"
-    job = SetUp.of(read_run(tmp_path))
-    assert (job.line(beta=0.1), job.larger_batch(4)) == ("trainer.beta=0.1", "batch.sequences_per_step=1024")
-    assert job.bounded_step() == "trainer.target_kl_share=auto"
-    assert job.prompts == 32
+    verl = VerlWording(SetUp("verl", {"optimizer": {"lr": 1e-5}}))
+    assert verl.fields(beta=0.1).text == "actor_rollout_ref.actor.kl_loss_coef=0.1"
+    assert verl.bounded_step().text == "actor_rollout_ref.actor.optim.lr=3.3e-06"
+    job = wording_of(read_run(tmp_path))
+    assert (job.fields(beta=0.1).text, job.larger_batch(4).text) == (
+        "trainer.beta=0.1",
+        "batch.sequences_per_step=1024",
+    )
+    assert job.bounded_step().text == "trainer.target_kl_share=auto"
+    assert job.set_up.prompts == 32
 
 
 @pytest.mark.parametrize(("correlation", "named"), [(0.0, True), (0.3, False)])

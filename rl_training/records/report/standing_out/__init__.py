@@ -24,10 +24,10 @@ from rl_training.records.report.standing_out.line import (
     NOISE,
     NOT_A_NUMBER,
     UNMIXED,
-    Advice,
     Line,
     RunRecords,
 )
+from rl_training.records.report.wording import Advice
 
 MAX_LINES = 3
 RULES: tuple[Callable[[RunRecords], Line | None], ...] = (

@@ -12,6 +12,7 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.story.reward_functions import spreads
 from rl_training.records.report.trends import RECENT, share_of
+from rl_training.records.report.wording import Advice, Wording, wording_of
 from rl_training.records.report.writing import on_one_line
 from rl_training.statistics.estimate import Estimate
 
@@ -31,27 +32,6 @@ NOISE = "noise"  # the batch is far below the gradient's noise scale
 ENDLESS = "endless"  # no response ends by itself
 CUT_OFF = "cut_off"  # most responses are cut off at the maximum length
 SAMPLER = "sampler"  # another policy than the trained one draws the responses
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to do about what stands out.
-
-    Args:
-        text: The text of settings to change, such as "GRPOConfig(beta=0.1)"; or else a whole sentence.
-        is_setting: Which of the two.
-    """
-
-    text: str
-    is_setting: bool = True
-
-    @classmethod
-    def to_do(cls, sentence: str) -> Advice:
-        return cls(sentence, is_setting=False)
-
-    @property
-    def sentence(self) -> str:
-        return f"Setting: {self.text}." if self.is_setting else self.text
 
 
 @dataclass(frozen=True)
@@ -77,11 +57,15 @@ class RunRecords:
     """The records of a run, as the rules need them. `recent` takes the last ten logged steps."""
 
     run: Run
-    set_up: SetUp
+    wording: Wording
 
     @classmethod
     def of(cls, run: Run) -> RunRecords:
-        return cls(run, SetUp.of(run))
+        return cls(run, wording_of(run))
+
+    @property
+    def set_up(self) -> SetUp:
+        return self.wording.set_up
 
     @functools.cached_property
     def reward(self) -> pd.Series[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report.standing_out.line import BONUS, DECAY, REFERENCE, Advice, Line, RunRecords, recent
+from rl_training.records.report.standing_out.line import BONUS, DECAY, REFERENCE, Line, RunRecords, recent
 from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.records.report.writing import format_estimate, milli, steps_of
 from rl_training.statistics.welch import is_significant, mean_of
@@ -28,8 +28,8 @@ def decay_wins(records: RunRecords) -> Line | None:
         return None
     said = f"Weight decay wins: weight_decay={weight:g} has taken {100 * shrinkage:.0f}% of the weights"
     said += f", and moves entropy by {milli(by_decay)} thousandths of a nat a step" if wins else ""
-    smaller = records.set_up.line(weight_decay=0.0 if weight > 1 else weight / 10)
-    return Line(DECAY, records.run.steps[0], f"{said}.", Advice(smaller))
+    smaller = records.wording.fields(weight_decay=0.0 if weight > 1 else weight / 10)
+    return Line(DECAY, records.run.steps[0], f"{said}.", smaller)
 
 
 def reference_wins(records: RunRecords) -> Line | None:
@@ -53,7 +53,7 @@ def reference_wins(records: RunRecords) -> Line | None:
         f"{milli(rate)} thousandths a step, {steps_of(records.reward)}{distance}."
     )
     smaller = float(f"{beta * gain / 10:.1g}")
-    return Line(REFERENCE, int(records.reward.index[0]), said, Advice(records.set_up.line(beta=smaller)))
+    return Line(REFERENCE, int(records.reward.index[0]), said, records.wording.fields(beta=smaller))
 
 
 def bonus_wins(records: RunRecords) -> Line | None:
@@ -71,4 +71,4 @@ def bonus_wins(records: RunRecords) -> Line | None:
         f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "
         f"a nat, and reward by {milli(rate)} thousandths, {steps_of(levels)}."
     )
-    return Line(BONUS, int(levels.index[0]), said, Advice(records.set_up.line(entropy_coef=0)))
+    return Line(BONUS, int(levels.index[0]), said, records.wording.fields(entropy_coef=0))

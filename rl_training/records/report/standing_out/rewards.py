@@ -17,7 +17,6 @@ from rl_training.records.report.standing_out.line import (
     LOOPHOLE,
     NOT_A_NUMBER,
     UNMIXED,
-    Advice,
     Line,
     RunRecords,
     in_percent,
@@ -26,6 +25,7 @@ from rl_training.records.report.standing_out.line import (
 from rl_training.records.report.story import REWARD_SUM
 from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
+from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
@@ -122,17 +122,12 @@ def all_equal(records: RunRecords) -> Line | None:
         )
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = records.of_responses(cut_off)
-        length = records.set_up.number("max_completion_length")
         said += f" {in_percent(share)} of the responses are cut off at the maximum length."
-        return Line(EQUAL, since, said, _longer(records, length), NOTHING_LEARNED)
+        return Line(EQUAL, since, said, records.wording.longer_responses(), NOTHING_LEARNED)
     look = "Look at responses and their rewards: the reward function gives all of them the same."
     if part.iloc[-1] == HIGHEST:
         look = "Read responses: if they are right, give harder prompts; if not, correct the reward function."
     return Line(EQUAL, since, said, Advice.to_do(look), NOTHING_LEARNED)
-
-
-def _longer(records: RunRecords, length: float) -> Advice:
-    return Advice(records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…"))
 
 
 def hardly_mixed(records: RunRecords) -> Line | None:
@@ -149,9 +144,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
         f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
     )
     said += f" have zero advantage. The mean reward is {format_estimate(mean)}."
-    more = records.set_up.number("num_generations", 8)
-    way = "buffer=filtered" if records.set_up.kind == "job" else records.set_up.line(num_generations=int(2 * more))
-    to_change = Advice(f"{way}, or prompts nearer to a reward of one half")
+    to_change = records.wording.more_unequal_rewards().followed_by(", or prompts nearer to a reward of one half")
     return Line(UNMIXED, since or int(shares.index[0]), said, to_change)
 
 

@@ -11,13 +11,13 @@ from rl_training.records.report.standing_out.line import (
     CUT_OFF,
     ENDLESS,
     SAMPLER,
-    Advice,
     Line,
     RunRecords,
     in_percent,
     recent,
 )
 from rl_training.records.report.trends import RECENT, first_of_trailing, mean_of_recent
+from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import format_estimate, steps_of
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
@@ -38,9 +38,9 @@ def no_end(records: RunRecords) -> Line | None:
     ended = records.of_responses(1 - cut)
     since = first_of_trailing(records.cut_off >= 1) or int(cut.index[0])
     said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
-    length = records.set_up.number("max_completion_length")
-    longer = f" or {records.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
-    return Line(ENDLESS, since, said, Advice(f"eos_token_id of the model and its tokenizer{longer}"))
+    longer, token = records.wording.longer_responses(), "eos_token_id of the model and its tokenizer"
+    advice = Advice(f"{token} or {longer.text}", longer.settings) if longer.settings else Advice(token)
+    return Line(ENDLESS, since, said, advice)
 
 
 def most_cut_off(records: RunRecords) -> Line | None:
@@ -53,8 +53,7 @@ def most_cut_off(records: RunRecords) -> Line | None:
     length = records.set_up.number("max_completion_length")
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
     said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
-    longer = records.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
-    return Line(CUT_OFF, since, said, Advice(longer))
+    return Line(CUT_OFF, since, said, records.wording.longer_responses())
 
 
 def other_sampler(records: RunRecords) -> Line | None:
@@ -72,13 +71,13 @@ def _by_settings(records: RunRecords) -> Line | None:
     first = records.run.steps[0]
     if _is_other(sampled, trained):
         said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
-        advice = Advice(records.set_up.sample_with(temperature=trained))
+        advice = records.wording.sample_with(temperature=trained)
         return Line(SAMPLER, first, f"{said}{_distance(records)}", advice)
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
     said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
-    return Line(SAMPLER, first, said, Advice(records.set_up.sample_with(**{name: CUTS[name] for name in cut})))
+    return Line(SAMPLER, first, said, records.wording.sample_with(**{name: CUTS[name] for name in cut}))
 
 
 def _is_other(value: Any, whole: float) -> bool:
@@ -152,5 +151,5 @@ def _has_drifted(kl: pd.Series[float]) -> bool:
 def _fresher_weights(records: RunRecords) -> Advice:
     """Return the setting that keeps the sampler closer to the policy."""
     if records.set_up.number("num_iterations", 1.0) > 1:
-        return Advice(records.set_up.line(num_iterations=1))
+        return records.wording.fields(num_iterations=1)
     return Advice("copy the weights to the sampler more often")

@@ -13,7 +13,6 @@ from rl_training.records.report.standing_out.line import (
     LARGE_STEP,
     NO_STEP,
     NOISE,
-    Advice,
     Line,
     RunRecords,
     in_percent,
@@ -21,6 +20,7 @@ from rl_training.records.report.standing_out.line import (
 )
 from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
+from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import format_estimate, milli, steps_of
 from rl_training.statistics.welch import mean_of
 
@@ -92,7 +92,7 @@ def _no_rate(records: RunRecords) -> Line | None:
     if warm_up is not None:
         said, setting = f"{said} {warm_up[0]}", warm_up[1]
     else:
-        setting = Advice(f"{records.set_up.rate_name}, its schedule and warm-up")
+        setting = Advice(f"{records.wording.rate_name}, its schedule and warm-up")
     return Line(NO_STEP, since, said, setting, "Nothing is trained")
 
 
@@ -109,7 +109,7 @@ def _long_warm_up(records: RunRecords) -> tuple[str, Advice] | None:
     shorter = max(1, round(SHORT_WARM_UP * planned))
     if length <= shorter:
         return said, Advice.to_do(f"Wait until step {length:.0f}, where the warm-up ends.")
-    return said, Advice(set_up.line(warmup_steps=shorter))
+    return said, records.wording.fields(warmup_steps=shorter)
 
 
 def _why_so_little(records: RunRecords) -> str:
@@ -133,11 +133,11 @@ def _more(records: RunRecords) -> Advice:
         return warm_up[1]
     norm, clip = records.run.logged("grad_norm"), records.set_up.number("max_grad_norm")
     if str(records.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
-        return Advice(records.set_up.line(max_grad_norm=float(norm.median())))
+        return records.wording.fields(max_grad_norm=float(norm.median()))
     if records.set_up.is_bounded:
-        return Advice(f"{records.set_up.bounded_step(times=3.0)}, or more trained parameters")
-    bound = f"{records.set_up.bounded_step()}, which adapts the rate"
-    return Advice(f"{bound}; or a higher learning_rate, or more trained parameters")
+        return records.wording.bounded_step(times=3.0).followed_by(", or more trained parameters")
+    others = ", which adapts the rate; or a higher learning_rate, or more trained parameters"
+    return records.wording.bounded_step().followed_by(others)
 
 
 def too_large(records: RunRecords) -> Line | None:
@@ -183,7 +183,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
             f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) "
             f"to {after.mean():.3f} ({steps_of(after)})."
         )
-        return Line(LARGE_STEP, int(step), said, Advice(records.set_up.bounded_step()))
+        return Line(LARGE_STEP, int(step), said, records.wording.bounded_step())
     return None
 
 
@@ -200,7 +200,7 @@ def _one_is_beyond_all(records: RunRecords) -> Line | None:
         f"A step is too large: step {step} moved the policy by {format_estimate(moved)} nats per token (KL), and its "
         f"entropy was {entropy[step]:.2g}."
     )
-    return Line(LARGE_STEP, step, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, step, said, records.wording.bounded_step())
 
 
 def _too_far(records: RunRecords) -> Line | None:
@@ -217,7 +217,7 @@ def _too_far(records: RunRecords) -> Line | None:
         "the median."
     )
     since = int(far.index[far.to_numpy()][0])
-    return Line(LARGE_STEP, since, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, since, said, records.wording.bounded_step())
 
 
 def _first_order_fails(records: RunRecords) -> Line | None:
@@ -230,7 +230,7 @@ def _first_order_fails(records: RunRecords) -> Line | None:
         f"forward of {milli(forward)}, the mean over the last steps."
     )
     since = int(recent(records.run.values("delta_h/forward")).index[0])
-    return Line(LARGE_STEP, since, said, Advice(records.set_up.bounded_step()))
+    return Line(LARGE_STEP, since, said, records.wording.bounded_step())
 
 
 def _reward_is_gone(records: RunRecords) -> Line | None:
@@ -255,7 +255,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
         f"({steps_of(end)}), and entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
     )
-    return Line(LARGE_STEP, best, said, Advice(records.set_up.smaller_steps()))
+    return Line(LARGE_STEP, best, said, records.wording.smaller_steps())
 
 
 def follows_noise(records: RunRecords) -> Line | None:
@@ -278,10 +278,9 @@ def follows_noise(records: RunRecords) -> Line | None:
         f"{reward} ({milli(rate)} thousandths a step)."
     )
     times = max(2, math.ceil(0.5 / high)) if high > 0 else 8
-    larger = f"{records.set_up.larger_batch(min(times, 16))}, or a lower learning_rate"
-    advice = Advice(larger)
+    advice = records.wording.larger_batch(min(times, 16)).followed_by(", or a lower learning_rate")
     if fall_as_if_by_lot(records):
         said += " Within prompts, rewards differ as if drawn by lot."
         check = "Check whether the reward function returns rewards in the order of the completions; if it does,"
-        advice = Advice.to_do(f"{check} {larger}.")
+        advice = Advice.to_do(f"{check} {advice.text}.", advice)
     return Line(NOISE, int(records.reward.index[0]), said, advice)

@@ -19,12 +19,12 @@ from rl_training.records.report.interventions import STILL_FALLS, is_fine, still
 from rl_training.records.report.own_probes import own_probes
 from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.summary.batch import effective_sample, noise_scale
 from rl_training.records.report.summary.changes import entropy_changes
 from rl_training.records.report.summary.levels import levels
 from rl_training.records.report.summary.row import Link, Row
 from rl_training.records.report.verdict import ENTROPY_IS_FINE, UNKNOWN, Verdict, judge
+from rl_training.records.report.wording import wording_of
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 
 QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answers
@@ -44,8 +44,8 @@ def summarize(run: Run) -> list[Row]:
         *noise_scale(run, verdict), *effective_sample(run), *entropy_changes(run), _cost(run),
     ]  # fmt: skip
     return [
-        Row(on_one_line(label), on_one_line(value), on_one_line(note), see, quotes)
-        for label, value, note, see, quotes in lines
+        row._replace(label=on_one_line(row.label), value=on_one_line(row.value), note=on_one_line(row.note))
+        for row in lines
     ]
 
 
@@ -57,9 +57,10 @@ def _further_probes(run: Run) -> Iterator[Row]:
         told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
         running = [name for name in BUILT_IN_NAMES if (run.table["probe"] == name).any()]
         further = own_probes(run.table)
-        how = f"to turn them on, {SetUp.of(run).probes(*running, *absent)}"
-        how += f" beside your own: {', '.join(further)}" if further else ""
-        yield Row("probes that were off", str(len(absent)), f"{told}; {how}")
+        probes = wording_of(run).probes(*running, *absent)
+        note = f"{told}; to turn them on, {probes.text}"
+        note += f" beside your own: {', '.join(further)}" if further else ""
+        yield Row("probes that were off", str(len(absent)), note, settings=probes.settings)
 
 
 def _tokens(run: Run) -> Iterator[Row]:

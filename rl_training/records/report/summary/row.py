@@ -21,7 +21,8 @@ class Row(NamedTuple):
     value: str
     note: str = ""
     see: Link | None = None
-    quotes: bool = False  # whether the note quotes a response, in which nothing is a setting
+    quotes: bool = False  # whether the note quotes a response, in which nothing is a link
+    settings: tuple[str, ...] = ()  # the parts of the note that can be pasted
 
 
 def how_to(name: str) -> Link:
