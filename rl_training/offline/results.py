@@ -37,7 +37,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.probes.importance import sequence_totals
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
-from rl_training.records.report.checkpoint_analyses import verdict
+from rl_training.records.report.checkpoint_analyses import first_order_verdict
 from rl_training.records.report.writing import MILLI, normal_milli
 from rl_training.version import VERSION
 
@@ -115,9 +115,9 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
-    failed = verdict(restored.step + 1, results)
-    if failed:
-        console.print(f" {failed}", style="bold")
+    judged = first_order_verdict(restored.step + 1, results)
+    if judged.fails:
+        console.print(f" {judged.sentence}", style="bold")
     console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in analysis.seconds.items()))
     console.print(f" {path}")
 

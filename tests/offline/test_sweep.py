@@ -24,7 +24,12 @@ from rl_training.offline.analysis import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
-from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, verdict, write_analyses_page
+from rl_training.records.report.checkpoint_analyses import (
+    describe_analyses,
+    first_order_verdict,
+    log_slope,
+    write_analyses_page,
+)
 from rl_training.records.report.writing import plus_minus
 
 ROOT = Path(__file__).parents[2]
@@ -101,12 +106,15 @@ def test_an_analysis_page_begins_with_its_verdict(
     known = results_of(-1.0, measured if measured == measured else 0.0, 0.1)
     missing = {f"{key}{se}": None for key in ("deltaH_true", "paired_error") for se in ("", "_se")}
     content["results"] |= known if measured == measured else known | missing
+    parts = {f"deltaH1/kind/{name}{se}": 1e-3 for name in ("a_second", "b") for se in ("", "_se", "_sequence")}
+    content["results"] |= parts
     folder = tmp_path / "name"
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
     section = describe_analyses(folder, None)
     assert section.sentences[0].startswith("Step 3: ")
     assert words in section.sentences[0]
+    assert {"kind: a_second", "kind: b"} <= {curve.label for curve in section.charts[0].series}
     page = write_analyses_page(folder, section).read_text()
     places = [page.index(text) for text in ("<h1>", section.sentences[0], "<nav", "E are the sequences", "<table")]
     assert places == sorted(places)
@@ -139,7 +147,7 @@ def test_a_failure_of_first_order_opens_the_analysis_page_and_the_report(
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
     section = describe_analyses(folder, None)
-    told = verdict(3, content["results"])
+    told = first_order_verdict(3, content["results"]).sentence
     assert told.startswith("Step 3: higher orders cancel the first")
     assert section.sentences == [told]
     assert told in write_analyses_page(folder, section).read_text()

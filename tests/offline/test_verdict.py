@@ -8,15 +8,16 @@ import pytest
 from analyzed_runs import results_of
 
 from rl_training.offline.results import ROWS
-from rl_training.records.report.checkpoint_analyses import KEYS, verdict
+from rl_training.records.report.checkpoint_analyses import KEYS, first_order_verdict
 
 
 def test_a_second_order_that_cancels_the_first_is_reported_with_a_smaller_step_to_use() -> None:
     """The difference is .97 of the prediction, and .48 of it at half the step. Errors are .46 and .209, times 1.96."""
-    assert verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
+    assert first_order_verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
+        True,
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
         "-0.807 ± 0.902, measured -0.026 ± 0.902, difference -0.781 ± 0.410 (1e-3 nats per token, 95 %). If it is "
-        "second order, it would be less than half of the prediction at 1/2 of the step."
+        "second order, it would be less than half of the prediction at 1/2 of the step.",
     )
 
 
@@ -31,7 +32,7 @@ def test_the_advised_fraction_of_the_step_halves_the_share_of_second_order(
     predicted: float, measured: float, does: str, fraction: str
 ) -> None:
     """The difference's share of the prediction (.5, .99, 1, 1.9, 2.5 and −1.1) halves when the step is halved."""
-    told = verdict(1, results_of(predicted, measured, 0.1))
+    told = first_order_verdict(1, results_of(predicted, measured, 0.1)).sentence
     assert f" at {fraction} of the step" in told
     assert f"higher orders {does} the first" in told
 
@@ -47,14 +48,26 @@ def test_the_advised_fraction_of_the_step_halves_the_share_of_second_order(
 def test_small_or_insignificant_differences_are_not_reported(
     predicted: float, measured: float, stderr: float, of_predicted: float
 ) -> None:
-    assert verdict(1, results_of(predicted, measured, stderr, of_predicted)) == ""
+    assert not first_order_verdict(1, results_of(predicted, measured, stderr, of_predicted)).fails
 
 
 def test_unknown_differences_are_not_reported_and_the_prediction_needs_no_error_bar() -> None:
     without_bar = {**results_of(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
-    assert "cancel the first" in verdict(1, without_bar)
-    assert "cancel the first" in verdict(1, {**without_bar, "deltaH1_se": math.nan})
+    assert "cancel the first" in first_order_verdict(1, without_bar).sentence
+    assert "cancel the first" in first_order_verdict(1, {**without_bar, "deltaH1_se": math.nan}).sentence
     for lost in ("paired_error", "paired_error_se", "deltaH1"):
-        assert verdict(1, {**results_of(-1.0, 0.0, 0.1), lost: math.nan}) == ""
-    assert verdict(1, {}) == ""
+        told = first_order_verdict(1, {**results_of(-1.0, 0.0, 0.1), lost: math.nan}, {lost: "it was not asked for"})
+        assert told == (False, "Step 1: whether the prediction holds is not known: it was not asked for.")
+    assert not first_order_verdict(1, {}).fails
     assert set(KEYS) <= set(ROWS)
+
+
+def test_a_change_that_a_prediction_of_0_does_not_have_is_not_said_to_agree_with_it() -> None:
+    """Weights that no gradient reaches, for example; no smaller step would have another share of second order."""
+    nothing = {"deltaH1": 0.0, "deltaH1_se": 0.0, "deltaH_true": -0.05, "deltaH_true_se": 0.001}
+    told = first_order_verdict(5, {**nothing, "paired_error": 0.05, "paired_error_se": 0.001})
+    assert told == (
+        True,
+        "Step 5: the first order is 0, and higher orders are not: do not trust forward here. Measured -50.000 ± 1.960 "
+        "(1e-3 nats per token, 95 %).",
+    )

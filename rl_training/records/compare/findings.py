@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rl_training.records.compare.equal_reward import EqualReward
 from rl_training.records.compare.final import TOKEN_ENTROPY, Difference
+from rl_training.records.compare.groups import ABSENT
 from rl_training.records.report.writing import format_estimate, on_one_line, size_and_side
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -22,6 +23,8 @@ def describe(pairs: Sequence[Difference]) -> list[str]:
 
 def one_group(seeds: Sequence[str]) -> str:
     """Return the sentence for a comparison with one group, which has no pair."""
+    if ABSENT in seeds:
+        return "One group: the runs have the same settings that affect training. Not all of their seeds are recorded."
     if len(seeds) == 1:
         return f"Nothing to compare: the runs have the same settings and the same seed ({seeds[0]})."
     return f"One group: of the settings that affect training, only the seeds differ ({', '.join(seeds)})."

@@ -17,7 +17,7 @@ import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
+from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.config_file import settings_of_run
@@ -65,7 +65,7 @@ class Group:
     """Runs that were trained alike except for their seed."""
 
     letter: str
-    members: list[Member]  # one per seed
+    members: list[Member]  # one per seed, and all without a recorded one
     repeats: list[Member]  # further runs with a member's seed, which are no independent samples
     label: str = ""
 
@@ -142,10 +142,11 @@ def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | Non
     named = settings.get("branch", "None")
     if named == "None":
         return None
-    checkpoint, step = Path(named), named.rpartition("-")[2]
-    if len(checkpoint.parents) < 2 or not step.isdecimal():
+    checkpoint = Path(named)
+    match = CHECKPOINT.fullmatch(checkpoint.name)
+    if len(checkpoint.parents) < 2 or match is None:
         raise UserError(f"{folder / CONFIG_FILE}: branch={named} is not a checkpoint folder: fix or remove it")
-    return checkpoint.parents[1], int(step)
+    return checkpoint.parents[1], int(match[1])
 
 
 def _counts(name: str, settings: Mapping[str, str]) -> bool:
@@ -192,9 +193,9 @@ def branching_steps(groups: Sequence[Group]) -> list[int]:
 
 
 def _make_group(letter: str, members: list[Member]) -> Group:
-    by_seed: dict[str, list[Member]] = {}
-    for member in members:
-        by_seed.setdefault(member.seed, []).append(member)
+    by_seed: dict[str | Member, list[Member]] = {}
+    for member in members:  # an unknown seed may be any: such a run is no repeat of another
+        by_seed.setdefault(member if member.seed == ABSENT else member.seed, []).append(member)
     chosen = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
     repeats = [member for member in members if member not in chosen]
     return Group(letter, chosen, repeats)

@@ -12,7 +12,15 @@ import pandas as pd
 from rl_training.errors import UserError
 from rl_training.records.compare import final
 from rl_training.records.compare.findings import describe, one_group
-from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups, trunks_of
+from rl_training.records.compare.groups import (
+    ABSENT,
+    Group,
+    Member,
+    branching_steps,
+    differences,
+    read_groups,
+    trunks_of,
+)
 from rl_training.records.compare.path_chart import draw_paths
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
@@ -76,6 +84,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
         ends=ends,
         groups=groups,
         differences=differences(groups),
+        seeds_are_recorded=all(member.seed != ABSENT for group in groups for member in group.members),
         columns=[(heading, f"{step}; {len(final.members_at(group, step))}") for group, step, heading, _ in columns],
         final=_by_label([final.final_figures(group, step, since) for group, step, _, since in columns]),
         pairs=pairs,
@@ -201,8 +210,8 @@ def _reward(run: Run) -> pd.DataFrame:
 
 
 def _entropy(run: Run) -> pd.DataFrame:
-    rows = run.rows("entropy/token")
-    return rows if len(rows) else run.finite_rows("entropy", METRICS_FILE).assign(reason=NO_ERROR)
+    rows = run.token_entropy_rows()
+    return rows.assign(reason=NO_ERROR) if run.entropy_is_the_trainers else rows
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:

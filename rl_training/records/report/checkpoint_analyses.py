@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,7 +34,7 @@ STYLES = {  # by key of a result: label, colour and marker
 IN_TABLE = list(STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
 KEYS = ("deltaH1", "deltaH_true", "paired_error")  # for the verdict
-HALF = 0.5  # of the prediction: a difference from which on first order fails
+MISLEADING = 0.5  # of the prediction: a difference from which on first order fails
 MAX_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
 
 
@@ -69,7 +69,10 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
         charts.append(_evolution(whole, run))
     if contents[-1]["tables"].get("conditioning"):
         charts.append(_conditioning(contents[-1]))
-    verdicts = [verdict(content["step"] + 1, content["results"]) or _holds(content) for content in contents]
+    verdicts = [
+        first_order_verdict(content["step"] + 1, content["results"], content.get("reasons") or {}).sentence
+        for content in contents
+    ]
     shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
     charts = [
         replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}") for chart in charts
@@ -90,8 +93,17 @@ def _cells(row: Mapping[Any, Any]) -> list[str]:
     ]
 
 
-def verdict(step: int, results: Mapping[str, float]) -> str:
-    """Return the sentence for a step (counted from 1) at which first order fails; "" if it holds or is unknown.
+class FirstOrderVerdict(NamedTuple):
+    """Whether first order fails at a step, and the sentence on it."""
+
+    fails: bool
+    sentence: str
+
+
+def first_order_verdict(
+    step: int, results: Mapping[str, float], reasons: Mapping[str, str] | None = None
+) -> FirstOrderVerdict:
+    """Return whether a prediction fails, holds, or cannot be judged.
 
     First order fails if its difference from the measurement on the same sequences exceeds the difference's own error
     (95 %) and half of the prediction, or half of the prediction's standard error if that is larger: less would not
@@ -99,35 +111,40 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
     the prediction is η times as large. Hence some η = 1/2, 1/4, … brings it below half.
 
     Args:
+        step: The step that was analyzed, counted from 1.
         results: Numbers of a checkpoint analysis by key, with `…_se`; nan if not available.
+        reasons: Why numbers are not available, by key.
     """
     numbers = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
     predicted, error = numbers["deltaH1"], numbers["paired_error"]
     size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
-    if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= HALF * size):
-        return ""
-    times = abs(error) / (HALF * size) if size > 0 else math.inf
-    if math.isinf(times):  # the prediction is 0, and no step is small enough
-        return ""
+    if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
+        return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
+    said, measured, off = (f"{MILLI * numbers[key]:+.3f} ± {MILLI * Z_95 * numbers[f'{key}_se']:.3f}" for key in KEYS)
+    if not size > 0:  # no step is small enough
+        return FirstOrderVerdict(
+            True,
+            f"Step {step}: the first order is 0, and higher orders are not: do not trust forward here. Measured "
+            f"{measured} (1e-3 nats per token, 95 %).",
+        )
+    times = abs(error) / (MISLEADING * size)
     does = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(times)) + 1
-    said, measured, off = (f"{MILLI * numbers[key]:+.3f} ± {MILLI * Z_95 * numbers[f'{key}_se']:.3f}" for key in KEYS)
-    return (
+    return FirstOrderVerdict(
+        True,
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
         f"Predicted {said}, measured {measured}, difference {off} (1e-3 nats per token, 95 %). "
-        f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
+        f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step.",
     )
 
 
-def _holds(analysis: Mapping[str, Any]) -> str:
+def _holds(step: int, numbers: Mapping[str, float], reasons: Mapping[str, str]) -> str:
     """Return the sentence for a step at which the prediction does not fail: it holds, or that is unknown."""
-    step, results = analysis["step"] + 1, analysis["results"]
-    is_known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
-    if not is_known:
-        missing = _reasons_for(analysis, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
+    if not all(map(math.isfinite, numbers.values())):
+        missing = _reasons_for(reasons, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
         return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
-    said, measured, off = (normal_milli(results[key], results[f"{key}_se"]) for key in KEYS)
-    within = abs(results["paired_error"]) <= Z_95 * results["paired_error_se"]
+    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
+    within = abs(numbers["paired_error"]) <= Z_95 * numbers["paired_error_se"]
     how = "no larger than its error" if within else "less than half of the prediction"
     return (
         f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of {said} "
@@ -135,9 +152,8 @@ def _holds(analysis: Mapping[str, Any]) -> str:
     )
 
 
-def _reasons_for(analysis: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return why numbers of an analysis are nan: the recorded reasons of those that have one, each once."""
-    reasons = analysis.get("reasons") or {}
+def _reasons_for(reasons: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """Return why these numbers of an analysis are nan: the recorded reasons of those that have one, each once."""
     return [*dict.fromkeys(reasons[name] for name in names if reasons.get(name))] or [NO_REASON]
 
 
@@ -156,7 +172,7 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
     rows = [(key, STYLES[key]) for key in IN_TABLE if key in finite_results]
     for split, words in SPLITS.items():
         keys = [key for key in finite_results if key.startswith(f"deltaH1/{split}/")]
-        parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
+        parts = [key for key in keys if not key.endswith(("_se", "_sequence"))]
         if 1 < len(parts) <= MAX_ROWS:
             rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
     results = pd.DataFrame([finite_results])
@@ -186,7 +202,7 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
     series = [curve for curve in series if len(curve.x)]
     if not series:
-        missing = [reason for content in contents for reason in _reasons_for(content, KEYS[:2])]
+        missing = [reason for content in contents for reason in _reasons_for(content.get("reasons") or {}, KEYS[:2])]
         return draw("agreement", [], [*dict.fromkeys(missing)])
     return draw("agreement", [diagonal(series, "y = x"), *series])
 

@@ -139,10 +139,20 @@ class Run:
         """Return the finite values of this metric in metrics.jsonl, by step."""
         return self.values(name, METRICS_FILE)
 
+    @property
+    def entropy_is_the_trainers(self) -> bool:
+        """Whether token entropy is what the trainer logs, which has more steps than a probe has measured."""
+        return len(self.logged("entropy")) > len(self.values("entropy/token"))
+
     def token_entropy(self) -> pd.Series[float]:
         """Return token entropy by step, in nats: a probe's, or the trainer's if that has more steps."""
-        measured, logged = self.values("entropy/token"), self.logged("entropy")
-        return measured if len(measured) >= len(logged) else logged
+        return self.token_entropy_rows()["value"]
+
+    def token_entropy_rows(self) -> pd.DataFrame:
+        """Return the finite rows of token entropy by step. Do not change the table: it is cached."""
+        if self.entropy_is_the_trainers:
+            return self.finite_rows("entropy", METRICS_FILE)
+        return self.finite_rows("entropy/token")
 
     @property
     def last_step(self) -> int:

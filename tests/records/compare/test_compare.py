@@ -22,6 +22,7 @@ from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     MEASURED,
     PREDICTED,
+    TOKEN_ENTROPY,
     compare_groups,
     figures_of,
     final_figures,
@@ -35,6 +36,7 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.drawing import axis_limits
 from rl_training.records.report.estimates import to_rows
 from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
 from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
@@ -535,3 +537,29 @@ def test_a_run_with_one_measured_step_has_no_change_rather_than_0(tmp_path: Path
     assert drawn.missing == ["B: short – no run of it has recorded this"]
     page, _ = write_comparison([tmp_path / "whole", tmp_path / "short"], tmp_path / "page.html")
     assert "<th>A: whole</th><th>B: short</th>" in page.read_text(encoding="utf-8")
+
+
+def test_runs_without_a_recorded_seed_are_no_repeats_of_each_other(tmp_path: Path) -> None:
+    """A loop of one's own records none: two runs of it may have any seeds."""
+    for name in ("a", "b"):
+        config = record(tmp_path / name) / "config.yaml"
+        config.write_text("\n".join(line for line in config.read_text().splitlines() if "seed" not in line))
+    (group,) = read_groups([tmp_path])
+    assert ([member.seed for member in group.members], group.repeats) == (["–", "–"], [])
+    page, [told] = write_comparison([tmp_path], tmp_path / "page.html")
+    assert told.endswith("Not all of their seeds are recorded.")
+    assert "only the seeds differ" not in page.read_text(encoding="utf-8")
+
+
+def test_summary_chart_and_final_figure_show_the_same_token_entropy(tmp_path: Path) -> None:
+    """A probe that measures every sixth step has fewer values than the trainer logs, 1/step, and other ones."""
+    folder = record(tmp_path / "a")
+    for step in (6, 12):
+        Records(folder / "logs").write_estimates(step, 1, "simple", {"entropy/token": Estimate(5.0, 0.01, 8)})
+    (group,) = read_groups([folder])
+    (row,) = (row for row in summarize(group.members[0].run) if row.label == "token entropy")
+    assert "as TRL logs it" in row.note
+    assert row.value.startswith("1.00 → ")
+    (chart,) = (chart for chart in draw_overlays([group]) if chart.name == "entropy")
+    assert chart.series[-1].y.tolist() == pytest.approx([1.0 / step for step in range(1, 13)])
+    assert final_figures(group, 12)[TOKEN_ENTROPY].value < 1

@@ -138,7 +138,7 @@ def test_the_steps_behind_a_level_are_named_once(tmp_path: Path) -> None:
         Records(run / "logs").write_estimates(step, 1, "simple", {"entropy/token": Estimate(0.9, 0.01, 8)})
     rows = summary(run)
     assert rows["reward"][1] == "mean of steps 1–3 → smoothed level at step 60, ± two standard errors"
-    assert rows["token entropy"][1] == "nats per token"
+    assert rows["token entropy"][1] == "nats per token, as TRL logs it"
     assert rows["token entropy"][0].startswith("0.50 → 0.5")
 
 
@@ -226,7 +226,8 @@ def test_the_number_of_steps_includes_steps_that_were_not_logged(tmp_path: Path,
     if last == "measured":
         Records(folder / "logs").write_estimates(12, 1, "gns", {"gns/trace": Estimate(1.0)})
     elif last == "saved":
-        (folder / "training_state" / "checkpoint-12").mkdir(parents=True)
+        for name in ("checkpoint-12", "checkpoint-20-backup"):
+            (folder / "training_state" / name).mkdir(parents=True)
     assert summary(folder)["steps"] == (("10", "") if last == "logged" else ("12", "10 of them logged"))
 
 
@@ -913,3 +914,14 @@ def test_a_number_that_rounds_to_zero_has_no_minus() -> None:
     assert format_estimate(Estimate(-1e-3, 0.1, 1000)) == "0.00 ± 0.20"
     assert format_estimate(Estimate(-1e-3, interval=(-0.2, -1e-4)), signed=True) == "+0.00 (-0.20 … +0.00)"
     assert percent(-0.001) == "0%"
+
+
+def test_a_reward_function_called_reward_has_a_row_beside_that_of_the_paid_reward(tmp_path: Path) -> None:
+    """Rewards of .2 rising to .8 and of .9: their sum is 1.1 rising to 1.7."""
+    rising, form = noisy(lambda step: 0.2 + 0.015 * step, 0.01, 1), noisy(lambda step: 0.9, 0.01, 2)
+    folder = log_run(tmp_path, reward=lambda step: rising(step) + form(step), rewards__reward__mean=rising,
+                     rewards__form__mean=form)  # fmt: skip
+    rows, headline = summary(folder), opening(read_run(folder)).evidence
+    assert rows["reward"][0].startswith("1.")
+    assert rows["reward"][0] in headline
+    assert rows["reward reward"][0].startswith("0.")

@@ -5,6 +5,7 @@ The runs are curves with known noise: its standard deviation per step is .01 nat
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rl_training.records.report.rates import entropy_now, forward_and_backward
 from rl_training.records.report.series import read_run
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.curves import Reward
+from rl_training.records.report.story.reward_functions import highest_reward
 from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     ERUPTS,
@@ -430,7 +432,7 @@ def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Pat
         ("down", lambda step: max(0.8 - 0.08 * step, 0.0)),
     ):
         run = read_run(log_run(tmp_path / name, 12, reward=reward, entropy=noisy(level, 0.01, 1)))
-        judged, levels = judge(run), Story.of(run).levels["reward"]
+        judged, levels = judge(run), Story.of(run).reward_levels
         assert abs(Story.of(run).reward.now - 0.5) > 0.5
         assert levels.now == (1.0 if name == "up" else 0.0)
         assert f"{plus_minus(levels.now, 2 * levels.error)}" in judged.headline + judged.evidence
@@ -613,3 +615,11 @@ def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
     )
     first = PSR_FIRST.format(how="intervention=psr")
     assert opening(read_run(tmp_path)).advice == f"{first} To measure others: 'probe=[simple,interventions]'."
+
+
+def test_the_highest_reward_is_the_sum_of_the_weights_also_of_a_single_function() -> None:
+    right, paid = pd.Series([0.2, 0.6, 1.0]), pd.Series([0.1, 0.3, 0.5])
+    assert highest_reward(paid, {"right": right}, {"right": 0.5}) == 0.5
+    assert highest_reward(right, {"right": right}, {}) == 1.0
+    assert highest_reward(paid, {"right": right, "form": paid}, {"right": 0.5, "form": -1.0}) == 0.5
+    assert math.isnan(highest_reward(paid, {"right": 2 * right}, {"right": 0.5}))

@@ -16,6 +16,7 @@ import pytest
 from logged_runs import log_run, noisy
 
 from rl_training import Estimate
+from rl_training.records.jsonl import Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
@@ -394,3 +395,32 @@ def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path
     first = opening(read_run(log_run(tmp_path, **logged)))
     assert first.lines[0].name == "equal"
     assert first.headline == "Reward has hardly risen"
+
+
+def test_the_change_of_many_steps_is_not_taken_for_that_of_one(tmp_path: Path) -> None:
+    """Measured at every fourth step, all four together: a KL of .12 at an entropy of .5 is far for one step alone."""
+    together = {
+        "measured/kl": lambda step: Estimate(0.12 if step % 4 == 1 else math.nan, 0.005, 8, "not yet", step - 1),
+        "measured/ess": lambda step: Estimate(0.8, 0.01, 8, about_step=step - 1),
+        "measured/delta_reward": lambda step: Estimate(0.001, 0.02, 8, about_step=step - 1),
+    }
+    for span, names in ((4, []), (1, ["large_step"])):
+        spanned = {**together, "measured/steps": lambda step, span=span: Estimate(span, num_samples=8, reason="exact")}
+        by_rule = lines(tmp_path / str(span), estimates=spanned, reward=noisy(lambda step: 0.5, 0.02))
+        assert [*by_rule] == names, span
+    spanned = {**together, "measured/steps": lambda step: Estimate(4, num_samples=8, reason="exact")}
+    jumped = lines(tmp_path / "jump", estimates=spanned, reward=lambda step: 0.8 if step < 20 else 0.2)
+    assert "jump" not in jumped
+
+
+def test_the_share_that_decay_takes_does_not_depend_on_how_often_the_rate_is_logged(tmp_path: Path) -> None:
+    """As under `attach`, where each step has a line and TRL logs at every tenth: 1 − exp(−.1 · 400 · .01) is 33%."""
+    for every in (1, 10):
+        folder = tmp_path / str(every)
+        records = Records(folder / "logs")
+        records.start(0, {"trainer": {"class": "GRPOTrainer", "weight_decay": 0.1}})
+        for step in range(1, 401):
+            rate = {"learning_rate": 1e-2} if step % every == 0 else {}
+            records.write_metrics(step, {"reward": 0.5, "entropy": 1.0, **rate})
+        [line] = standing_out(read_run(folder))
+        assert (line.name, "has taken 33% of the weights" in line.evidence) == ("decay", True)

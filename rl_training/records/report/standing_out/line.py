@@ -73,8 +73,9 @@ class RunRecords:
 
     @functools.cached_property
     def rates(self) -> pd.Series[float]:
-        """The learning rate, by step."""
-        return self.run.logged("learning_rate")
+        """The learning rate of every step. Between the logged ones it is that of the step before."""
+        logged, steps = self.run.logged("learning_rate"), range(self.run.steps[0], self.run.steps[-1] + 1)
+        return logged.reindex(steps).ffill().bfill().dropna()
 
     @functools.cached_property
     def mixed(self) -> pd.Series[float]:
@@ -93,6 +94,12 @@ class RunRecords:
     @functools.cached_property
     def spread(self) -> pd.Series[float]:
         return spreads(self.run)
+
+    def of_one_step(self, name: str) -> pd.DataFrame:
+        """Return the finite rows of a metric of the probe `measured` that tell of one step, not of several together."""
+        rows = self.run.finite_rows(name)
+        steps = self.run.rows("measured/steps")["value"].reindex(rows.index)
+        return rows[steps.isna() | (steps == 1)]
 
     def of_responses(self, shares: pd.Series[float]) -> Estimate:
         """Return the mean of these shares, with its interval as a share of all responses in these steps.

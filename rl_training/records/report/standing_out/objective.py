@@ -1,4 +1,4 @@
-"""What stands out in the loss: its KL term or its entropy bonus outweighs the reward."""
+"""What stands out in the objective: weight decay, the KL term or the entropy bonus outweighs the reward."""
 
 from __future__ import annotations
 

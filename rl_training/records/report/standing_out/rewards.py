@@ -10,6 +10,7 @@ from scipy.special import betaln
 
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import findings
+from rl_training.records.report.estimates import to_estimates
 from rl_training.records.report.standing_out.line import (
     EQUAL,
     JUMP,
@@ -151,7 +152,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
     reward, noise = records.reward, noise_of_a_step(records)
-    measured_changes = records.run.estimates("measured/delta_reward")
+    measured_changes = to_estimates(records.of_one_step("measured/delta_reward"))
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - STEPS_AFTER + 1):
         before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
@@ -207,7 +208,7 @@ def fall_as_if_by_lot(records: RunRecords) -> bool:
 
 def _moves_little(records: RunRecords, step: int) -> bool:
     """Return whether the KL per response of the update before this step is known and below a hundredth of a nat."""
-    kl = records.run.values("measured/kl").get(step)
+    kl = records.of_one_step("measured/kl")["value"].get(step)
     return kl is not None and kl * float(records.length.get(step, math.nan)) < 0.01
 
 

@@ -37,7 +37,8 @@ class Story:
 
     Args:
         functions: Of several reward functions, paid or watched (weight 0), those with enough values.
-        levels: The numbers at both ends of the run, however short: by "reward", "token entropy" and names of functions.
+        reward_levels, entropy_levels: The numbers at both ends of the run, however short; None without a value.
+        function_levels: The same of each reward function, by name.
         effects: Sums of what the steps were measured to do to the paid reward, by step; empty if that was not measured.
         first, last: Logged steps.
         logged: Number of logged steps.
@@ -47,7 +48,9 @@ class Story:
     entropy: Entropy | None
     functions: list[Reward]
     held_out: list[Reward]
-    levels: Mapping[str, Levels]
+    reward_levels: Levels | None
+    entropy_levels: Levels | None
+    function_levels: Mapping[str, Levels]
     effects: dict[int, Estimate]
     first: int
     last: int
@@ -61,7 +64,7 @@ class Story:
     @property
     def starts_without_entropy(self) -> bool:
         """Whether the first steps' mean entropy is not above 0."""
-        return "token entropy" in self.levels and not self.levels["token entropy"].start > 0
+        return self.entropy_levels is not None and not self.entropy_levels.start > 0
 
     @property
     def whole_effect(self) -> Estimate | None:
@@ -92,16 +95,21 @@ class Story:
                 for name, part in (parts.items() if len(parts) > 1 else ())
             )
         ]
-        curves = {"reward": reward, "token entropy": entropy, **{curve.name: curve for curve in functions}}
-        series = {"reward": rewards, "token entropy": entropies, **parts}
-        levels = {
-            name: curve.levels if (curve := curves.get(name)) else levels_of(values, None)
-            for name, values in series.items()
-            if len(values)
-        }
+        of_functions = {function.name: function for function in functions}
+        levels = {name: _levels(values, of_functions.get(name)) for name, values in parts.items()}
         held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
         effects, steps = run.estimates(REWARD_SUM), run.steps
-        return cls(reward, entropy, functions, held_out, levels, effects, steps[0], steps[-1], len(steps))
+        return cls(
+            reward, entropy, functions, held_out, _levels(rewards, reward), _levels(entropies, entropy),
+            {name: known for name, known in levels.items() if known}, effects, steps[0], steps[-1], len(steps),
+        )  # fmt: skip
+
+
+def _levels(values: pd.Series[float], curve: Reward | Entropy | None) -> Levels | None:
+    """Return the levels of a number at both ends of the run, by its curve if it has one; None without a value."""
+    if curve is not None:
+        return curve.levels
+    return levels_of(values, None) if len(values) else None
 
 
 def _known(curves: Iterable[Reward | None]) -> list[Reward]:

@@ -70,9 +70,9 @@ def spread_of_function(run: Run, name: str, otherwise: float) -> float:
 
 def highest_reward(rewards: pd.Series[float], parts: dict[str, pd.Series[float]], weights: dict[str, float]) -> float:
     """Return the highest possible reward: the sum of weights, if all rewards lie in [0, 1]; else nan."""
-    curves = parts.values() if len(parts) > 1 else [rewards]
+    curves = parts.values() or [rewards]
     if any(len(curve) and not (curve.min() >= 0 and curve.max() <= 1 + 1e-6) for curve in curves):
         return math.nan
-    if len(parts) > 1 and parts.keys() <= weights.keys():
+    if parts and parts.keys() <= weights.keys():
         return sum(max(weights[name], 0.0) for name in parts)
     return float(max(len(parts), 1))

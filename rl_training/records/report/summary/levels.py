@@ -25,7 +25,7 @@ def levels(run: Run, story: Story) -> Iterator[Row]:
     yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
     accepted = run.logged("buffer/acceptance")
     drawn = "over all generated responses, with prompts drawn by difficulty; " if len(accepted) else ""
-    rewards = story.levels.get("reward")
+    rewards = story.reward_levels
     yield _from_to("reward", rewards, drawn + rewards.window if rewards else "")
     yield from _functions(run, story)
     yield from _hacked(run, story)
@@ -37,8 +37,8 @@ def levels(run: Run, story: Story) -> Iterator[Row]:
     if len(accepted):
         levels = levels_of(accepted, broken_line(accepted))
         yield _from_to("accepted prompts", levels, f"share of the prompts generated{_unless_said(levels, rewards)}")
-    entropies = story.levels.get("token entropy")
-    by_trl = "" if len(run.rows("entropy/token")) else ", as TRL logs it"
+    entropies = story.entropy_levels
+    by_trl = ", as TRL logs it" if run.entropy_is_the_trainers else ""
     unit = f"nats per token{by_trl}"
     yield _from_to("token entropy", entropies, unit + _unless_said(entropies, rewards) if entropies else "")
 
@@ -68,7 +68,7 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
             side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
             what = f"the measured effects {findings.of_steps(total, 'of all steps')} add up to"
             note = f"{watched}{what} {format_estimate(total, True)}: {side}"
-        yield _from_to(f"reward {name}", story.levels.get(name), note)
+        yield _from_to(f"reward {name}", story.function_levels.get(name), note)
 
 
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
@@ -78,7 +78,7 @@ def _hacked(run: Run, story: Story) -> Iterator[Row]:
     cheap = [part.name for part in story.parts if part.fall and part.name not in fallen]
     risen = [part.name for part in story.parts if part.has_risen and not part.fall]
     number = len(reward_functions(run))
-    if "reward" not in story.levels:
+    if story.reward_levels is None:
         return
     if number < 2:
         second = "give a second one, with weight 0 if it must not be paid"

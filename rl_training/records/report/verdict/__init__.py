@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.story import Story
 from rl_training.records.report.verdict import holds, sentences
 
@@ -100,6 +100,7 @@ STATES = (
 )
 
 
+@once_per_run
 def judge(run: Run) -> Verdict:
     """Return the verdict on reward and entropy up to the last logged step."""
     story = Story.of(run)

@@ -17,11 +17,12 @@ def so_far(story: Story) -> str:
     """Say what a run too short for a verdict has logged."""
     few = f"{story.logged} step{'s are' if story.logged > 1 else ' is'} logged, and a verdict needs {MIN_STEPS}"
     few = few if story.logged < MIN_STEPS else f"fewer than {MIN_STEPS} steps have a reward or an entropy"
-    units = {"reward": "", "token entropy": " nats"}
-    known = {name: levels for name, levels in story.levels.items() if name in units}
-    levels = ", ".join(f"{name} {levels.text}{units[name]}" for name, levels in known.items())
-    window = next((levels.window for levels in known.values()), "")
-    return f": {few}. So far: {levels} ({window})." if known else f": {few}."
+    reward, entropy = story.reward_levels, story.entropy_levels
+    known = [levels for levels in (reward, entropy) if levels]
+    if not known:
+        return f": {few}."
+    texts = [f"reward {reward.text}" if reward else "", f"token entropy {entropy.text} nats" if entropy else ""]
+    return f": {few}. So far: {', '.join(filter(None, texts))} ({known[0].window})."
 
 
 def why_unknown(story: Story) -> str:
