@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,16 @@ def _to_host(*tables: Tensor) -> list[Tensor]:
     """Return tables of integers, (B, …) each, in host memory. The host waits for the device once."""
     joined = torch.cat([table.long() for table in tables], dim=1).cpu()
     return list(joined.split([table.shape[1] for table in tables], dim=1))
+
+
+class MatchedRows(NamedTuple):
+    """The rows of a batch on this rank, and the generated responses that they are."""
+
+    prompts: list[bytes]  # the tokens of each row's prompt
+    keys: list[bytes]  # a hash of each row's prompt and completion
+    responses: list[Response | None]  # None for a row that was never generated
+    is_fresh: list[bool]  # whether the row was generated for this rollout
+    has_placeholders: bool  # whether all log-probabilities of a sampler are 0
 
 
 class Rollouts:
@@ -113,39 +123,48 @@ class Rollouts:
             output: TRL's batch dictionary, changed in place.
             is_measured: Whether probes, a bound on the step or interventions need it.
         """
-        trainer, ids = self._trainer, output["completion_ids"]
-        tokens = batches.tokens_of(output, tokenizer_of(trainer).pad_token_id)
+        rows = self._match(output)
+        local_facts = self._complete(output, rows)
+        facts = gather_facts(local_facts, output["completion_ids"].device) if is_measured else [local_facts]
+        has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
+        self._take_kind(output, kind_of_batch(facts, self._trainer.num_generations, has_logps))
+        self.number, self._sampled_at = self.number + 1, self._trainer.state.global_step
+        mismatch = self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None)
+        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
+        self._generated.begin_next(rows.keys)
+        self.old_logps.begin()
+        if is_measured and batches.OLD_LOGPS in output:
+            self._examine_old_logps(output)
+
+    def _match(self, output: Mapping[str, Any]) -> MatchedRows:
+        """Return the rows of a batch with the generated responses that they are. The host waits for the device once."""
+        ids = output["completion_ids"]
+        tokens = batches.tokens_of(output, tokenizer_of(self._trainer).pad_token_id)
         placeholders = _are_placeholders(output).expand(len(ids), 1)
         *of_prompts, host_ids, host_tokens, placeholders = _to_host(
             output["prompt_ids"], output["prompt_mask"], ids, tokens, placeholders
         )
         prompts = rows_as_bytes(*of_prompts)
         keys = [key_of(*pair) for pair in zip(prompts, rows_as_bytes(host_ids, host_tokens), strict=True)]
-        responses, is_fresh = self._generated.find(keys)
-        if trainer.mask_truncated_completions:
-            self._add_tool_masks(output, responses)
+        return MatchedRows(prompts, keys, *self._generated.find(keys), bool(placeholders.any()))
+
+    def _complete(self, output: dict, rows: MatchedRows) -> BatchFacts:
+        """Add to a batch what is known of its rows: tool masks, prompts and rewards. Return the facts of this rank."""
+        if self._trainer.mask_truncated_completions:
+            self._add_tool_masks(output, rows.responses)
         has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
-        is_in_order = self._generated.matches_latest_order(keys)
-        numbers, group_size = number_prompts(trainer, prompts, keys, is_in_order, has_images)
-        output[PROMPT] = torch.tensor(numbers).to(ids.device, non_blocking=True)
-        is_selected = bool(self._generated) and not self._generated.are_all(keys)
+        is_in_order = self._generated.matches_latest_order(rows.keys)
+        numbers, group_size = number_prompts(self._trainer, rows.prompts, rows.keys, is_in_order, has_images)
+        device = output["completion_ids"].device
+        output[PROMPT] = torch.tensor(numbers).to(device, non_blocking=True)
+        is_selected = bool(self._generated) and not self._generated.are_all(rows.keys)
         if batches.REWARD in output or is_selected:  # FilteredBuffer selects rows too
-            output[batches.UNTESTED] = torch.ones(len(keys), device=ids.device)
-        is_rewarded = self._add_rewards(output, responses)
-        num_foreign = 0 if not self._generated else is_fresh.count(False)
-        past = [response for response, fresh in zip(responses, is_fresh, strict=True) if not fresh]
+            output[batches.UNTESTED] = torch.ones(len(rows.keys), device=device)
+        is_rewarded = self._add_rewards(output, rows.responses)
+        num_foreign = 0 if not self._generated else rows.is_fresh.count(False)
+        past = [response for response, fresh in zip(rows.responses, rows.is_fresh, strict=True) if not fresh]
         has_learned = any(response is not None and response.learned for response in past)
-        local_facts = BatchFacts(len(keys), num_foreign, has_learned, not is_rewarded, group_size)
-        facts = gather_facts(local_facts, ids.device) if is_measured else [local_facts]
-        has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
-        self._take_kind(output, kind_of_batch(facts, trainer.num_generations, has_logps))
-        self.number, self._sampled_at = self.number + 1, trainer.state.global_step
-        mismatch = self._sampling_mismatch(responses) or (PLACEHOLDERS if placeholders.any() else None)
-        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
-        self._generated.begin_next(keys)
-        self.old_logps.begin()
-        if is_measured and batches.OLD_LOGPS in output:
-            self._examine_old_logps(output)
+        return BatchFacts(len(rows.keys), num_foreign, has_learned, not is_rewarded, group_size)
 
     def _sampling_mismatch(self, responses: Sequence[Response | None]) -> Unavailable | None:
         """Return why these responses are no samples of the policy: the first reason of any, or None."""
