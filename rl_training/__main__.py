@@ -19,9 +19,9 @@ COMMANDS = {
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
     "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
     RUNS_SCRIPT: ("rl_training.hosts.trl.launcher", "main", "run your own script with probes on its trl.GRPOTrainer"),
-    "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
+    "report": ("rl_training.records.report_command", "main", "make the report of a run, or compare several runs"),
     "kernel": ("rl_training.offline.kernel.command", "main", "print and redraw the kernels of an analysis"),
-    "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
+    "dashboard": ("rl_training.records.dashboard", "main", "save a W&B workspace for the runs"),
     "config": ("rl_training.job.configuration.shipped", "show_conf", "print where the configuration is, or copy it"),
     "launch-file": ("rl_training.job.configuration.shipped", "copy_launch_file", "copy a launch file or script"),
 }

@@ -15,7 +15,7 @@ from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.jsonl import has_records
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
 from rl_training.records.report.series import read_run
@@ -56,7 +56,7 @@ def write_pages(folder: Path, run: Path | None) -> None:
         folder: Folder of all analyses of one name.
         run: Run folder; None for checkpoints outside a run. Without metrics it has no report.
     """
-    logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
+    logged = run if run is not None and has_records(run) else None
     section = describe_analyses(folder, read_run(logged) if logged else None)
     print(f" {write_analyses_page(folder, section)}")
     if logged:

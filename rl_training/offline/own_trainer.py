@@ -21,9 +21,9 @@ from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
 from rl_training.options import check_positive
+from rl_training.records.analyses import RESULT_FILE
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import OFFLINE
-from rl_training.records.frames import RESULT_FILE
 from rl_training.records.json_values import plain_settings
 
 

@@ -7,7 +7,7 @@ The log consists of files DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT
     _summary.json         the core numbers; moved into place last: if it exists, all files do
     _tensors.safetensors  at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
-docs/reference/run_folder.md explains levels and keys. records/frames.py reads all files.
+docs/reference/run_folder.md explains levels and keys. records/analyses.py reads all files.
 """
 
 from __future__ import annotations

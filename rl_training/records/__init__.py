@@ -2,13 +2,14 @@
 
 folder.py        names of the files and folders
                  claim.py locks one for a training
-Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, made_by.py (what made the
-                 run), provenance.py, failure.py,
+Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
                  checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py,
                  json_values.py (numbers as JSON has them), hydra_text.py (texts to type for Hydra)
-Read:            frames.py (everything as pandas DataFrames: the names that this package exports), checkpoints.py
-                 (finds checkpoints, and checks that they are complete)
-Shown:           report/ (the page of one run), compare/ (the page of several), workspace.py (a W&B dashboard)
+Read:            frames.py and analyses.py (a run and its checkpoint analyses as pandas DataFrames: the names that this
+                 package exports), checkpoints.py (finds checkpoints, and checks that they are complete),
+                 made_by.py (what made a run), training_settings.py (which of its settings affect training)
+Shown:           report/ (the page of one run), compare/ (the page of several), report_command.py (makes either),
+                 dashboard.py (a W&B dashboard), core_metrics.py (what is shown where there is no room for all)
 files/           safe access to single files: atomic writes, locks, masked secrets, readers that run no code
 """
 
@@ -19,16 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import require_extra
 
 if TYPE_CHECKING:
-    from rl_training.records.frames import (
-        analysis_results,
-        evaluations,
-        find_runs,
-        metrics,
-        probe_logs,
-        probes,
-        read_probe_log,
-        rollouts,
-    )
+    from rl_training.records.analyses import analysis_results, probe_logs, read_probe_log
+    from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
 
 __all__ = [
     "analysis_results", "evaluations", "find_runs", "metrics", "probe_logs", "probes", "read_probe_log", "rollouts",
@@ -40,5 +33,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():
-        from rl_training.records import frames
-    return getattr(frames, name)
+        from rl_training.records import analyses, frames
+    return getattr(analyses if hasattr(analyses, name) else frames, name)

@@ -20,7 +20,7 @@ from rl_training.limited_files import read_text
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import FolderInUse, locked
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.folder import LOGS_FOLDER, has_settings
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records
 from rl_training.records.made_by import is_of_attached_run
 
@@ -131,11 +131,15 @@ class RecordsClaim(AbstractContextManager[None]):
 
 
 def holds_run(folder: Path, logs: str = LOGS_FOLDER) -> bool:
-    """Return whether a folder holds the records of a training, or a config.yaml that `attach` did not write."""
+    """Return whether a folder holds a training that another one must not write into.
+
+    It holds one with the first record of a step. A job's folder does with its config.yaml: nothing has been written
+    yet where `attach` has left only that.
+    """
     files = [folder / logs / name for name in (METRICS_FILE, PROBES_FILE)]
     if any(file.is_file() and file.stat().st_size for file in files):
         return True
-    return bool(logs) and (folder / CONFIG_FILE).exists() and not is_of_attached_run(folder)
+    return bool(logs) and has_settings(folder) and not is_of_attached_run(folder)
 
 
 def run_id_in(logs: Path) -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.jsonl import MAKE_ROOM
+from rl_training.records.jsonl import RESUME_FIX
 
 
 class _Plain(yaml.SafeDumper):
@@ -31,7 +31,7 @@ class _Plain(yaml.SafeDumper):
 _Plain.add_representer(str, _Plain.represent_str)
 
 
-def write_config(folder: Path, settings: Mapping[str, Any], fix: str = MAKE_ROOM) -> None:
+def write_config(folder: Path, settings: Mapping[str, Any], fix: str = RESUME_FIX) -> None:
     """Write the settings of a run into its folder, atomically.
 
     Args:

@@ -28,18 +28,18 @@ from rl_training.statistics.estimate import Estimate
 
 IN_TRAINING = "in training"  # name of the trainer's own evaluations (trainer.eval_strategy)
 TABLE_FILE = "consolidated_metrics.csv"
-METRICS = "metrics.json"
-RESPONSES = "responses.jsonl"
-SETTINGS = "settings.json"
+STEP_METRICS_FILE = "metrics.json"
+RESPONSES_FILE = "responses.jsonl"
+EVALUATION_SETTINGS_FILE = "settings.json"
 COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # low and high: Estimate.interval
-MAKE_ROOM = "make room, and run the same command again; nothing that was finished is lost"
+RERUN_FIX = "make room, and run the same command again; nothing that was finished is lost"
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that this evaluation was started with. A new evaluation stores the given ones."""
-    path = folder / SETTINGS
+    path = folder / EVALUATION_SETTINGS_FILE
     if not path.is_file():
-        write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
+        write_atomically({path: json.dumps(settings, indent=2).encode()}, RERUN_FIX)
     return json.loads(read_text(path))
 
 
@@ -61,7 +61,7 @@ def write_step(
     """
     rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
     text = "".join(rows).encode(errors="backslashreplace")  # a lone surrogate becomes \\ud800, as in JSON
-    names = (RESPONSES, f"{RESPONSES}.gz")
+    names = (RESPONSES_FILE, f"{RESPONSES_FILE}.gz")
     numbers = {
         name: {
             "value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason,
@@ -73,7 +73,7 @@ def write_step(
     home = folder / f"step_{step}"
     # mtime=0: the same responses always give the same bytes.
     packed = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}
-    write_atomically({**packed, home / METRICS: json.dumps(content, indent=2).encode()}, MAKE_ROOM)
+    write_atomically({**packed, home / STEP_METRICS_FILE: json.dumps(content, indent=2).encode()}, RERUN_FIX)
     (home / names[not compress]).unlink(missing_ok=True)  # from an earlier evaluation
 
 
@@ -83,7 +83,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
     Raises:
         UserError: If the file is damaged; names it.
     """
-    path = folder / f"step_{step}" / METRICS
+    path = folder / f"step_{step}" / STEP_METRICS_FILE
     if not path.is_file():
         return None
     try:
@@ -117,7 +117,7 @@ def _pair(ends: Any) -> tuple[float, float] | None:
 
 def read_table(folder: Path) -> pd.DataFrame:
     """Return the numbers of all evaluated steps, sorted by step: COLUMNS and `reason`. No rows if there are none."""
-    names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
+    names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{STEP_METRICS_FILE}"))
     # step_8.old does not count.
     steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MAX_COUNT})
     rows = [
@@ -133,7 +133,7 @@ def read_table(folder: Path) -> pd.DataFrame:
 def consolidate(folder: Path) -> Path:
     """Rewrite the CSV table of all evaluated steps, for other programs, and return its path."""
     path = folder / TABLE_FILE
-    write_atomically({path: as_csv(read_table(folder)[COLUMNS], missing="nan")}, MAKE_ROOM)
+    write_atomically({path: as_csv(read_table(folder)[COLUMNS], missing="nan")}, RERUN_FIX)
     return path
 
 

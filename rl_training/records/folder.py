@@ -15,11 +15,6 @@ REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"  # the page of one run, in REPORT_FOLDER
 OFFLINE = "offline"  # analyses of checkpoints
 EVALUATIONS = "evaluations"
-# Prefixes of settings that do not affect training: output paths, number of steps, probes and logging.
-NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
-                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
-                   "trainer.project", "trainer.ddp_timeout", "trainer.eval_", "trainer.dataloader_", "provenance.",
-                   "rollouts.", "logger.", "additional_steps")  # fmt: skip
 COMPARISON_FILE = "comparison.html"  # the page of several runs, in the current folder
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
 WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINING_STATE)  # what commands write
@@ -52,6 +47,11 @@ def number_at_end(folder: Path) -> int:
     """
     digits = re.search(r"[0-9]+$", folder.name)
     return int(digits.group()) if digits else 0
+
+
+def has_settings(run: Path) -> bool:
+    """Return whether a folder holds a config.yaml, the settings of a job or of an attached run."""
+    return (run / CONFIG_FILE).is_file()
 
 
 def refuse_a_file(path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.errors import UserError
@@ -70,18 +70,23 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def from_json(value: Any, levels: int = MAX_LEVELS) -> Any:
-    """Return the value with null as nan, except below `settings`. Raises UserError if it is nested too deeply."""
+def from_json(value: Any, verbatim: Sequence[str] = (), levels: int = MAX_LEVELS) -> Any:
+    """Return the value with null as nan, at any depth. Raises UserError if it is nested too deeply.
+
+    Args:
+        verbatim: Keys whose values are returned as they are, with null as None.
+    """
     if value is None:
         return math.nan
     if not levels:
         raise UserError("nested too deeply")
     if isinstance(value, Mapping):
-        as_it_is = (float, int, str)  # a shortcut for most values: a run has some hundred thousand
+        plain = (float, int, str)  # a shortcut for most values: a run has some hundred thousand
         return {
-            k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v, levels - 1) for k, v in value.items()
+            key: inner if isinstance(inner, plain) or key in verbatim else from_json(inner, verbatim, levels - 1)
+            for key, inner in value.items()
         }
-    return [from_json(inner, levels - 1) for inner in value] if isinstance(value, list) else value
+    return [from_json(inner, verbatim, levels - 1) for inner in value] if isinstance(value, list) else value
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

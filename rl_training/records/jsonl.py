@@ -17,6 +17,7 @@ import gzip
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -29,7 +30,7 @@ from rl_training.records.files.append import append_whole
 from rl_training.records.files.atomic_write import cannot_write, write_atomically
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.unpack import whole_lines
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.folder import LOGS_FOLDER, has_settings
 from rl_training.records.json_values import (
     checked_count,
     checked_number,
@@ -49,7 +50,7 @@ PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 MAX_NAMED_RUNS = 5  # that an error lists
-MAKE_ROOM = "make room, then resume from the latest checkpoint"
+RESUME_FIX = "make room, then resume from the latest checkpoint"
 
 
 class Records:
@@ -61,43 +62,55 @@ class Records:
         fix: What errors tell the user to do if a file cannot be written.
     """
 
-    def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = MAKE_ROOM) -> None:
+    def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = RESUME_FIX) -> None:
         self.folder = Path(folder)
         self.rollouts_every = rollouts_every
         self.fix = fix
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int, settings: Mapping[str, Any] | None = None, has_failed: bool = False) -> None:
-        """Drop the lines of steps after `after_step`, because a resumed run takes those steps again.
+        """Begin after a step: write the settings, and drop the lines of later steps, which a resumed run takes again.
 
         Args:
+            after_step: The step. 0 for a new run.
             settings: The settings that affect training, by name. Written only if the run folder has no config.yaml,
                 which holds all settings.
             has_failed: Whether measuring has ended already, so that the failure in the folder is this training's.
         """
-        if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
+        if settings is not None and not has_settings(self.folder.parent):
             text = json.dumps(plain_settings(settings), indent=1)
             write_atomically({self.folder / SETTINGS_FILE: text.encode()}, self.fix)
-        failure = self.folder / FAILURE_FILE
-        if failure.is_file() and not has_failed:  # measuring starts again: the report must not say that it ended
-            failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
+        if not has_failed:
+            self._set_failure_aside(after_step)
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
-            path, dropped = self.folder / name, 0
+            self._drop_lines_after(self.folder / name, after_step)
 
-            def kept(path: Path) -> Iterator[tuple[str, int]]:
-                nonlocal dropped
-                for line, row in _parsed(path):
-                    dropped += row["step"] > after_step
-                    if row["step"] <= after_step:
-                        yield line, row["step"]
+    def _set_failure_aside(self, after_step: int) -> None:
+        """Rename the failure of an earlier start: measuring starts again, so the report must not say that it ended."""
+        failure = self.folder / FAILURE_FILE
+        if failure.is_file():
+            failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
 
-            if path.exists():  # streamed: only one step's lines are in memory at a time
-                steps = groupby(kept(path), key=itemgetter(1))
-                texts = ("".join(line for line, _ in of_step) for _, of_step in steps)
-                # One gzip member per step. Atomic: a kill or a full disk loses nothing.
-                write_atomically({path: (_packed(path, text) for text in texts)}, self.fix)
-            if dropped:
-                logger.warning(f"{path}: {dropped} lines of steps after {after_step} are dropped")
+    def _drop_lines_after(self, path: Path, after_step: int) -> None:
+        """Rewrite a file without the lines of later steps. Only one step's lines are in memory at a time."""
+        if not path.exists():
+            return
+        num_dropped = 0
+
+        def kept() -> Iterator[tuple[int, str]]:
+            nonlocal num_dropped
+            for line, row in _parsed(path):
+                if row["step"] <= after_step:
+                    yield row["step"], line
+                else:
+                    num_dropped += 1
+
+        by_step = groupby(kept(), key=itemgetter(0))
+        texts = ("".join(line for _, line in of_step) for _, of_step in by_step)
+        # One gzip member per step. Atomic: a kill or a full disk loses nothing.
+        write_atomically({path: (_packed(path, text) for text in texts)}, self.fix)
+        if num_dropped:
+            logger.warning(f"{path}: {num_dropped} lines of steps after {after_step} are dropped")
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -143,20 +156,20 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         UserError: If a line cannot be read; gives its number.
     """
-    checks = CHECKS.get(path.name, {"step": checked_count})
+    fields = FIELDS.get(path.name, {"step": Field(checked_count)})
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             text = line.decode()
             row = from_json(parse_json(text))
         except ValueError as error:
             raise UserError(f"{path}, line {number} is damaged ({error}): fix or delete that line") from error
-        for name, check in checks.items():
-            if not isinstance(row, dict) or (name not in row and name not in OPTIONAL):
+        for name, field in fields.items():
+            if not isinstance(row, dict) or (name not in row and field.is_required):
                 raise UserError(f"{path}, line {number} has no `{name}`: fix or delete that line")
             if name not in row:
                 continue
             try:
-                row[name] = check(row[name])
+                row[name] = field.check(row[name])
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: `{name}` is {error}: fix or delete that line") from error
         yield text + "\n", row
@@ -166,18 +179,33 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-# By file, the fields of a line and their checks. Any other field of probes.jsonl is part of an estimate's `detail`.
-CHECKS: dict[str, dict[str, Callable[[Any], Any]]] = {
+@dataclass(frozen=True)
+class Field:
+    """A field of a line: what checks and converts it, and whether a line must have it."""
+
+    check: Callable[[Any], Any]
+    is_required: bool = True
+
+
+# By file, the fields of a line. Any other field of probes.jsonl is part of an estimate's `detail`.
+FIELDS: dict[str, dict[str, Field]] = {
     PROBES_FILE: {
-        "step": checked_count, "about_step": checked_count, "name": checked_text, "value": _as_it_is,
-        "stderr": _as_it_is, "num_samples": checked_count, "reason": checked_text, "code": checked_text,
+        **dict.fromkeys(("step", "about_step", "num_samples"), Field(checked_count)),
+        **dict.fromkeys(("name", "reason"), Field(checked_text)),
+        **dict.fromkeys(("value", "stderr"), Field(_as_it_is)),
+        "code": Field(checked_text, is_required=False),
     },
     ROLLOUTS_FILE: {
-        "step": checked_count, **dict.fromkeys(("prompt_index", "length"), checked_count),
-        **dict.fromkeys(("reward", "advantage", "logp"), checked_number),
+        "step": Field(checked_count),
+        **dict.fromkeys(("prompt_index", "length"), Field(checked_count, is_required=False)),
+        **dict.fromkeys(("reward", "advantage", "logp"), Field(checked_number, is_required=False)),
     },
-}  # fmt: skip
-OPTIONAL = ["code", *(name for name in CHECKS[ROLLOUTS_FILE] if name != "step")]
+}
+
+
+def has_records(run: Path) -> bool:
+    """Return whether a folder holds the records of a run, of no step yet perhaps."""
+    return (run / LOGS_FOLDER / METRICS_FILE).is_file()
 
 
 def logs_of(run: str | Path) -> Path:
@@ -212,8 +240,8 @@ def read_settings(run: str | Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
-    return [row for _, row in _parsed(Path(folder) / METRICS_FILE)]
+    """Return the lines of metrics.jsonl as dictionaries, null as nan; empty if no step was logged."""
+    return list(_iterate(Path(folder) / METRICS_FILE))
 
 
 def read_estimates(folder: str | Path) -> list[dict[str, Any]]:

@@ -38,8 +38,8 @@ from rl_training.offline.settings import (
 )
 from rl_training.parallel.vectors import dot
 from rl_training.records import read_probe_log
+from rl_training.records.analyses import read_analysis
 from rl_training.records.checkpoints import resolve_checkpoints
-from rl_training.records.frames import read_analysis
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from rl_training.job.run.offline_probe import CHOICES, SETTINGS
 from rl_training.job.run.training import build_run
 from rl_training.offline.results import statistics_of
 from rl_training.records import probe_logs, read_probe_log
+from rl_training.records.analyses import read_analysis
 from rl_training.records.files.atomic_write import write_atomically
-from rl_training.records.frames import read_analysis
 
 KEYS_OF_ANSWER = {
     "deltaH1", "bars_dot", "learning_rate", "deltaH_true", "H_orig", "H_upd", "B_E", "B_U", "G",

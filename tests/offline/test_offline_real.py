@@ -14,7 +14,7 @@ from hydra import compose
 from qwen_stand_in import experiment
 
 from rl_training.job.run.analysis import analyze_checkpoints
-from rl_training.records.frames import read_analysis
+from rl_training.records.analyses import read_analysis
 
 SAVED = ("++trainer.save_strategy=steps", "trainer.save_steps=1", "probe=none", "trainer.max_steps=1")
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]

@@ -21,7 +21,7 @@ from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import EvaluationSettings, MemorySettings, Settings, UpdateSettings
 from rl_training.offline.update import make_update
-from rl_training.records.frames import analysis_results
+from rl_training.records.analyses import analysis_results
 
 SMALL = Settings(EvaluationSettings(prompts=24), UpdateSettings(prompts=8), memory=MemorySettings(microbatch_size=8))
 PLAIN: dict[str, Any] = {

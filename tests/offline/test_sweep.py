@@ -22,7 +22,7 @@ from recorded_runs import record_run
 from rl_training.job.run.analysis import analyze_checkpoints, result_files
 from rl_training.offline.analysis import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
-from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
+from rl_training.records.analyses import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import (
     describe_analyses,

@@ -12,8 +12,8 @@ import pytest
 from transformers.integrations.integration_utils import rewrite_logs
 
 from rl_training.errors import UserError
-from rl_training.records import workspace as dashboard
-from rl_training.records.workspace import main
+from rl_training.records import dashboard
+from rl_training.records.dashboard import main
 
 
 def table_of_the_page() -> dict[str, list[str]]:

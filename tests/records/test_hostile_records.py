@@ -24,12 +24,12 @@ from recorded_runs import record_run
 
 from rl_training.errors import UserError
 from rl_training.job.errors import run_command
-from rl_training.records.compare import command
+from rl_training.records import report_command
+from rl_training.records.analyses import NUMBERS, read_analysis
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step
 from rl_training.records.files.printable import printable
 from rl_training.records.files.spreadsheet import as_csv
-from rl_training.records.frames import NUMBERS, read_analysis
 from rl_training.records.jsonl import (
     SETTINGS_FILE,
     Records,
@@ -135,7 +135,7 @@ def said_by(*arguments: str) -> tuple[int, str]:
         for stream in ("stdout", "stderr"):
             patch.setattr(sys, stream, printed)
         try:
-            run_command(command.main)
+            run_command(report_command.main)
         except SystemExit as ended:
             return int(ended.code or 0), printed.getvalue()
     return 0, printed.getvalue()

@@ -119,6 +119,12 @@ def test_a_number_beyond_float64_is_read_as_infinite(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "loss": math.inf, "reward": -math.inf}]
 
 
+def test_a_file_that_was_not_written_has_no_lines_and_null_is_nan_under_any_name(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == read_estimates(tmp_path) == list(iterate_rollouts(tmp_path)) == []
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "settings": {"loss": null}}\n')
+    assert math.isnan(read_metrics(tmp_path)[0]["settings"]["loss"])
+
+
 def test_every_line_is_standard_json(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.write_metrics(1, {"nan": math.nan, "inf": math.inf})

@@ -17,13 +17,7 @@ from rl_training.hosts.recorded_settings import settings_of_model, settings_of_o
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import dtype_name
 from rl_training.records.made_by import MADE_BY, TRL
-
-# Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
-NOT_OF_TRAINING = (
-    *("hub_", "push_to_hub", "log_", "do_", "include_", "trackio_", "wandb_", "resume_from_checkpoint", "local_rank"),
-    *("restore_callback_states_from_checkpoint", "skip_memory_metrics", "num_completions_to_print", "load_best_model"),
-    *("report_to", "deepspeed_plugin", "distributed_state", "torch_empty_cache_steps", "vllm_server_", "vllm_gpu_"),
-)
+from rl_training.records.training_settings import REPORTING_FIELDS
 
 
 def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +29,7 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
     """
     args, processes, rows = trainer.args, all_ranks().count, trainer.train_dataset
     names = (field.name for field in dataclasses.fields(args))
-    fields = {name: getattr(args, name) for name in names if not name.startswith(NOT_OF_TRAINING)}
+    fields = {name: getattr(args, name) for name in names if not name.startswith(REPORTING_FIELDS)}
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     return {

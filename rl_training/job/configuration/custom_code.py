@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import leaves
 from rl_training.job.configuration.stored import must_be_typed, names_code
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
+from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, has_settings
+from rl_training.records.jsonl import has_records
 
 
 def add_custom_code_to_path(cfg: DictConfig) -> None:
@@ -30,12 +31,18 @@ def add_custom_code_to_path(cfg: DictConfig) -> None:
         name = module.partition(".")[0]
         if str(here) in sys.path or not ((here / name).is_dir() or (here / f"{name}.py").is_file()):
             continue
-        if (here / CONFIG_FILE).is_file() and ((here / LOGS_FOLDER).is_dir() or (here / TRAINING_STATE).is_dir()):
+        if _is_run(here):
             raise UserError(f"{named}: nothing is imported from a run, as {here} is: start in the folder of your code")
         if other := importlib.util.find_spec(name):
             raise UserError(f"{named}: {name} is also the name of {other.origin}: rename yours in {here}")
         sys.path.append(str(here))
         importlib.invalidate_caches()
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's, and not one with code and a config.yaml of its own."""
+    has_parts = (folder / LOGS_FOLDER).is_dir() or (folder / TRAINING_STATE).is_dir()
+    return has_records(folder) or (has_settings(folder) and has_parts)
 
 
 def _named_modules(cfg: DictConfig) -> Iterator[tuple[str, str]]:

@@ -17,8 +17,9 @@ from rl_training.job.configuration.overrides import force_add, root_key, with_ho
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
-from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, has_settings
 from rl_training.records.made_by import JOB, MADE_BY
+from rl_training.records.training_settings import affects_training
 
 BRANCH_OWN_KEYS = ("run_dir", "resume", "branch", "additional_steps")  # that a branch does not take from its run
 UNCHANGEABLE_PREFIXES = ("model.", "adapter.", "data.", "trainer.optim")  # of settings that a branch must not change
@@ -74,7 +75,7 @@ def _of_training(cfg: DictConfig) -> dict[str, Any]:
     `~` is expanded, only to compare: a stored one and the same one typed are the same path.
     """
     stored = {MADE_BY: JOB} | without_masks(without_secrets(unmarked(OmegaConf.to_container(cfg, resolve=True))))
-    settings = {key: value for key, value in flatten(stored).items() if not key.startswith(NOT_OF_TRAINING)}
+    settings = {key: value for key, value in flatten(stored).items() if affects_training(key)}
     return {key: with_home(key, value) for key, value in settings.items()}
 
 
@@ -135,7 +136,7 @@ def _branch_checkpoint(value: object) -> Path:
     if str(value) in ("", "latest", "auto", "none"):
         raise UserError(f"branch={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
     checkpoint = find_checkpoint(with_home("branch", str(value)), Path(), setting="branch").resolve()
-    if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
+    if checkpoint.parent.name != TRAINING_STATE or not has_settings(checkpoint.parents[1]):
         raise UserError(
             f"branch={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
             "start a new run from its weights with model=hub model.name=CHECKPOINT"

@@ -21,12 +21,12 @@ from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.settings import Settings
+from rl_training.records.analyses import RESULT_FILE, read_analysis
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import CONFIG_FILE, OFFLINE
-from rl_training.records.frames import RESULT_FILE, read_analysis
+from rl_training.records.folder import OFFLINE, has_settings
 from rl_training.records.made_by import is_of_attached_run
 from rl_training.records.report.checkpoint_analyses import core_numbers
 
@@ -92,7 +92,7 @@ def is_attached(named: Path) -> bool:
 
 def _run_of(checkpoint: Path) -> Path | None:
     run = checkpoint.resolve().parent.parent
-    return run if (run / CONFIG_FILE).is_file() else None
+    return run if has_settings(run) else None
 
 
 def _analyze_checkpoint(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from rl_training.records.folder import (
     EVALUATIONS,
     TRAINING_STATE,
     checkpoints_of,
+    has_settings,
     number_at_end,
     step_of,
 )
@@ -101,7 +102,7 @@ def read_evaluation(cfg: DictConfig) -> Evaluation:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = find_checkpoints(values["run"], values["checkpoints"])
     run_config: Any = {}
-    if run is not None and (run / CONFIG_FILE).is_file():
+    if run is not None and has_settings(run):
         run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
     config, is_task_of_run = _apply_overrides(run_config, values)
     refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
@@ -178,7 +179,7 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
                 f"evaluate`, evaluate(trainer, CHECKPOINTS, {str(run)!r}) with a new trainer of that script; on a task "
                 f"of this package, 'checkpoints=[PATH,...]' data=TASK output={run}"
             )
-        if not paths and not (folder / CONFIG_FILE).is_file():
+        if not paths and not has_settings(folder):
             raise UserError(
                 f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
             )

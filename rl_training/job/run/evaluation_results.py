@@ -26,7 +26,7 @@ from rl_training.job.run.evaluation_worker import CheckpointResponses
 from rl_training.job.run.progress import EvaluationProgress
 from rl_training.limited_files import MAX_STATE_BYTES, read_bytes
 from rl_training.records.evaluated import (
-    SETTINGS,
+    EVALUATION_SETTINGS_FILE,
     TABLE_FILE,
     consolidate,
     estimates_in,
@@ -39,8 +39,8 @@ from rl_training.records.evaluated import (
 from rl_training.records.files.lock import locked
 from rl_training.records.files.masking import mask_line
 from rl_training.records.files.printable import printable
-from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.folder import EVALUATIONS
+from rl_training.records.jsonl import has_records
 from rl_training.records.report import write_report
 from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
@@ -133,7 +133,8 @@ class Evaluation:
         if self.options.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
-            (self.folder / SETTINGS).unlink(missing_ok=True)  # without results, the old settings do not matter
+            # Without results, the old settings do not matter.
+            (self.folder / EVALUATION_SETTINGS_FILE).unlink(missing_ok=True)
         before = write_settings(self.folder, self.compared)
         if changed := describe_differences(before, self.compared):
             raise UserError(
@@ -207,7 +208,7 @@ class Evaluation:
         for dashboard in self._loggers or []:
             dashboard.finish(pictures=[])
         run = self.run
-        if self._loggers is not None and run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file():
+        if self._loggers is not None and run is not None and has_records(run):
             print(f"Report: {write_report(run)}")
         return 1 if self.problems else 0
 

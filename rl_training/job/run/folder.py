@@ -40,10 +40,10 @@ from rl_training.records.folder import (
     TENSORBOARD_FOLDER,
     TRAINING_STATE,
     WANDB_FOLDER,
+    has_settings,
     refuse_a_file,
 )
-from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.made_by import JOB, MADE_BY
+from rl_training.records.jsonl import has_records
 
 logger = logging.get_logger(__name__)
 
@@ -81,11 +81,11 @@ def find_run_folder(cfg: DictConfig) -> RunStart:
     folder.folder = run
     refuse_links_out(run)
     is_damaged = cfg.resume == "auto" and checkpoint is None and _has_only_damaged_settings(run)
-    is_resumed = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists()) and not is_damaged
+    is_resumed = cfg.resume != "none" and (checkpoint is not None or has_settings(run)) and not is_damaged
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
     start = RunStart(folder, checkpoint, 0 if checkpoint is None else steps_taken(checkpoint), is_resumed)
-    has_run = (run / LOGS_FOLDER / METRICS_FILE).exists() or ((run / CONFIG_FILE).exists() and not is_damaged)
+    has_run = has_records(run) or (has_settings(run) and not is_damaged)
     if not is_resumed and has_run:
         raise UserError(RUN_EXISTS.format(run))
     if not may_resume_here:
@@ -117,10 +117,7 @@ def _move_out_of_the_way(start: RunStart, is_damaged: bool) -> None:
 
 def _has_only_damaged_settings(run: Path) -> bool:
     """Return whether a folder without records holds a config.yaml without settings, as a crash can leave it."""
-    config = run / CONFIG_FILE
-    if not config.is_file() or (run / LOGS_FOLDER / METRICS_FILE).exists():
-        return False
-    return not holds_settings(config)
+    return has_settings(run) and not has_records(run) and not holds_settings(run / CONFIG_FILE)
 
 
 def _join_processes(cfg: DictConfig) -> PartialState:
@@ -181,9 +178,8 @@ def save_config(config: dict[str, Any], run_dir: Path, is_resumed: bool) -> None
     """
 
     def save() -> None:
-        if (run_dir / CONFIG_FILE).exists() and not is_resumed:  # cannot change after this: the folder is locked
+        if has_settings(run_dir) and not is_resumed:  # cannot change after this: the folder is locked
             raise UserError(RUN_EXISTS.format(run_dir))
-        settings = {MADE_BY: JOB} | escape_interpolations(config)
-        write_config(run_dir, settings, fix="make room, or choose another run_dir")
+        write_config(run_dir, escape_interpolations(config), fix="make room, or choose another run_dir")
 
     on_main_process(save)

@@ -33,7 +33,7 @@ from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind
 from rl_training.limited_files import read_text
 from rl_training.options import did_you_mean
-from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.folder import has_settings
 from rl_training.records.hydra_text import quote_list, quote_value
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.
@@ -135,7 +135,7 @@ class OfflineEntropyProbe:
             UserError: If checkpoint and configuration do not match; before anything is sampled.
         """
         from rl_training.job.run.analysis import analyze_checkpoints  # seconds of imports
-        from rl_training.records.frames import read_analysis
+        from rl_training.records.analyses import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             overrides = self.overrides(checkpoint_path)
@@ -194,7 +194,7 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter_overrides(checkpoint: Path) -> list[str]:
     """Return overrides for the adapter of a checkpoint outside a run, read from its adapter_config.json."""
     file = checkpoint / "adapter_config.json"
-    if not file.is_file() or (checkpoint.resolve().parent.parent / CONFIG_FILE).is_file():
+    if not file.is_file() or has_settings(checkpoint.resolve().parent.parent):
         return []
     try:
         adapter = json.loads(read_text(file))

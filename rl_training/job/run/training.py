@@ -29,11 +29,12 @@ from rl_training.job.run.progress import StepProgress
 from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
+from rl_training.records.core_metrics import CORE
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.hydra_text import quote_override
+from rl_training.records.made_by import JOB, MADE_BY
 from rl_training.records.provenance import provenance
 from rl_training.records.report import print_summary
-from rl_training.records.workspace import CORE
 
 logger = logging.get_logger(__name__)
 
@@ -203,7 +204,7 @@ def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
 
 def _stored_config(cfg: DictConfig, trainer: DrGRPOTrainer) -> dict[str, Any]:
     """Return the content of config.yaml and the dashboards: all settings without secrets, and the run's provenance."""
-    config: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    config: dict[str, Any] = {MADE_BY: JOB} | without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = provenance() | {"loss": trainer.loss_description}
     if cfg.get("branch") is not None:
         branch = Path(cfg.branch)

@@ -1,6 +1,5 @@
 """The comparison of runs: one self-contained HTML page from their records (rl-training report RUN RUN …).
 
-command.py                        the command; for one run it writes that run's report
 groups.py                         runs that were trained alike
 equal_reward.py, final.py         entropy at equal reward, and final figures, with their errors
 findings.py, path_chart.py        both in words, and as a chart

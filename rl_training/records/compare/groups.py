@@ -17,16 +17,15 @@ import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
+from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.frames import find_runs
-from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.jsonl import METRICS_FILE, has_records
 from rl_training.records.report.config_file import settings_of_run
 from rl_training.records.report.series import Run, read_run
+from rl_training.records.training_settings import affects_training
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
-# What the attachment chooses by its probes, and nobody sets: the order in which a step's rows are summed.
-NOT_CHOSEN = ("attached.whole_prompts",)
 TASK = ("data.", "trainer.reward_weights")  # prefixes of settings that make reward another quantity
 # Fields that follow from the number of sequences in a step, or together make it: a label does not repeat them.
 BATCH = "batch.sequences_per_step"
@@ -153,9 +152,7 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
     """Return whether this setting affects training."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
-    if name in NOT_CHOSEN:
-        return False
-    return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
+    return name.rpartition(".")[2] not in SEEDS and name != "branch" and affects_training(name)
 
 
 def trunks_of(groups: Sequence[Group]) -> list[Run]:
@@ -164,7 +161,7 @@ def trunks_of(groups: Sequence[Group]) -> list[Run]:
     trunks: dict[tuple[Path, int], Run] = {}
     for ancestors in (_ancestors(member) for group in groups for member in group.members):
         for folder, step in ancestors.items():
-            if folder in compared or not (folder / LOGS_FOLDER / METRICS_FILE).is_file():
+            if folder in compared or not has_records(folder):
                 break
             if (folder, step) not in trunks:
                 trunks[folder, step] = read_run(folder).until(step)

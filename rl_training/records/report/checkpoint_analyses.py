@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from rl_training.records.analyses import RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.folder import OFFLINE
-from rl_training.records.frames import RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series
 from rl_training.records.report.drawing import diagonal, draw
 from rl_training.records.report.findings import MIN_POINTS, scaled

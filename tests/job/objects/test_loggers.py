@@ -24,8 +24,9 @@ from rl_training.errors import UserError
 from rl_training.job.objects.dashboards import TensorBoardLogger, WandbLogger
 from rl_training.job.run.folder import find_run_folder
 from rl_training.probes.gns import ADAM, RATIOS
+from rl_training.records.core_metrics import CORE
+from rl_training.records.dashboard import sections
 from rl_training.records.jsonl import read_metrics
-from rl_training.records.workspace import CORE, sections
 
 SETTINGS = [
     *QUICK, "buffer=filtered", "probe=[simple,measured,gns,ess,sampler,covariance,ground_truth]",

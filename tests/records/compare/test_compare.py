@@ -18,7 +18,6 @@ from trl import GRPOTrainer
 
 from rl_training import attach
 from rl_training.errors import UserError
-from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     MEASURED,
     PREDICTED,
@@ -38,11 +37,15 @@ from rl_training.records.report.estimates import to_rows
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.writing import format_estimate
+from rl_training.records.report_command import main
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table
+
+
+TRAINER = {"learning_rate": 0.1, "lr_scheduler_type": "constant"}
 
 
 def record(
@@ -83,6 +86,14 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_only_differences_are_lis
     assert [[m.run.name for m in g.members] for g in groups] == [["fast0", "fast1"], ["slow0", "slow1"]]
     assert differences(groups) == {"trainer.learning_rate": ["0.2", "0.1"], "adapter.r": ["16", "–"]}
     assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
+
+
+def test_runs_that_differ_in_what_is_reported_or_written_are_one_group(tmp_path: Path) -> None:
+    """As a job records it, whose config.yaml holds all settings; an attached run's leaves out what is reported."""
+    fields = {"log_completions": True, "hub_model_id": "a/b", "vllm_gpu_memory_utilization": 0.5, "save_steps": 3}
+    runs = [record(tmp_path / "plain", seed=1), record(tmp_path / "reported", seed=2, trainer={**TRAINER, **fields})]
+    assert [len(group.members) for group in read_groups(runs)] == [2]
+    assert len(read_groups([*runs, record(tmp_path / "other", seed=3, trainer={**TRAINER, "beta": 0.1})])) == 2
 
 
 def test_a_label_says_once_what_differs(tmp_path: Path) -> None:

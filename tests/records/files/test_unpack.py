@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_training.records.analyses import read_probe_log
 from rl_training.records.files.unpack import MAX_LINE_BYTES, whole_lines
-from rl_training.records.frames import read_probe_log
 from rl_training.records.jsonl import METRICS_FILE, ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
 
 NUM_STEPS = 6

@@ -10,9 +10,9 @@ import pytest
 from logged_runs import log_run, noisy
 
 from rl_training.errors import UserError
-from rl_training.records.compare.command import main
 from rl_training.records.report import print_summary
 from rl_training.records.report.as_json import VERSION
+from rl_training.records.report_command import main
 
 ROOT = Path(__file__).parents[3]
 REWARD = noisy(lambda step: 0.8 if step < 25 else 0.2, 0.03, 1)

@@ -24,7 +24,6 @@ from recorded_runs import record_run
 from rl_training.errors import UserError
 from rl_training.probes.running_sum import SOME_STEPS
 from rl_training.probes.sampler import TRUNCATED_SAMPLER
-from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
@@ -42,6 +41,7 @@ from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
+from rl_training.records.report_command import main
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.version import REPOSITORY

@@ -4,7 +4,7 @@
     rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
     rl-training dashboard --project mine --attached          for runs of `attach`, whose trainer logs to W&B itself
 
-workspace.yaml defines sections and panels. A panel stays empty if the run does not log its metrics to W&B;
+dashboard.yaml defines sections and panels. A panel stays empty if the run does not log its metrics to W&B;
 logger.metrics=all logs all of them.
 """
 
@@ -15,31 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
 
-# The core metrics of any run. logger.metrics=core, the default, shows only these. Of the numbers that attached probes
-# add to a trainer's own log, these are kept too.
-CORE = (
-    "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
-    "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
-    "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
-    "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
-)  # fmt: skip
 OF_TRAINER = "reward"  # section of the metrics that the trainer itself logs; it also logs one of another section:
 TIME_OF_TRAINER = "step_time"
 
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the content of workspace.yaml: by section and title, each panel with its metrics, pattern and unit."""
-    with require_extra():  # not at the top: attach imports CORE without yaml
-        import yaml
-
+    """Return the content of dashboard.yaml: by section and title, each panel with its metrics, pattern and unit."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def build_workspace(entity: str, project: str, name: str, attached: bool = False) -> Any:
-    """Return the Workspace (wandb_workspaces) that workspace.yaml describes, not saved yet.
+    """Return the Workspace (wandb_workspaces) that dashboard.yaml describes, not saved yet.
 
     Args:
         attached: Whether the trainer itself logs to W&B. Its own metrics, the step too, then have the prefix train/.

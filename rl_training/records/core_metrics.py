@@ -1,0 +1,10 @@
+"""The core metrics of a run: those that are shown where there is no room for all."""
+
+# logger.metrics=core, the default, shows only these. Of the numbers that attached probes add to a trainer's own log,
+# these are kept too.
+CORE = (
+    "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
+    "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
+    "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
+    "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
+)  # fmt: skip
