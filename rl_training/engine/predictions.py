@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.requirements import Requirements
@@ -35,25 +37,21 @@ class Predictions:
         self._shard: Shard = loop.shard
         device = "cpu" if requirements.offload else None
         self._setup = PredictionSetup(requirements.entropy, Attribution(loop.shard.layout.names), device)
-        self._previous = PreviousUpdate(loop.shard, requirements.entropy.error_decay, state)
+        self._previous = PreviousUpdate(loop.shard, state)
         self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks.reduce)
-        self._unverified: int | None = None  # number of the predicted step that awaits verification
+        # Number of the predicted step that awaits verification, and its `variance_of_batch`.
+        self._unverified: tuple[int, Tensor | None] | None = None
+        self.peak_bytes = 0  # the most bytes of vectors held at once during the last step
 
     @property
     def state(self) -> UpdateState:
         """What later predictions need to know about the steps so far."""
         return self._previous.state
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of vectors held at once during the last step."""
-        return self._previous.peak_bytes
-
     def begin(self) -> None:
         """Read the weights at the start of a step. Collective."""
         self._verifier.detect_external_edits()
-        self._previous.peak_bytes = 0
-        self._previous.count_bytes()
+        self.peak_bytes = self._previous.num_bytes
 
     def edit_reason(self) -> Unavailable | None:
         """Return that the weights were changed since the step began, or None. Collective."""
@@ -68,10 +66,11 @@ class Predictions:
             test: Receives the scores that the prediction is made of.
         """
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
-        self._unverified = step.number if asking else None
-        prediction = None
+        self._unverified = prediction = None
         if asking:
             prediction = predict_entropy(step, passes, self._setup, self._previous, needs_of(asking), test)
+            self._unverified = step.number, prediction.variance_of_batch
+            self.peak_bytes = max(self.peak_bytes, prediction.peak_bytes)
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
 
@@ -85,8 +84,8 @@ class Predictions:
 
     def fail_step(self) -> None:
         """Discard an unverified prediction: the step has failed, perhaps on this rank only."""
-        if self._unverified is not None and self._previous.step == self._unverified:
-            self._previous.keep_nothing(self._unverified, FAILED)
+        if self._unverified is not None:
+            self._previous.keep_nothing(self._unverified[0], FAILED)
         self._unverified = None
 
     def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
@@ -95,8 +94,10 @@ class Predictions:
         Args:
             was_taken: False if the loop skipped the step.
         """
-        self._unverified = None
+        unverified, self._unverified = self._unverified, None
         estimates, reason = self._verifier.verify(was_taken)
-        if estimates:
-            self._previous.commit_errors(is_formula=reason is None)
+        number, variance = unverified or (0, None)
+        if variance is not None:
+            decay = self._setup.settings.error_decay
+            self._previous.add_errors(variance, number, decay, is_formula=reason is None)
         return estimates, reason

@@ -121,7 +121,10 @@ class EntropyPrediction:
     update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
     totals: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
+    # (products, 2), variances of all quantities but entropy, from this batch alone; with Need.ENTROPY_CHANGE
+    variance_of_batch: Tensor | None = None
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Rows | None = None  # E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
     leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
+    peak_bytes: int = 0  # the most bytes of vectors that were held at once while this was made

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.data import BACKWARD, FORWARD, LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, Quantity
-from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
 from rl_training.entropy.reward_gradient import reward_gradient, reward_products
 from rl_training.parallel.ranks import Ranks
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 
@@ -53,12 +53,12 @@ def fold_table(
 
 
 def with_quantities(
-    prediction: EntropyPrediction, step: StepData, ranks: Ranks, previous: PreviousUpdate, products: FoldProducts
+    prediction: EntropyPrediction, step: StepData, ranks: Ranks, errors: RunningVariance, products: FoldProducts
 ) -> EntropyPrediction:
     """Add the quantities by name: entropy, each product and each split of `forward`. Collective.
 
-    An unavailable quantity is nan with a reason. The variances of products are averaged over a few steps, because one
-    batch can miss rare responses and look too certain.
+    An unavailable quantity is nan with a reason. The variances of products are averaged with those of the last steps,
+    `errors`, because one batch can miss rare responses and look too certain.
     """
     per_sequence = prediction.settings.per_sequence
     rows, corrections, reward_reason = fold_table(step, ranks, prediction, products)
@@ -76,15 +76,21 @@ def with_quantities(
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = previous.average_errors(torch.stack([row.stderr for row in changes]).square(), step.number)
+    variance_of_batch = torch.stack([row.stderr for row in changes]).square()
+    decay = prediction.settings.error_decay
+    variances, batches = errors.add(variance_of_batch, step.number, decay).average(decay)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
-        for row, stderr, count in zip(changes, variances.sqrt(), batches, strict=True)
+        for row, stderr, count in zip(changes, variances.sqrt().view(-1, 2), batches.view(-1, 2), strict=True)
     ]
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(
-        prediction, quantities=quantities, half_step_stderr=half_step, reward_reason=reward_reason
+        prediction,
+        quantities=quantities,
+        variance_of_batch=variance_of_batch,
+        half_step_stderr=half_step,
+        reward_reason=reward_reason,
     )
 
 

@@ -70,13 +70,13 @@ from rl_training.entropy.fold_gradients import hand_on_fold_gradients, prefix_ra
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
+from rl_training.entropy.weights import PrefixRatios
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
-from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
 from rl_training.parallel.sums import square_norm
-from rl_training.parallel.vectors import Vector
+from rl_training.parallel.vectors import num_bytes
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
@@ -109,9 +109,10 @@ def predict_entropy(
 ) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-    Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the scores.
+    `previous` is only read until all else is done. Then this step's δθ takes the place of the previous one, for the
+    next step's `backward`. `test` is given the scores.
     """
-    batch, ranks, layout = step.batch, passes.ranks, step.gradients.layout
+    batch, ranks = step.batch, passes.ranks
     settings, labels = setup.settings, setup.attribution.all_labels
     reason = _entropy_gradient_reason(batch, ranks, step.reasons)
     if reason:
@@ -124,42 +125,33 @@ def predict_entropy(
     update, leave_one_out = _whole_and_without_folds(step, ranks)
     products = None
     if Need.ENTROPY_CHANGE in needs:
-        update_before = previous.update_before(step.number)
-        sizes = batch.fold_sizes
-        products = FoldProducts(layout, sizes, setup.attribution, update, leave_one_out, update_before, settings)
-    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-    num_held = 1 + settings.per_sequence if layout.is_small else int(Need.ENTROPY_ROWS in needs)
-    held = [Rows(layout, batch.num_folds, rows_dtype(layout), setup.device) for _ in range(num_held)]
-    receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
+        layout, update_before = step.gradients.layout, previous.update_before(step.number)
+        products = FoldProducts(
+            layout, batch.fold_sizes, setup.attribution, update, leave_one_out, update_before, settings
+        )
     score_check = ScoreCheck(batch, passes.policy, test)
-    hand_on_fold_gradients(batch, passes, ratios, entropy / length, settings, score_check, receiver_of)
-    for rows in held:
-        rows.complete()
-    if products is not None and layout.is_small:
-        _multiply(held, products, range(batch.num_folds))
-    previous.count_bytes(
-        None if update is None else update.held,
-        *(() if products is None else products.sums),
-        extra_bytes=sum(rows.num_bytes for rows in held),
-    )
-    backward_reason = previous.reason(step.number) or step.reasons.reused
-    intended, rounded = _intended_and_rounded(step, update, previous)
-    prediction = EntropyPrediction(
-        settings,
-        labels,
-        forward_reason=_forward_reason(step),
-        backward_reason=backward_reason,
-        intended=intended,
-        update=rounded,
-        totals=totals,
-        rows=held[0] if Need.ENTROPY_ROWS in needs else None,
-        leave_one_out=leave_one_out,
-    )
-    previous.keep(step.number, None if step.optimizer.rounding_reason else rounded, step.gradients.weights)
+    held = _calculate_entropy_gradient(step, passes, setup, needs, ratios, entropy / length, products, score_check)
     seen = score_check.check(ranks.reduce, step.reasons)
-    if seen:  # the updates remain valid: they do not depend on these scores
-        return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, intended=intended, update=rounded)
-    return prediction if products is None else with_quantities(prediction, step, ranks, previous, products)
+    if seen:  # δθ remains valid: it does not depend on these scores
+        prediction = EntropyPrediction(settings, labels, seen, is_seen_in_scores=True)
+    else:
+        prediction = EntropyPrediction(
+            settings,
+            labels,
+            forward_reason=_forward_reason(step),
+            backward_reason=previous.reason(step.number) or step.reasons.reused,
+            totals=totals,
+            rows=held[0] if Need.ENTROPY_ROWS in needs else None,
+            leave_one_out=leave_one_out,
+        )
+        if products is not None:
+            prediction = with_quantities(prediction, step, ranks, previous.errors, products)
+    bytes_before = previous.num_bytes + _num_bytes(update, products, held)
+    intended, rounded = previous.replace(
+        step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
+    )
+    bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
+    return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=max(bytes_before, bytes_after))
 
 
 def _without_entropy_gradient(
@@ -219,25 +211,34 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
     return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole)
 
 
-def _intended_and_rounded(
-    step: StepData, update: StepUpdate | None, previous: PreviousUpdate
-) -> tuple[Vector | None, Vector | None]:
-    """Return δθ by the formula, and what rounding leaves of it.
+def _calculate_entropy_gradient(
+    step: StepData,
+    passes: Passes,
+    setup: PredictionSetup,
+    needs: Need,
+    ratios: PrefixRatios | None,
+    level: float,
+    products: FoldProducts | None,
+    score_check: ScoreCheck,
+) -> list[Rows]:
+    """Calculate X of each fold, multiply it with `products` if given, and return the rows that are held. Collective.
 
-    Unless it is held, it is written over the previous step's.
+    For `ratios`, `level` and `score_check` see `hand_on_fold_gradients`.
+
+    Returns:
+        X per token and per sequence of small models, else X per token if `needs` has its rows, or nothing.
     """
-    if update is None:
-        return None, None
-    layout, weights = step.gradients.layout, step.gradients.weights
-    if update.held is not None:
-        return update.held, update.held
-    intended = compute_update(layout, update, previous.release())
-    if not step.optimizer.rounding_reason:
-        return intended, intended
-    by_name = layout.by_name(intended)
-    rounded = layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
-    previous.count_bytes(intended, rounded)
-    return intended, rounded
+    batch, layout, settings = step.batch, step.gradients.layout, setup.settings
+    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
+    num_held = 1 + settings.per_sequence if layout.is_small else int(Need.ENTROPY_ROWS in needs)
+    held = [Rows(layout, batch.num_folds, rows_dtype(layout), setup.device) for _ in range(num_held)]
+    receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
+    hand_on_fold_gradients(batch, passes, ratios, level, settings, score_check, receiver_of)
+    for rows in held:
+        rows.complete()
+    if products is not None and layout.is_small:
+        _multiply(held, products, range(batch.num_folds))
+    return held
 
 
 def _receiver_of(held: Sequence[Rows], products: FoldProducts | None, target: int, folds: range) -> Receiver:
@@ -254,3 +255,10 @@ def _multiply(held: Sequence[Rows], products: FoldProducts, folds: range) -> Non
         receiver = products.receiver(target, folds)
         for bucket, x in enumerate(rows.of_folds(folds)):
             receiver.take(bucket, 0, x)
+
+
+def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, held: Sequence[Rows]) -> int:
+    """Return the size of the vectors that a prediction holds beside the previous δθ."""
+    sums = [] if products is None else products.sums
+    held_update = None if update is None else update.held
+    return num_bytes(held_update) + sum(map(num_bytes, sums)) + sum(rows.num_bytes for rows in held)

@@ -1,4 +1,4 @@
-"""The update of the previous step, for `backward`."""
+"""What earlier steps leave to the next prediction: the last update, for `backward`, and variances of the products."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.data import BACKWARD
+from rl_training.optim.rounding import rounded_update
+from rl_training.optim.updates import StepUpdate, compute_update
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
@@ -27,21 +29,21 @@ class UpdateState:
 
 
 class PreviousUpdate:
-    """Holds δθ of the previous step, and the running errors of the products.
+    """Holds δθ of the previous step, and the variances of the last steps' products.
 
-    If a step's δθ cannot come from the formula, because there is none or weights are rounded, the weights before the
-    step are kept until it has been taken, and δθ is their difference.
+    A step's δθ takes the place of the previous one in a single call: `replace`, or `keep_nothing` if it stays unknown.
+    If it cannot come from the formula, because there is none or weights are rounded, the weights before the step are
+    kept until it has been taken, and δθ is their difference.
 
     Args:
         shard: This rank's entries of the parameters.
-        error_decay: The weight of an optimizer step in these errors relative to the next one.
         state: The state saved in a checkpoint. None starts from scratch.
 
     Raises:
         UserError: The state belongs to another model.
     """
 
-    def __init__(self, shard: Shard, error_decay: float, state: UpdateState | None = None) -> None:
+    def __init__(self, shard: Shard, state: UpdateState | None = None) -> None:
         state = state or UpdateState()
         self._shard, self._layout = shard, shard.layout
         self.update: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
@@ -49,34 +51,25 @@ class PreviousUpdate:
         if state.step:  # not state.update, which may be empty on some ranks
             self.update = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # the last step; None before the first
-        self._errors = state.errors  # variances of the products at the last steps
-        self._begin_errors()
+        self.errors = state.errors  # variances of the products at the last steps
         self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
         self._reason: Unavailable | None = None  # why δθ of `step` is unknown
-        self._error_decay = error_decay
-        self.peak_bytes = 0  # bytes of all vectors that the last step held at once
 
     @property
     def state(self) -> UpdateState:
         """The state to save in a checkpoint: this rank's entries, in host memory."""
         if self.step is None or self.update is None:
-            return UpdateState(errors=self._errors)
+            return UpdateState(errors=self.errors)
         entries = {name: part.cpu() for name, part in self._layout.by_name(self.update).items()}
-        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self._errors)
+        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors)
 
-    def count_bytes(self, *vectors: Vector | None, extra_bytes: int = 0) -> None:
-        """Raise `peak_bytes` to what a step holds at once: these vectors, and the δθ or weights that are kept here.
-
-        Args:
-            *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
-            extra_bytes: Of whatever else is held.
-        """
-        parts = {id(part): part for vector in (self.update, *vectors) for part in vector or ()}
-        held = num_bytes([*parts.values(), *self._old_weights.values()]) + extra_bytes
-        self.peak_bytes = max(self.peak_bytes, held)
+    @property
+    def num_bytes(self) -> int:
+        """The size of δθ, or of the weights that are kept until it is known."""
+        return num_bytes(self.update) + num_bytes([*self._old_weights.values()])
 
     def update_before(self, step: int) -> Vector | None:
-        """Return δθ of step − 1, or None if it is unknown."""
+        """Return δθ of step − 1, or None if it is unknown. Valid until `replace`, which may write over it."""
         return self.update if self.step == step - 1 else None
 
     def reason(self, step: int) -> Unavailable | None:
@@ -89,24 +82,40 @@ class PreviousUpdate:
             return STEP_NOT_MEASURED.formatted(step=step - 1)
         return self._reason
 
-    def release(self) -> Vector | None:
-        """Return the last δθ, if there is one, for the next one to be written over it. `keep` must follow."""
-        update, self.update = self.update, None
-        self._reason = FAILED.prefixed(f"step {self.step}")
-        return update
+    def replace(
+        self, step: int, update: StepUpdate | None, weights: Mapping[str, Tensor], *, is_rounded: bool
+    ) -> tuple[Vector | None, Vector | None]:
+        """Put a step's δθ in the place of the last one. Unless `update` holds it, it is written over the last one.
 
-    def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
-        """Keep a step's δθ; if `update` is None, keep a copy of the weights before the step instead."""
-        self.step = step
-        self._begin_errors()
-        self.update = update
-        self._reason = None
-        self._old_weights = {} if update is not None else {name: part.clone() for name, part in weights.items()}
+        Args:
+            step: The number of the step.
+            update: The step's update by the optimizer's formula. None if there is no formula.
+            weights: This rank's weights before the step, by name, (n,) each.
+            is_rounded: Whether the optimizer rounds them.
+
+        Returns:
+            δθ by the formula, and what rounding leaves of it; None without a formula.
+        """
+        intended = rounded = self._write_over(update)
+        if intended is not None and is_rounded:
+            by_name = self._layout.by_name(intended)
+            rounded = self._layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
+        is_known = intended is not None and not is_rounded
+        self._old_weights = {} if is_known else {name: part.clone() for name, part in weights.items()}
+        self.step, self.update, self._reason = step, rounded if is_known else None, None
+        return intended, rounded
+
+    def _write_over(self, update: StepUpdate | None) -> Vector | None:
+        """Return δθ before rounding, written over that of the last step unless `update` holds it."""
+        last, self.update = self.update, None
+        self._reason = FAILED.prefixed(f"step {self.step}")  # if this fails
+        if update is None or update.held is not None:
+            return None if update is None else update.held
+        return compute_update(self._layout, update, last)
 
     def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""
         self.step = step
-        self._begin_errors()
         self._old_weights = {}
         self.forget(reason)
 
@@ -123,32 +132,12 @@ class PreviousUpdate:
         self.update = None
         self._reason = reason.prefixed(f"step {self.step}")
 
-    # --- error bars averaged over steps: one batch can miss rare responses and look too certain -----------------------
+    def add_errors(self, variance: Tensor, step: int, decay: float, *, is_formula: bool) -> None:
+        """Add a verified step's variances of the products, (products, …), to those that later averages are made of.
 
-    def _begin_errors(self) -> None:
-        """Begin a step that has no variances yet."""
-        self._errors_with_step = self._errors_with_backward = self._errors
-
-    def average_errors(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return the variances averaged over this and the last steps, and the number of batches behind each average.
-
-        The step counts in its own averages at once. Whether it counts in later ones is decided by `commit_errors`.
-
-        Args:
-            variance: The step's own variances, (products, …).
-            step: The step's number.
+        If the step did not follow the formula, add only that of `backward`, which does not use the step's own δθ.
         """
-        decay = self._error_decay
-        self._errors_with_step = self._errors.add(variance, step, decay)
-        backward_variance = torch.full_like(variance, torch.nan)
-        backward_variance[BACKWARD] = variance[BACKWARD]
-        self._errors_with_backward = self._errors.add(backward_variance, step, decay)
-        average, batches = self._errors_with_step.average(decay)
-        return average.view_as(variance), batches.view_as(variance)
-
-    def commit_errors(self, is_formula: bool) -> None:
-        """Keep the step's variances for later averages.
-
-        Keep only that of `backward`, which does not use the step's own δθ, if the formula was not followed.
-        """
-        self._errors = self._errors_with_step if is_formula else self._errors_with_backward
+        if not is_formula:
+            of_all, variance = variance, torch.full_like(variance, torch.nan)
+            variance[BACKWARD] = of_all[BACKWARD]
+        self.errors = self.errors.add(variance, step, decay)

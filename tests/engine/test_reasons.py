@@ -74,7 +74,7 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
         return sums + sums.new_tensor([128.0, 1024.0])
 
     step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
-    previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), error_decay=0.5)
+    previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}))
     setup = PredictionSetup(EntropySettings(), Attribution(["logits"]))
     assert "is 0.26 of the sequences" in predict_entropy(step, passes, setup, previous, Need.ENTROPY_ROWS).reason
 

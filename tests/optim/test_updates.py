@@ -156,13 +156,20 @@ def test_steps_of_bf16_weights_equal_those_of_torch(optimizer: Any, settings: An
 
 def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate:
     parameters = {"w": torch.zeros(entries)}
-    return PreviousUpdate(shard_of(parameters), error_decay=0.5, state=state)
+    return PreviousUpdate(shard_of(parameters), state)
+
+
+def replace_with(history: PreviousUpdate, step: int, update: list[Tensor]) -> None:
+    """Put a step with this δθ in the place of the last one."""
+    weights = {"w": torch.zeros(len(update[0]))}
+    pieces = OptimizerPieces(Layout(weights), weights, None)
+    history.replace(step, StepUpdate(pieces, update, 1.0, held=update), weights, is_rounded=False)
 
 
 def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
-    history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
+    history, update = history_of(3), [torch.tensor([1.0, -2.0, 0.5])]
     assert history.reason(1).code == "first_step"
-    history.keep(4, update, nowhere)
+    replace_with(history, 4, update)
     state = from_tensors(UpdateState(), to_tensors(history.state))
     for kept in (history, history_of(3, state)):
         assert kept.update_before(5)[0].tolist() == [1.0, -2.0, 0.5]
@@ -181,13 +188,11 @@ def test_a_state_that_lacks_the_update_of_its_step_is_refused() -> None:
 
 def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages() -> None:
     """Backward is the product with the previous step, so this step does not matter."""
-    history, nowhere = history_of(3), {"w": torch.zeros(3)}
-    averages = []
+    history, averages = history_of(3), []
     for step, is_formula in enumerate((True, False, True), start=1):
-        history.keep(step, None, nowhere)
         variance = torch.full((len(PRODUCTS),), 4.0**step, dtype=torch.float64)
-        averages.append(history.average_errors(variance, step)[0].tolist())
-        history.commit_errors(is_formula)
+        averages.append(history.errors.add(variance, step, decay=0.5).average(decay=0.5)[0].tolist())
+        history.add_errors(variance, step, decay=0.5, is_formula=is_formula)
     kept = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 0.5 * 16 + 64) / 1.75]
     lost = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25]
     for number, name in enumerate(PRODUCTS):
@@ -198,7 +203,7 @@ def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages
 def test_a_step_without_a_formula_is_the_parameter_difference_after_it() -> None:
     history = history_of(2)
     weights = {"w": torch.tensor([1.0, 2.0])}
-    history.keep(1, None, weights)
+    history.replace(1, None, weights, is_rounded=False)
     weights["w"] += torch.tensor([0.25, -1.0])
     history.finish(1, weights)
     weights["w"] += 1.0

@@ -149,5 +149,5 @@ def step_of(
     if entropy is None:
         return StepContext(step, passes)
     setup = PredictionSetup(entropy, Attribution(shard.layout.names))
-    previous = PreviousUpdate(shard, entropy.error_decay)
+    previous = PreviousUpdate(shard)
     return StepContext(step, passes, predict_entropy(step, passes, setup, previous, Need.ENTROPY_CHANGE))
