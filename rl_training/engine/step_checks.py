@@ -57,5 +57,6 @@ class StepChecks:
             edit_reason: Set if the weights were changed since the step began.
         """
         padding_reason = self.padding.check(rollout, loop.policy, loop.ranks.reduce)
-        mismatch = rollout.origin.sampler_reason
-        return (loop.reasons.sampling_mismatch if mismatch is None else mismatch) or edit_reason or padding_reason
+        origin = rollout.origin
+        mismatch = origin.sampler_reason if origin.knows_sampler else loop.reasons.sampling_mismatch
+        return mismatch or edit_reason or padding_reason

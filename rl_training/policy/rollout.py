@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,11 @@ class Origin:
     # Responses cannot be matched to prompts, or prompts have different numbers of responses.
     groups_reason: Unavailable | None = None
     learned: bool = False  # whether a step has already trained on some of them, in an earlier rollout
-    # Why their sampler is not the scored policy (top-p, say): fresh responses would be no samples either. "" if it is;
-    # None: the loop decides.
-    sampler_reason: Unavailable | Literal[""] | None = None
+    # Why their sampler is not the scored policy (top-p, say): fresh responses would be no samples either.
+    sampler_reason: Unavailable | None = None
+    knows_sampler: bool = (
+        False  # `sampler_reason` describes these sequences; otherwise what is known of the loop counts
+    )
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,12 @@ def as_rollout(
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
     """Return the joint origin of several rollouts: the first reason of each kind."""
-    is_said = any(part.sampler_reason is not None for part in parts)
     return Origin(
         next((part.sample_reason for part in parts if part.sample_reason), None),
         next((part.groups_reason for part in parts if part.groups_reason), None),
         any(part.learned for part in parts),
-        next((part.sampler_reason for part in parts if part.sampler_reason), "" if is_said else None),
+        next((part.sampler_reason for part in parts if part.sampler_reason), None),
+        any(part.knows_sampler for part in parts),
     )
 
 

@@ -87,7 +87,7 @@ def test_all_processes_agree_on_which_rollout_fields_are_known(of_second_rank: R
 def test_reasons_of_one_microbatchs_origin_apply_to_the_step() -> None:
     drawn, unlike = Unavailable("not_generated", "drawn elsewhere"), Unavailable("uneven_prompts", "unlike")
     top_p = Unavailable("sampling_mismatch", "top-p")
-    parts = [Origin(), Origin(drawn, None, True), Origin(None, unlike, False, "")]
-    assert join_origins(parts) == Origin(drawn, unlike, True, "")
+    parts = [Origin(), Origin(drawn, None, True), Origin(groups_reason=unlike, knows_sampler=True)]
+    assert join_origins(parts) == Origin(drawn, unlike, learned=True, knows_sampler=True)
     assert join_origins([*parts, Origin(sampler_reason=top_p)]).sampler_reason == top_p
     assert join_origins([Origin()] * 2) == Origin()  # nothing is known: the loop decides

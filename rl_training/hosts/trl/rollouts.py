@@ -87,7 +87,7 @@ class Rollouts:
         self.responses_per_prompt = trainer.num_generations  # in the current rollout
         self._sampled_at = -1  # global_step at which the current rollout was sampled
         self._is_fresh = True  # whether all its responses were generated for it, if that is known
-        self._origin = Origin(sampler_reason="")
+        self._origin = Origin(knows_sampler=True)
         self.old_logps = OldLogps(policy)
 
     def mark_leftover_rollout(self) -> None:
@@ -130,7 +130,7 @@ class Rollouts:
         self._take_kind(output, kind_of_batch(facts, self._trainer.num_generations, has_logps))
         self.number, self._sampled_at = self.number + 1, self._trainer.state.global_step
         mismatch = self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None)
-        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch or "")
+        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch, knows_sampler=True)
         self._generated.begin_next(rows.keys)
         self.old_logps.begin()
         if is_measured and batches.OLD_LOGPS in output:
