@@ -42,8 +42,7 @@ from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.reasons import NOT_DRAWN
-from rl_training.step.residual import MEAN, RUN, ResidualSums, ResidualTest
+from rl_training.step.residual import MEAN, NOT_DRAWN, RUN, ResidualSums, ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 from rl_training.tasks.three_words import three_words

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from rl_training.engine.loop import Loop
 from rl_training.engine.requirements import Requirements
+from rl_training.entropy.reward_gradient import OTHER_LOSS
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.dropout import dropout_remark
-from rl_training.statistics.estimate import stderr_reason
+from rl_training.statistics.jackknife import stderr_reason
 from rl_training.step.folds import DEFAULT_NUM_FOLDS
 from rl_training.step.needs import Need
-from rl_training.step.reasons import ONE_RESPONSE, OTHER_LOSS
+from rl_training.step.reasons import ONE_RESPONSE
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "

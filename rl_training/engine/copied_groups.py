@@ -22,11 +22,17 @@ from torch import Tensor, nn
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout, response_index
 from rl_training.policy.scores import Scores
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Copies
-from rl_training.step.reasons import COPIED_GROUPS
 
 MAX_CHANCE = 1e-4  # probability of as many repeated groups by chance, below which they are copies
 BASE, ROW_BASE = 6364136223846793005, 3202034522624059733  # odd factors of hashes mod 2^64
+COPIED_GROUPS = Unavailable(
+    "copied_groups",
+    "only {distinct} of the {total} groups of responses that this step learns from are distinct, the others are copies "
+    "of them (a batch that is filled up by duplicating prompts): a copy is no further sample",
+    fix="generate as many groups as a step learns from",
+)
 
 
 def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
-from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.statistics.jackknife import MIN_FOLDS_STEP
 from rl_training.step.batch import NO_COPIES, Copies
 from rl_training.step.folds import FoldGroup, folds_of_prompts, least_recomputed, plan_prompt_folds
 

@@ -29,7 +29,6 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import StepData
 from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
 TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
@@ -40,6 +39,22 @@ SUM_TOLERANCE_ROUNDED = 0.05  # the same if gradients are summed in half precisi
 NOISE_FACTOR = 2.0  # allowed in addition: this many times the distance that other dropout masks make
 SEED = 25  # for the masks of the second recomputed gradient; any seed but training's
 ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
+OTHER_GRADIENT = Unavailable(
+    "other_gradient",
+    "the gradient of a fold differs by {distance:.2g} of its norm from the one that its log-probabilities and "
+    "entropies give: the loss has another term (declare it with other_terms=True), or something changes gradients "
+    "during the backward",
+)
+GRADIENT_IN_PARTS = Unavailable(
+    "gradient_in_parts",
+    "the gradient differs from that of the microbatches, because parameters received it in several parts",
+    fix="call backward once for each microbatch, and use checkpointing with use_reentrant=False",
+)
+GRADIENT_MISMATCH = Unavailable(
+    "gradient_mismatch",
+    "the gradient differs from that of the microbatches by {distance:.2g} of its norm: an extra backward, a "
+    "missing zero_grad or one between microbatches, a GradScaler, or edited gradients",
+)
 
 
 def gradient_mismatch(sums: CaughtSums, is_rounded: bool) -> Unavailable | None:

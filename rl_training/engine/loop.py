@@ -14,7 +14,13 @@ from rl_training.policy.policy import Policy
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
-from rl_training.step.reasons import ONE_FOLD, Fixes, Reasons
+from rl_training.step.reasons import Fixes, Reasons
+
+ONE_FOLD = Unavailable(
+    "one_fold",
+    "a step has only one fold, so there is no scatter between folds and none can be left out",
+    fix="use {more}",
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,16 @@ from torch import Tensor
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
-from rl_training.step.reasons import OTHER_TERMS, OWN_FORWARD_PASS
+
+OTHER_TERMS = Unavailable(
+    "other_terms",
+    "the loss has a term besides log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss "
+    "on other sequences), whose share per response is not known",
+)
+OWN_FORWARD_PASS = Unavailable(
+    "own_forward_pass",
+    "the loss is computed from a forward pass of its own, so how it weights the tokens is not known",
+)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
-from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
+from rl_training.entropy.previous_update import FAILED, PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import FAILED
 from rl_training.step.residual import ResidualTest
 
 

@@ -20,10 +20,15 @@ from torch import Tensor
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout, centre_by_prompt
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import RELATIVE_REWARDS
 
 MAX_CHANCE = 1e-6  # probability of equal means by chance, below which rewards count as relative
 TOLERANCE = 1e-5  # relative to the largest reward: rewards in fp32, minus a mean, then divided by a spread
+RELATIVE_REWARDS = Unavailable(
+    "relative_rewards",
+    "the responses to every prompt have the same mean reward, as rewards relative to their group have (whitened, "
+    "ranked): no step can change it",
+    fix="return rewards that do not depend on the other responses; advantages subtract the group's mean anyway",
+)
 
 
 class RewardCheck:

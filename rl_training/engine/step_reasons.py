@@ -6,21 +6,31 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.loop import Loop
+from rl_training.engine.loss_check import OTHER_TERMS, OWN_FORWARD_PASS
 from rl_training.engine.open_step import OpenStep
 from rl_training.policy.rollout import join_origins
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import (
-    HOOKED,
-    MIXED_PROMPTS,
-    ONE_RESPONSE,
-    OTHER_SIZES,
-    OTHER_TERMS,
-    OWN_FORWARD_PASS,
-    REASONS_ELSEWHERE,
-    REUSED,
-    SPLIT_PROMPTS,
-    Reasons,
+from rl_training.step.reasons import MIXED_PROMPTS, ONE_RESPONSE, REUSED, SAMPLING_MISMATCH, SPLIT_PROMPTS, Reasons
+
+OTHER_SIZES = Unavailable(
+    "other_sizes", "the step's microbatches differ in size from those for which its folds were planned"
 )
+HOOKED = Unavailable(
+    "hooked",
+    "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would trigger too",
+    fix="edit .grad after the backward, or use register_post_accumulate_grad_hook",
+)
+# The reasons of a rank that has none itself, if another rank has one.
+REASONS_ELSEWHERE = {
+    "sampling_mismatch": SAMPLING_MISMATCH.prefixed("on another process"),  # another sampler
+    "sample": SAMPLING_MISMATCH.prefixed("on another process"),  # responses that are no sample
+    "groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
+    "no_fresh_responses": Unavailable(
+        "no_sample_elsewhere",
+        "another process cannot sample fresh responses",
+        fix="give sample=... to measured_loop on all",
+    ),
+}
 
 
 def reasons_of_step(step: OpenStep, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:

@@ -26,13 +26,6 @@ from rl_training.parallel.sums import sums_of_spans
 from rl_training.parallel.vectors import sample_entries
 from rl_training.statistics.estimate import DESCRIBES_STEP, NOT_FINITE_GRADIENT, Estimate
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import (
-    EDITED_AFTER_STEP,
-    EDITED_BEFORE_STEP,
-    EDITED_WITHIN_STEP,
-    LEFT_OUT,
-    NOT_THE_FORMULA,
-)
 
 # Allowed error relative to the norm of the calculated step: a sixteenth of the rounded weights that move may differ.
 ROUNDED_WEIGHTS_TOLERANCE = 0.25
@@ -44,6 +37,25 @@ SHARE = "update/surviving_share"
 LEAST_SHARE = f"{SHARE}/least"
 NO_STEP = Unavailable("no_step", "the formula moves no weight here")
 LOST_REMARK = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
+_OTHERS = "something other than the optimizer that probes know of (a second optimizer, weight averaging, an edit)"
+EDITED_AFTER_STEP = Unavailable("edited_after_step", f"weights were changed after it by {_OTHERS}")
+EDITED_BEFORE_STEP = Unavailable(
+    "edited_before_step", f"weights were changed between the probes' measurement and the optimizer's step by {_OTHERS}"
+)
+EDITED_WITHIN_STEP = Unavailable(
+    "edited_within_step",
+    "weights were changed in this step before the optimizer changed them, so its responses and gradients are not those "
+    "of the policy that is updated",
+    fix="swap or edit weights between steps",
+)
+NOT_THE_FORMULA = Unavailable(
+    "not_the_formula",
+    "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
+    "(step/formula_error)",
+    fix="clip as max_grad_norm says, step once, with this optimizer and learning rate, and change weights in no "
+    "other way",
+)
+LEFT_OUT = Unavailable("left_out", "this step was left out: the optimizer has not changed the weights")
 
 
 def refuse_other_parameters(shard: Shard) -> None:

@@ -14,13 +14,8 @@ from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector
-from rl_training.statistics.estimate import (
-    FEW_FOLDS,
-    NOT_FINITE_GRADIENT,
-    Estimate,
-    effective_samples,
-    stderr_reason,
-)
+from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate, effective_samples
+from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.

@@ -18,8 +18,7 @@ from rl_training.entropy.data import BACKWARD, FORWARD, LENGTH_AND_REWARD, PRODU
 from rl_training.entropy.products import FoldProducts
 from rl_training.entropy.reward_gradient import reward_gradient, reward_products
 from rl_training.parallel.ranks import Ranks
-from rl_training.statistics.estimate import MIN_FOLDS_STEP
-from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.jackknife import MIN_FOLDS_STEP, jackknife_stderr
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData

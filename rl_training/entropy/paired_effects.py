@@ -18,8 +18,7 @@ from rl_training.entropy.changed_steps import (
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.parallel.rows import Rows
-from rl_training.statistics.estimate import stderr_reason
-from rl_training.statistics.jackknife import jackknife_covariance
+from rl_training.statistics.jackknife import jackknife_covariance, stderr_reason
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch

@@ -6,7 +6,7 @@ A fold holds whole prompts.
     backward  Σ_k n_k X_k · δθ_before / N   the previous step's update, which is independent of this batch
     reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
-Where each quantity is calculated, and which reasons (step/reasons.py) make it nan:
+Where each quantity is calculated, and which reasons make it nan:
 
     all of them         X: fold_gradients.py                          `reason`, from _entropy_gradient_reason:
                                                                       sampling_mismatch, split_prompts, one_response,
@@ -83,11 +83,16 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Reasons
+from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, Reasons
 from rl_training.step.residual import ResidualTest
 from rl_training.step.score_check import ScoreCheck
 
 MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
+TOO_FAR = Unavailable(
+    "sampler_too_far",
+    "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}",
+    fix="fewer stale steps, sampling in fp32 or shorter responses help",
+)
 
 
 @dataclass(frozen=True)

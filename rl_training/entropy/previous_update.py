@@ -16,7 +16,17 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import FAILED, FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
+from rl_training.step.reasons import STEP_TAKEN_AGAIN
+
+FAILED = Unavailable("failed", "the step failed before the optimizer took it")
+FIRST_STEP = Unavailable(
+    "first_step",
+    "there is no earlier update to look back on: this is the first measured step, or the first one after a restart",
+)
+STEP_NOT_MEASURED = Unavailable(
+    "step_not_measured",
+    "step {step} was not measured, so its update is not known; backward needs every=1, or steps=2",
+)
 
 
 @dataclass(frozen=True)

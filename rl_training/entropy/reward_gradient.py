@@ -26,9 +26,14 @@ from rl_training.policy.rollout import centre_by_prompt
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Reasons
+from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, Reasons
 
 TOLERANCE = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
+OTHER_LOSS = Unavailable(
+    "other_loss",
+    "the loss is not just log-probabilities weighted by reward minus the prompt's mean reward (it has other weights, a "
+    "KL term or an entropy bonus), so the step's gradient is not a multiple of the reward gradient",
+)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 from rl_training.parallel.vectors import Vector, dot
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
-from rl_training.statistics.jackknife import Replicates
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, Replicates
 
 Numbers = tuple[dict[str, float], str]  # numbers by name, and the reason for those that are nan
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))

@@ -45,8 +45,7 @@ from rl_training.optim.updates import OptimizerPiece
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.probes.fresh_sample import TARGETS, weights_of_buffer, without_blocks
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
-from rl_training.statistics.jackknife import Replicates
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, Replicates
 
 WHOLE = "whole"
 TOKEN = 0

@@ -11,8 +11,7 @@ from typing import Any
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.statistics.estimate import FEW_FOLDS
-from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.jackknife import FEW_FOLDS, estimates_over_units
 
 
 class CovariancePredictorProbe(Probe):

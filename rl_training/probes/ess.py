@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.statistics.estimate import NOT_FINITE, Estimate
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import NOT_FINITE
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import NO_SAMPLING_LOGPS

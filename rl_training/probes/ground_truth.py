@@ -38,8 +38,8 @@ from rl_training.probes.fresh_sample import (
     weights_of_buffer,
     without_blocks,
 )
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
-from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, JackknifeUnits, Replicates
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 

@@ -32,7 +32,8 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.reasons import NO_REWARDS, NO_SAMPLING_LOGPS, NOT_DRAWN
+from rl_training.step.reasons import NO_REWARDS, NO_SAMPLING_LOGPS
+from rl_training.step.residual import NOT_DRAWN
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")

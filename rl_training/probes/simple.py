@@ -30,8 +30,8 @@ from rl_training.entropy.data import LENGTH_AND_REWARD, PRODUCTS, EntropyPredict
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
 from rl_training.probes.trapezoid import SUMS, TrapezoidSum
-from rl_training.statistics.estimate import FEW_FOLDS, Estimate
-from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import FEW_FOLDS, estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 

@@ -10,20 +10,8 @@ from scipy.special import stdtrit
 
 from rl_training.statistics.unavailable import Unavailable
 
-MIN_UNITS_OFFLINE = 8  # with fewer units, a jackknife error is too noisy to report
-MIN_FOLDS_STEP = 4  # folds or prompts of a step; they give the error to about 40 %, which Student's t accounts for
-FEW_FOLDS = Unavailable("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
-FEW_PROMPTS = Unavailable("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
-NOT_FINITE = Unavailable(
-    "not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number"
-)
 DESCRIBES_STEP = "no error bar: it describes this step"
 NOT_FINITE_GRADIENT = Unavailable("not_finite_gradient", "a gradient or the update of the step is not finite")
-
-
-def stderr_reason(num_units: int, few: Unavailable = FEW_FOLDS) -> Unavailable | None:
-    """Return why a step has no error bar: too few folds, or other independent units. None if it has one."""
-    return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 
 def effective_samples(num_samples: int, batches: float) -> int:

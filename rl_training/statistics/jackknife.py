@@ -27,12 +27,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import FEW_PROMPTS, NOT_FINITE, Estimate, stderr_reason
+from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 
 NONE_WITHOUT = Unavailable(
     "none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number"
 )
+MIN_UNITS_OFFLINE = 8  # with fewer units, a jackknife error is too noisy to report
+MIN_FOLDS_STEP = 4  # folds or prompts of a step; they give the error to about 40 %, which Student's t accounts for
+FEW_FOLDS = Unavailable("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
+FEW_PROMPTS = Unavailable("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
+NOT_FINITE = Unavailable(
+    "not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number"
+)
+
+
+def stderr_reason(num_units: int, few: Unavailable = FEW_FOLDS) -> Unavailable | None:
+    """Return why a step has no error bar: too few folds, or other independent units. None if it has one."""
+    return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 
 def jackknife_stderr(

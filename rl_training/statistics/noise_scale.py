@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
-from rl_training.statistics.jackknife import jackknife_covariance, jackknife_stderr
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, jackknife_covariance, jackknife_stderr
 from rl_training.statistics.kish import kish_size
 from rl_training.statistics.running_pairs import fieller_interval
 from rl_training.statistics.unavailable import Unavailable

@@ -3,7 +3,7 @@
 data.py, batch.py        the step as data
 folds.py                 which prompts form a fold
 loss_weights.py          a loss as weights on log-probabilities and entropies, from which its gradient can be recomputed
-reasons.py               every reason why a number is missing, with its code
+reasons.py               what cannot be measured at a step, and reasons that several files give
 needs.py                 what a probe can ask the engine to keep
 passes.py                computes with the data; score_check.py: whether its scores equal training's
 residual.py              whether the policy drew the responses; martingale.py: how far chance goes

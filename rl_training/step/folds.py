@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.statistics.jackknife import MIN_FOLDS_STEP
 
 DEFAULT_NUM_FOLDS = 8  # enough folds for a reliable error bar
 

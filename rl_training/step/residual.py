@@ -33,7 +33,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.martingale import bound
-from rl_training.step.reasons import NO_TOKENS, NOT_DRAWN, UNTESTED
+from rl_training.step.reasons import NO_TOKENS
 
 MEAN, RUN, BOUND = "sampler/residual", "sampler/residual_run", "sampler/residual_bound"
 RUN_ALPHA = STEPS_ALPHA = 0.0045
@@ -45,6 +45,19 @@ POLICY, SAMPLER = (
 )
 NO_BAR = "no error bar: it is a sum in units of its own standard error"
 BOUND_REMARK = "no error bar: it is what chance does not exceed"
+NOT_DRAWN = Unavailable(
+    "not_drawn_by_policy",
+    "{what}: over the {tokens} tested tokens {which}, log π(token) + entropy is {mean:+.2g} nats on average, "
+    "{errors:+.1f} standard errors from 0, and chance stays within {chance:.1f}",
+    fix="generate with the weights that are trained, at temperature {temperature:g}, without forced tokens and logits "
+    "processors, or report the sampler's own log-probabilities. If responses are chosen by their rewards, say so: "
+    "Rollout(untested=True)",
+)
+UNTESTED = Unavailable(
+    "untested",
+    "responses were chosen by what had been drawn (groups of equal rewards left out, say) or are given, so whether the "
+    "policy drew their tokens is not tested",
+)
 
 
 @dataclass(frozen=True)

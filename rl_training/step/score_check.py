@@ -28,7 +28,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.reasons import OTHER_SCORES, RANDOM_PASSES, Reasons
+from rl_training.step.reasons import Reasons
 from rl_training.step.residual import ResidualTest
 
 TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
@@ -44,6 +44,15 @@ ROTARY_CAUSE = (
 LOOP_CAUSE = (
     "the loss comes from a policy with another temperature, another mask, or an adapter merged or switched off. Keep "
     "the temperature that probes were given, and compute the loss from a plain forward pass of the whole model"
+)
+OTHER_SCORES = Unavailable(
+    "other_scores",
+    "{cause} (training's {what} differ by {difference:.2g} nats per token from those that probes calculate with the "
+    "same weights at temperature={temperature:g}; rounding and dropout explain at most {tolerance:.2g})",
+)
+RANDOM_PASSES = Unavailable(
+    "random_passes",
+    "the probes' passes are training's, with dropout or another noise of their own, and the sampler has none",
 )
 
 

@@ -21,13 +21,12 @@ from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import gradient_check
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import EVERY, TermsCheck
-from rl_training.engine.loss_check import other_terms_reason
+from rl_training.engine.loss_check import OTHER_TERMS, other_terms_reason
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.loop import DR_GRPO_FIX
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.needs import Need
-from rl_training.step.reasons import OTHER_TERMS
 from rl_training.tasks.models import load_tiny
 
 PROMPTS = 8  # per step

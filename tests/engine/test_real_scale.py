@@ -20,7 +20,7 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.job.configuration.checks import accumulation_steps
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE
 from rl_training.tasks import models
 from rl_training.tasks.models import load_causal_lm, load_tiny
 

@@ -23,7 +23,7 @@ from two_turns import FOLDS, LOGITS, G, step_on
 from rl_training import measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop import ONE_FOLD, Loop
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements
@@ -42,12 +42,13 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.statistics.estimate import Estimate, stderr_reason
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
-from rl_training.step.reasons import MIXED_PROMPTS, ONE_FOLD, Reasons
+from rl_training.step.reasons import MIXED_PROMPTS, Reasons
 from rl_training.tasks.models import load_tiny
 
 

@@ -13,11 +13,11 @@ from plain_loop import CLIP, Action, no_action, train
 from shared_rollouts import G
 
 from rl_training import Estimate, measured_loop
+from rl_training.engine.verifier import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
 from rl_training.optim.adamw import adamw_delta
 from rl_training.parallel import vectors
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.reasons import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
 
 SIZE, COUNT = G, 4
 

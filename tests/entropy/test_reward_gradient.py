@@ -19,7 +19,8 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import Reading, attach
-from rl_training.engine.reward_check import RewardCheck
+from rl_training.engine.loss_check import OTHER_TERMS
+from rl_training.engine.reward_check import RELATIVE_REWARDS, RewardCheck
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.reward_gradient import reward_gradient
 from rl_training.parallel.ranks import Ranks
@@ -34,7 +35,7 @@ from rl_training.probes import (
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.loss_weights import gradient_of
 from rl_training.step.needs import Need
-from rl_training.step.reasons import NO_OTHERS, OTHER_TERMS, RELATIVE_REWARDS, Reasons
+from rl_training.step.reasons import NO_OTHERS, Reasons
 
 STEP = FEW | {"max_steps": 2}  # two microbatches of one prompt with 4 responses
 G = 4

@@ -18,10 +18,10 @@ from test_loop import MICROBATCHES, new_loop
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import measured_loop
+from rl_training.engine.verifier import LEFT_OUT
 from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.step.reasons import LEFT_OUT
 
 
 def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:

@@ -33,6 +33,7 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.engine.step_result import StepResult
 from rl_training.entropy import paired_effects, reward_gradient
+from rl_training.entropy.prediction import TOO_FAR
 from rl_training.hosts.loop import FIXES
 from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.hosts.step_averages import step_averages
@@ -57,7 +58,7 @@ from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.exchange import Exchange
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import plan_folds
-from rl_training.step.reasons import REUSED, TOO_FAR, Reasons
+from rl_training.step.reasons import REUSED, Reasons
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH

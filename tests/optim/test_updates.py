@@ -12,7 +12,7 @@ from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
 from rl_training.entropy.data import PRODUCTS
-from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
+from rl_training.entropy.previous_update import STEP_NOT_MEASURED, PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState, StepFormula
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
@@ -25,7 +25,6 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
-from rl_training.step.reasons import STEP_NOT_MEASURED
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # maximum number of entries that are joined, in these tests

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from rl_training.statistics.estimate import FEW_FOLDS, Estimate
-from rl_training.statistics.jackknife import NONE_WITHOUT, estimates_over_units
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
 
 

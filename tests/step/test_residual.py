@@ -25,9 +25,9 @@ from rl_training.probes import EffectiveSampleSizeProbe, MeasuredStepProbe, Samp
 from rl_training.step import residual
 from rl_training.step.batch import Batch
 from rl_training.step.martingale import bound
-from rl_training.step.reasons import NO_TOKENS, NOT_DRAWN, RANDOM_PASSES, REUSED, UNTESTED
-from rl_training.step.residual import ResidualSums, ResidualTest
-from rl_training.step.score_check import ScoreCheck
+from rl_training.step.reasons import NO_TOKENS, REUSED
+from rl_training.step.residual import NOT_DRAWN, UNTESTED, ResidualSums, ResidualTest
+from rl_training.step.score_check import RANDOM_PASSES, ScoreCheck
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 

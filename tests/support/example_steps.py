@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.context import StepContext
+from rl_training.engine.loop import ONE_FOLD
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
@@ -33,7 +34,7 @@ from rl_training.step.folds import FoldGroup, ranges_of
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
-from rl_training.step.reasons import ONE_FOLD, Reasons
+from rl_training.step.reasons import Reasons
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)

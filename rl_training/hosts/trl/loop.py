@@ -7,6 +7,7 @@ import dataclasses
 from trl import GRPOTrainer
 
 from rl_training.engine.loop import Loop
+from rl_training.engine.loss_check import OTHER_TERMS
 from rl_training.hosts.trl import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason
@@ -14,7 +15,7 @@ from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.versions import of_trainer
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
-from rl_training.step.reasons import MIXED_PROMPTS, OTHER_TERMS, REUSED, SPLIT_PROMPTS, Reasons
+from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
 
 
 def loop_of(

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE
 from rl_training.statistics.unavailable import Unavailable
 
 MIN_PAIRS = MIN_UNITS_OFFLINE  # with fewer, any cloud of points looks like a line

@@ -7,7 +7,8 @@ import math
 from rl_training.records.report.estimates import finite, last_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import format_estimate
-from rl_training.statistics.estimate import FEW_FOLDS, FEW_PROMPTS, Estimate
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import FEW_FOLDS, FEW_PROMPTS
 from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"

@@ -18,6 +18,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
+from rl_training.engine.verifier import LEFT_OUT
 from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
 from rl_training.hosts.trl.loss_settings import whole_prompts_fix
 from rl_training.policy.policy import Policy
@@ -29,7 +30,6 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.step.needs import Need
-from rl_training.step.reasons import LEFT_OUT
 
 
 class Witness(Seen):

@@ -42,7 +42,8 @@ from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.records.report_command import main
-from rl_training.statistics.estimate import FEW_FOLDS, Estimate, stderr_reason
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.version import REPOSITORY
 

@@ -25,7 +25,7 @@ from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.trends import share_of
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
-from rl_training.step.reasons import NOT_DRAWN
+from rl_training.step.residual import NOT_DRAWN
 
 
 def lines(folder: Path, **logged: Any) -> dict[str, Line]:
