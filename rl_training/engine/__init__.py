@@ -9,6 +9,7 @@ requirements.py                     what all probes together need; announcement.
 probe_states.py                     the probes' states, kept once a step is verified
 loop.py, fold_placement.py          what the driver knows about a loop, and the folds of its steps
 step_checks.py                      what is checked at each step
+padding_check.py                    whether scores depend on the padding to the left of a prompt
 gradient_check.py, loss_check.py    whether the gradient is the one that the folds and the loss give
 copied_groups.py, reward_check.py   whether groups are copies of others, and rewards relative to their group
 gradient_witness.py                 whether the optimizer gets the measured gradient

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rl_training.probe_names import ENGINE
+from rl_training.vocabulary import ENGINE
 
 
 class Costs:

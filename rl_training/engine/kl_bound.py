@@ -44,7 +44,6 @@ from rl_training.engine.kl_search import (
     search_factor,
 )
 from rl_training.errors import UserError
-from rl_training.kl_share import AUTO, AUTO_SHARE, MAX_SHARE
 from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
@@ -54,9 +53,9 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.policy.token_distributions import TokenDistributions
-from rl_training.probe_names import KL_BOUND
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.vocabulary import AUTO, AUTO_SHARE, KL_BOUND, MAX_SHARE
 
 logger = logging.getLogger(__name__)
 

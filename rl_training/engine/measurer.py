@@ -21,10 +21,10 @@ from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.verifier import refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.parallel.fsdp import reshard
-from rl_training.probe_names import ENGINE
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.residual import ResidualSums, ResidualTest
+from rl_training.vocabulary import ENGINE
 
 
 class Measurer:

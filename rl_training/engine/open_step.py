@@ -20,7 +20,6 @@ from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
-from rl_training.probe_names import ENGINE
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import LossSettings
@@ -28,6 +27,7 @@ from rl_training.step.data import StepData
 from rl_training.step.folds import FoldGroup, ranges_of
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
+from rl_training.vocabulary import ENGINE
 
 
 @dataclass

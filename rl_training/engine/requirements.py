@@ -19,12 +19,12 @@ from rl_training.errors import UserError
 from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.vectors import Layout
-from rl_training.probe_names import ENGINE
 from rl_training.statistics.jackknife import MIN_FOLDS_STEP
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import FoldGroup, least_recomputed, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
+from rl_training.vocabulary import ENGINE
 
 
 @dataclass(frozen=True)

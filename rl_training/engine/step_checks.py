@@ -12,9 +12,9 @@ from typing import Any
 
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop import Loop
+from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.parallel.ranks import Ranks
-from rl_training.policy.padding_check import PaddingCheck
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import Reasons

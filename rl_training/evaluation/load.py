@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
-from rl_training.limited_files import read_text
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
+from rl_training.tasks.models import ADAPTER_CONFIG, adapter_base, load_causal_lm, refuse_code_in_adapter
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -42,7 +39,10 @@ def load_policy(
     if (checkpoint / ADAPTER_CONFIG).is_file():
         from peft import PeftModel
 
-        base, tokenizer = load_initial() if load_initial is not None else load_causal_lm(_base_of(checkpoint), dtype)
+        if load_initial is None:
+            base, tokenizer = load_causal_lm(adapter_base(checkpoint), dtype)
+        else:
+            base, tokenizer = load_initial()
         try:
             refuse_code_in_adapter(checkpoint, (name for name, _ in base.named_modules()))
             model = PeftModel.from_pretrained(base, str(checkpoint))
@@ -74,11 +74,3 @@ def require_weights(checkpoint: Path) -> None:
         raise UserError("it has no weights (model.safetensors or adapter_model.safetensors)")
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
         raise UserError("it has no trainer_state.json, so it was not written completely")
-
-
-def _base_of(checkpoint: Path) -> str:
-    with contextlib.suppress(ValueError, OSError):
-        name = json.loads(read_text(checkpoint / ADAPTER_CONFIG)).get("base_model_name_or_path")
-        if name:
-            return str(name)
-    raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")

@@ -7,5 +7,5 @@ forward.py                             calls with the model's `forward` replaced
 token_distributions.py                 next-token distributions, and their KL divergence after a step
 precision.py, rng.py                   precision and random streams of measurements, restored afterwards
 dropout.py                             whether the forward pass draws random numbers
-padding_check.py, rotary.py            models whose scores depend on the batch that a response is scored in
+rotary.py                              models whose scores depend on the longest row of a batch
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,6 +96,15 @@ def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
     if adapter.get("megatron_config"):
         raise UserError(f"{file} names modules to be imported (megatron_config), which no run writes: remove them")
     refuse_endless_patterns(adapter, str(file), names)
+
+
+def adapter_base(folder: Path) -> str:
+    """Return the name of the model that the adapter in a folder was trained on. UserError if it names none."""
+    with contextlib.suppress(ValueError, OSError):
+        name = json.loads(read_text(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
+        if name:
+            return str(name)
+    raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")
 
 
 def _refuse_kernels(name: str | Path, attn_implementation: str | None) -> None:

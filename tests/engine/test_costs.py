@@ -16,10 +16,9 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.engine import measurer, predictions
 from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
-from rl_training.policy.padding_check import PaddingCheck
-from rl_training.probe_names import ENGINE
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -29,6 +28,7 @@ from rl_training.probes import (
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.step.exchange import Exchange
 from rl_training.step.residual import ResidualTest
+from rl_training.vocabulary import ENGINE
 
 LONG = 0.2  # seconds, much longer than anything else in these trainings
 

@@ -74,13 +74,11 @@ TOP = {
     "attach",
     "errors",
     "extras",
-    "kl_share",
     "limited_files",
     "options",
-    "probe_names",
-    "shadowing",
     "verl_plugin",
     "version",
+    "vocabulary",
 }
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 

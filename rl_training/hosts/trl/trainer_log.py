@@ -18,8 +18,8 @@ from trl import GRPOTrainer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.members import REWRITE_LOGS
 from rl_training.hosts.trl.wrapping import wrap
-from rl_training.probe_names import ENGINE
 from rl_training.records.core_metrics import CORE
+from rl_training.vocabulary import ENGINE
 
 NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested
 

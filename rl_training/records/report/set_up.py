@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rl_training.kl_share import AUTO, AUTO_SHARE
 from rl_training.records.made_by import made_by
 from rl_training.records.report.effects import Effect
 from rl_training.records.report.series import Run
+from rl_training.vocabulary import AUTO, AUTO_SHARE
 
 PSR = "psr"  # the intervention that trains on positive advantages only
 SIGNS = {PSR, "nsr", "w_reinforce"}  # each weighs advantages by their sign: a run has at most one

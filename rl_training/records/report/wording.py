@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_training.kl_share import AUTO, MAX_SHARE
 from rl_training.records.hydra_text import quote_list, quote_override, quote_value
 from rl_training.records.made_by import JOB, LOOP, TRL, VERL
 from rl_training.records.report.effects import Effect
 from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.set_up import KEPT_STEP, PSR, SetUp
+from rl_training.vocabulary import AUTO, MAX_SHARE
 
 OPEN = "…"  # in a value that the user has to fill in
 SMALLER = 1 / 3  # times the share, or the rate, of a run whose steps are too large

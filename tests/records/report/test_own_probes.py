@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rl_training import Estimate
 from rl_training.engine.kl_bound import KLBound
-from rl_training.probe_names import BUILT_IN_NAMES
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
 from rl_training.records.report import findings, write_report
@@ -15,6 +14,7 @@ from rl_training.records.report.missing import missing_notes
 from rl_training.records.report.own_probes import SHOWN, own_metrics
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.vocabulary import BUILT_IN_NAMES
 
 LONG = "a remark that is longer than a row of the table is wide, " * 4
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rl_training.probe_names import BUILT_IN_NAMES
 from rl_training.records.report import tokens
 from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
 from rl_training.records.report.interventions import STILL_FALLS, is_fine, still_falls
@@ -26,6 +25,7 @@ from rl_training.records.report.summary.row import Link, Row
 from rl_training.records.report.verdict import ENTROPY_IS_FINE, UNKNOWN, Verdict, judge
 from rl_training.records.report.wording import wording_of
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
+from rl_training.vocabulary import BUILT_IN_NAMES
 
 QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answers
     "simple": ("delta_h", "where the entropy goes"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rl_training.policy.padding_check import PADDING_MATTERS, PaddingCheck
+from rl_training.engine.padding_check import PADDING_MATTERS, PaddingCheck
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scorer import Scorer
