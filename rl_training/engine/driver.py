@@ -17,6 +17,7 @@ without probes, on a GPU with deterministic kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -113,11 +114,12 @@ class StepDriver:
         values = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
         self._states.values = {probe.name: values[probe.name] for probe in self.probes}
         self._seen_prompts = SeenPrompts()
-        self._loop, self._measurer = loop, None
-        layout, requirements = loop.shard.layout, self._requirements
-        layout.fusion = requirements.fusion(layout)
+        requirements = self._requirements
+        shard = loop.shard.with_fusion(requirements.fusion(loop.shard.layout))
+        self._loop = loop = dataclasses.replace(loop, shard=shard)
+        self._measurer = None
         loop.policy.begin(loop.shard, loop.ranks)
-        self.costs = Costs(layout.device)
+        self.costs = Costs(shard.layout.device)
         self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default

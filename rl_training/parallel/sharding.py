@@ -14,16 +14,19 @@ DeepSpeed's shards are in hosts/trl/sharding.py.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.vectors import LARGE, Layout
 
 ClippingNorm = float | Callable[[], float | None] | None  # the threshold, or a function that returns the current one
@@ -92,7 +95,13 @@ class Shard:
     @functools.cached_property
     def layout(self) -> Layout:
         """How vectors of this rank's entries are divided into buckets."""
-        return Layout(self.weights(), {name: self.max_entries(name) for name in self.trained})
+        return Layout.of(self.weights(), {name: self.max_entries(name) for name in self.trained})
+
+    def with_fusion(self, fusion: Fusion) -> Self:
+        """Return this shard with another way to run functions of its vectors. Everything else is shared."""
+        shard = copy.copy(self)
+        shard.layout = dataclasses.replace(self.layout, fusion=fusion)
+        return shard
 
     def numel(self, name: str) -> int:
         """Return the number of entries of a whole parameter."""

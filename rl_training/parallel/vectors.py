@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,51 +50,61 @@ class Bucket:
             yield name, slice(end - size, end)
 
 
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """How vectors over named parameters are divided into buckets, identically on all ranks.
+    """How vectors over named parameters are divided into buckets, identically on all ranks, and what runs them.
 
-    >>> layout = Layout({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+    >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
     >>> [tensor.shape for tensor in layout.zeros(4)]
     [torch.Size([4, 8])]
-
-    Args:
-        parameters: This rank's entries of each parameter.
-        grouping_sizes: The sizes that decide which neighbours are joined, if ranks keep parts of different sizes. None:
-            the parameters' own sizes.
-
-    Raises:
-        UserError: There is no parameter, or the parameters are on several devices.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], grouping_sizes: Mapping[str, int] | None = None) -> None:
+    buckets: tuple[Bucket, ...]
+    device: torch.device
+    dtype: torch.dtype  # at least fp32
+    chunk_size: int  # how many entries to handle at once
+    fusion: Fusion = field(default_factory=Fusion)  # runs functions of these vectors
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], grouping_sizes: Mapping[str, int] | None = None) -> Layout:
+        """Return the layout of vectors over these parameters, whose functions run uncompiled.
+
+        Args:
+            parameters: This rank's entries of each parameter.
+            grouping_sizes: The sizes that decide which neighbours are joined, if ranks keep parts of different sizes.
+                None: the parameters' own sizes.
+
+        Raises:
+            UserError: There is no parameter, or the parameters are on several devices.
+        """
         if not parameters:
             raise UserError("there is no trainable parameter to keep gradients of")
-        self.names = tuple(parameters)
         devices = {str(param.device): name for name, param in parameters.items()}
         if len(devices) > 1:
             raise UserError(f"trained parameters are on several devices, {devices}: load the model onto one of them")
         first = next(iter(parameters.values()))
-        self.device = first.device
-        self.dtype = torch.promote_types(first.dtype, torch.float32)
         grouping_sizes = grouping_sizes or {name: param.numel() for name, param in parameters.items()}
-        # Whole segments: if a parameter is cut there, its pieces still share divisors with other lengths.
-        share = sum(grouping_sizes.values()) // TARGET_CHUNKS_GPU // SEGMENT_SIZE * SEGMENT_SIZE
-        chunk_size_gpu = max(MIN_CHUNK_SIZE_GPU, share)
-        # How many entries to handle at once.
-        self.chunk_size = CHUNK_SIZE_CPU if self.device.type == "cpu" else chunk_size_gpu
+        chunk_size = _chunk_size(sum(grouping_sizes.values()), first.device)
         groups: list[list[str]] = []
         size = 0
         for name, grouping_size in grouping_sizes.items():
-            if not groups or size + grouping_size > self.chunk_size:
+            if not groups or size + grouping_size > chunk_size:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
             size += grouping_size
-        sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
-        self.buckets = tuple(Bucket(tuple(names), counts) for names, counts in zip(groups, sizes, strict=True))
-        self.num_entries = sum(map(sum, sizes))
-        self.fusion = Fusion()  # runs functions of these vectors
-        self._sampled_within: dict[tuple[int, int, int], tuple[slice, Tensor]] = {}
+        buckets = (Bucket(tuple(names), tuple(parameters[name].numel() for name in names)) for names in groups)
+        return cls(tuple(buckets), first.device, torch.promote_types(first.dtype, torch.float32), chunk_size)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters, in order."""
+        return tuple(name for bucket in self.buckets for name in bucket.names)
+
+    @functools.cached_property
+    def num_entries(self) -> int:
+        """The number of entries of one vector."""
+        return sum(bucket.size for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -135,6 +145,10 @@ class Layout:
             self._sampled_within[key] = samples, (columns[samples] - first).to(self.device)
         return self._sampled_within[key]
 
+    @functools.cached_property
+    def _sampled_within(self) -> dict[tuple[int, int, int], tuple[slice, Tensor]]:
+        return {}
+
     def vector(self, tensors: Iterable[Tensor]) -> Vector:
         """Return the vector of these tensors, given in the parameters' order. Large tensors are not copied."""
         parts = iter(tensors)
@@ -160,6 +174,14 @@ class Layout:
     def split(self, flat: Tensor) -> Vector:
         """Return the buckets as views of flat vectors, (…, P), which hold the parameters one after another."""
         return list(flat.split([bucket.size for bucket in self.buckets], dim=-1))
+
+
+def _chunk_size(num_entries: int, device: torch.device) -> int:
+    """Return how many entries of vectors to handle at once on this device."""
+    if device.type == "cpu":
+        return CHUNK_SIZE_CPU
+    # Whole segments: if a parameter is cut there, its pieces still share divisors with other lengths.
+    return max(MIN_CHUNK_SIZE_GPU, num_entries // TARGET_CHUNKS_GPU // SEGMENT_SIZE * SEGMENT_SIZE)
 
 
 def sample_entries(layout: Layout, entries: Iterable[Tensor]) -> Tensor:

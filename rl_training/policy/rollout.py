@@ -36,9 +36,7 @@ class Origin:
     learned: bool = False  # whether a step has already trained on some of them, in an earlier rollout
     # Why their sampler is not the scored policy (top-p, say): fresh responses would be no samples either.
     sampler_reason: Unavailable | None = None
-    knows_sampler: bool = (
-        False  # `sampler_reason` describes these sequences; otherwise what is known of the loop counts
-    )
+    knows_sampler: bool = False  # whether `sampler_reason` says it; otherwise what is known of the loop counts
 
 
 @dataclass(frozen=True)

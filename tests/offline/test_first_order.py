@@ -32,7 +32,7 @@ def asked() -> tuple[Any, Any, list[list[Tensor]]]:
         name: AdamWState(vector(M[span]), vector(V[span]), STEPS, RATE, BETAS, EPS, DECAY)
         for name, span in spans.items()
     }
-    layout = Layout(parameters)
+    layout = Layout.of(parameters)
     whole = StepUpdate(OptimizerPieces(layout, parameters, states), [vector(G)], CLIP)
     update = SimpleNamespace(gradient=[vector(G)], delta=compute_update(layout, whole), whole=whole)
     sizes = SimpleNamespace(numel=lambda name: len(parameters[name]))

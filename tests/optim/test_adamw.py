@@ -117,7 +117,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_in_torch(steps_befor
             states.append(SGDState(buffer, momentum=0.9, dampening=0.0, nesterov=False, **common))
         state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
-    layout = Layout({"unused": zeros})
+    layout = Layout.of({"unused": zeros})
     sqrt_metric = sqrt_preconditioner(layout, {"unused": before}, {"unused": states[0].not_updated()})
     assert square_norms(layout, [zeros.unsqueeze(0)], sqrt_metric).tolist() == [[[0.0, 0.0]]]
 
@@ -134,7 +134,7 @@ def test_square_norms_do_not_depend_on_how_gradients_share_buckets() -> None:
         weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
         squares = gradients[name].square()
         expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
-    layout = Layout(gradients)
+    layout = Layout.of(gradients)
     assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
     rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
     (got,) = square_norms(layout, rows, sqrt_preconditioner(layout, gradients, states)).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -48,8 +49,7 @@ def test_the_update_in_pieces_equals_the_updates_of_single_parameters(
     """Similar small neighbours are one piece (AdamW: even if weight decay differs). Longer than `longest` is split."""
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", LARGE)
     parameters, states = drawn(formula)
-    layout = Layout(parameters)
-    layout.chunk_size = longest
+    layout = dataclasses.replace(Layout.of(parameters), chunk_size=longest)
     gradients = {name: draw(len(param)) for name, param in parameters.items()}
     by_parameter = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
     step = torch.cat(layout.vector(parts.total for parts in by_parameter.values()))
@@ -84,10 +84,10 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", LARGE)
     parameters, states = drawn(formula)
     sizes = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
-    layout = Layout(parameters)
+    layout = Layout.of(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
-    layout.chunk_size = 8
+    layout = dataclasses.replace(layout, chunk_size=8)
     pieces = OptimizerPieces(layout, parameters, states)
     steps = LeaveOneOutUpdates(pieces, FoldMeans.of(mean, rows_of(layout, rows), sizes), max_grad_norm, identity)
     assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
@@ -111,9 +111,9 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         rows[3] = torch.randn(20000, generator=generator)
         mean = rows.mean(dim=0)
         weights = {"w": torch.zeros(20000)}
-        pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
+        pieces = OptimizerPieces(Layout.of(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, FoldMeans.of([mean], rows_of(Layout(weights), [rows]), sizes), reason, identity
+            pieces, FoldMeans.of([mean], rows_of(Layout.of(weights), [rows]), sizes), reason, identity
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()
@@ -143,7 +143,7 @@ def test_steps_of_bf16_weights_equal_those_of_torch(optimizer: Any, settings: An
     for _ in range(4):
         model.w.grad = 0.3 * torch.randn_like(model.w)
         gradient, before, weights = model.w.grad.float(), model.w.detach().float(), shard.weights()
-        (piece,) = OptimizerPieces(Layout(weights), weights, view_optimizer(shard).states)
+        (piece,) = OptimizerPieces(Layout.of(weights), weights, view_optimizer(shard).states)
         parts = piece.delta(gradient)
         torch.testing.assert_close(piece.gradient_factor(gradient) * gradient, parts.gradient)
         stepping.step()
@@ -161,7 +161,7 @@ def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate
 def replace_with(history: PreviousUpdate, step: int, update: list[Tensor]) -> None:
     """Put a step with this δθ in the place of the last one."""
     weights = {"w": torch.zeros(len(update[0]))}
-    pieces = OptimizerPieces(Layout(weights), weights, None)
+    pieces = OptimizerPieces(Layout.of(weights), weights, None)
     history.replace(step, StepUpdate(pieces, update, 1.0, held=update), weights, is_rounded=False)
 
 

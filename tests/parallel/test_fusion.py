@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -57,8 +58,7 @@ def results(fusion: Fusion, kind: str, step: int, rows_dtype: torch.dtype, weigh
     """Return everything that a step calculates of its vectors: clipping factors, products, corrections and update."""
     torch.manual_seed(0)
     weights = {name: torch.randn(size, dtype=weights_dtype) for name, size in SIZES.items()}
-    layout = Layout(weights)
-    layout.fusion = fusion
+    layout = dataclasses.replace(Layout.of(weights), fusion=fusion)
     states = {name: state_of(kind, size, 0.1 * (name != "b" or kind != "adamw"), step) for name, size in SIZES.items()}
     rows, gradients = Rows(layout, FOLDS, rows_dtype), []
     for fold in range(FOLDS):
@@ -114,8 +114,7 @@ def test_compiled_updates_and_products_are_the_eager_ones_at_every_step_and_size
     for step, blocks in ((20, 4), (21, 6), (30, 6)):
         size = blocks * BLOCK
         state = state_of("adamw", size, 0.1, step)
-        layout = Layout({"w": torch.randn(size)})
-        layout.fusion = compiled
+        layout = dataclasses.replace(Layout.of({"w": torch.randn(size)}), fusion=compiled)
         span = OptimizerPieces(layout, {"w": torch.randn(size)}, {"w": state})
         (piece,) = span
         update = StepUpdate(span, [torch.randn(size)], clip=0.1 * step)

@@ -18,7 +18,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def layout_of(sizes: dict[str, int] = SIZES) -> Layout:
-    return Layout({name: torch.zeros(size) for name, size in sizes.items()})
+    return Layout.of({name: torch.zeros(size) for name, size in sizes.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,4 +84,4 @@ def test_only_large_vectors_are_kept_in_8_bits_unless_asked(monkeypatch) -> None
     monkeypatch.setattr(vectors, "LARGE", layout.num_entries)
     assert rows_dtype(layout) == torch.int8
     assert rows_dtype(layout, torch.float32) == torch.float32
-    assert rows_dtype(Layout({"a": torch.zeros(9).double()}), torch.float32) == torch.float64
+    assert rows_dtype(Layout.of({"a": torch.zeros(9).double()}), torch.float32) == torch.float64

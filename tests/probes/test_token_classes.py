@@ -203,7 +203,7 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
 
     Without fold 1 the part is −.1 · 0, without fold 2 it is −.1 · 2.
     """
-    layout = Layout({"w": torch.zeros(1).double()})
+    layout = Layout.of({"w": torch.zeros(1).double()})
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()

@@ -143,7 +143,7 @@ def joined(request, monkeypatch) -> int:
 
 def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
     tensors = named(torch.float64)
-    layout = Layout(tensors)
+    layout = Layout.of(tensors)
     vector = layout.vector(tensors.values())
     assert [len(bucket.names) for bucket in layout.buckets] == {1: [1, 1, 1, 1], 8: [2, 2], 100: [4]}[joined]
     assert torch.cat(vector).tolist() == flat(tensors)
@@ -154,7 +154,7 @@ def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
 
 
 def test_writing_to_the_view_of_a_parameter_writes_to_the_vector(joined: int) -> None:
-    layout = Layout(named(torch.float32))
+    layout = Layout.of(named(torch.float32))
     rows = layout.zeros(3)
     layout.by_name(rows)["vector"][1] = torch.arange(4.0)
     assert torch.cat(rows, dim=1)[1].tolist() == [0.0] * 7 + [0.0, 1.0, 2.0, 3.0] + [0.0] * 4
@@ -164,14 +164,14 @@ def test_writing_to_the_view_of_a_parameter_writes_to_the_vector(joined: int) ->
 def test_a_large_parameter_with_its_own_bucket_is_not_copied(monkeypatch) -> None:
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", 5)
     tensors = named(torch.float32)
-    (matrix, *_) = Layout(tensors).vector(tensors.values())
+    (matrix, *_) = Layout.of(tensors).vector(tensors.values())
     assert matrix.data_ptr() == tensors["matrix"].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
     tensors, kept_in = named(dtype), torch.promote_types(dtype, torch.float32)
-    layout = Layout(tensors)
+    layout = Layout.of(tensors)
     assert {part.dtype for part in (*layout.vector(tensors.values()), *layout.zeros())} == {kept_in}
     assert torch.cat(layout.vector(tensors.values())).double().tolist() == flat(tensors)
 
@@ -180,7 +180,7 @@ def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
 def test_dot_products_equal_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
     """The tolerance is relative to Σ|x||y|, because rounding depends on the terms and not on their sum."""
     a_by_name, b_by_name = named(dtype), named(dtype, seed=1)
-    layout = Layout(a_by_name)
+    layout = Layout.of(a_by_name)
     product = dot(layout.vector(a_by_name.values()), layout.vector(b_by_name.values()))
     terms = [a * b for a, b in zip(flat(a_by_name), flat(b_by_name), strict=True)]
     assert product.dtype == torch.float64
@@ -209,12 +209,12 @@ def test_sums_of_spans_are_right_for_all_lengths() -> None:
 
 def test_a_layout_without_a_parameter_raises() -> None:
     with pytest.raises(ValueError, match="parameter"):
-        Layout({})
+        Layout.of({})
 
 
 def test_a_layout_of_parameters_on_several_devices_raises() -> None:
     with pytest.raises(ValueError, match=r"several devices, .*a.*b"):
-        Layout({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+        Layout.of({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_rows_in_8_bits_are_rounded_once_when_a_fold_is_complete() -> None:
     model, batches = TiedModel(torch.float32), microbatches(3)
     recorder, expected = (
         recorder_of(model, dtype=torch.int8),
-        Rows(Layout(dict(model.named_parameters())), 2, torch.int8),
+        Rows(Layout.of(dict(model.named_parameters())), 2, torch.int8),
     )
     recorder.start_step(folds_of([3, 3], [3]))
     for k, tokens in enumerate(batches):
@@ -359,7 +359,7 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
     """With fake tensors, which have a device in name only."""
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
-        shard.layout = Layout(shard.trained)
+        shard.layout = Layout.of(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
         recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
         assert recorder.rows._parts[0].device.type == lies_on

@@ -88,8 +88,8 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
-    pieces = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    means = FoldMeans.of([mean], rows_of(Layout({"all": mean}), [rows]), sizes)
+    pieces = OptimizerPieces(Layout.of({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
+    means = FoldMeans.of([mean], rows_of(Layout.of({"all": mean}), [rows]), sizes)
     return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 

@@ -69,7 +69,7 @@ class SequenceGradients:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self.layout = Layout(parameters)
+        self.layout = Layout.of(parameters)
         name_of = {param: name for name, param in parameters.items()}
         self._owners = []
         for path, module in model.named_modules():

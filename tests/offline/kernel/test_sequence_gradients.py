@@ -99,7 +99,7 @@ def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> 
 
 def room_for(parameters: Mapping[str, Tensor]) -> Tensor:
     """Return a matrix for a batch's rows, with old contents that must not matter."""
-    layout = Layout(parameters)
+    layout = Layout.of(parameters)
     return torch.full((BATCH, layout.num_entries), torch.nan, dtype=layout.dtype)
 
 
