@@ -18,10 +18,9 @@ from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements, batches, compatibility
-from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
+from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.destination import Destination
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.loss_settings import whole_prompts_only_reorder
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -48,15 +47,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._trainer, self._destination, self._options = trainer, destination, options
         self.driver = _make_driver(trainer, probes, options)
         self.probes = self.driver.probes
-        self._policy = TrainerPolicy(trainer)
-        self._writer = EstimateWriter(self.probes, destination.records, self._policy.decode)
+        policy = TrainerPolicy(trainer)
+        self._writer = EstimateWriter(self.probes, destination.records, policy.decode)
         self._guard = Guard(
             self.driver,
             self._writer,
             training_needs_measurements=options.training_needs_measurements,
             strict=options.strict,
         )
-        self._steps = make_step_hooks(trainer, self.driver, self._policy, self._guard, self._writer, options)
+        self._steps = make_step_hooks(trainer, self.driver, policy, self._guard, self._writer, options)
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._was_called = False  # whether `train` has been called
@@ -158,7 +157,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 settings = settings_of_trainer(self._trainer, self._options.recorded)
                 self._destination.write_config(settings, self.probes)
                 if self.probes or self.driver.is_bounded:
-                    self._begin_steps(resumed)
+                    opening = announcements.opening_line(self.probes, self._destination.output)
+                    self._steps.begin(opening, resumed.states)
             with self._guard.watching(refuses=True):
                 if self._writer.records is not None:
                     self._writer.records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
@@ -172,18 +172,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
-
-    def _begin_steps(self, resumed: Resumed) -> None:
-        """Begin to measure. Only now are parameters and optimizer final: some launches shard them in `train()`."""
-        loop = loop_of(
-            self._trainer,
-            self._policy,
-            self.loss_settings,
-            whole_prompts=bool(self._options.whole_prompts),
-            is_cli=self._options.is_cli,
-            opening=announcements.opening_line(self.probes, self._destination.output),
-        )
-        self._steps.begin(loop, resumed.states)
 
     # --- a step, as the trainer's callbacks report it -----------------------------------------------------------------
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -50,7 +50,7 @@ def make_step_hooks(
     """Return the hooks of a trainer's steps. UserError for an intervention that it cannot train with."""
     rollouts = Rollouts(trainer, policy, whole_prompts=bool(options.whole_prompts))
     loss = TrainedLoss(trainer, policy, options.interventions)
-    return StepHooks(trainer, driver, policy, rollouts, loss, guard, writer, StepWarnings(options.longer_responses))
+    return StepHooks(trainer, driver, policy, rollouts, loss, guard, writer, options)
 
 
 class StepHooks:
@@ -64,7 +64,7 @@ class StepHooks:
         loss: The trainer's loss with its interventions.
         guard: Catches errors of the measuring code.
         writer: Writes what is measured.
-        warnings: Warns about steps that have ended.
+        options: The options of the attachment.
     """
 
     def __init__(
@@ -76,11 +76,12 @@ class StepHooks:
         loss: TrainedLoss,
         guard: Guard,
         writer: EstimateWriter,
-        warnings: StepWarnings,
+        options: Options,
     ) -> None:
         self._trainer, self._driver, self._policy = trainer, driver, policy
         self._rollouts, self._loss, self._guard = rollouts, loss, guard
-        self._writer, self._warnings = writer, warnings
+        self._writer, self._options = writer, options
+        self._warnings = StepWarnings(options.longer_responses)
         self._undo_engine = contextlib.ExitStack()
 
     @property
@@ -93,14 +94,24 @@ class StepHooks:
         self.end()
         self._warnings.begin()
 
-    def begin(self, loop: Loop, states: Mapping[str, Any] | None) -> None:
+    def begin(self, opening: str, states: Mapping[str, Any] | None) -> None:
         """Begin to measure a training: start the driver, and watch the optimizer until `end`.
 
+        Only now are parameters and optimizer final, because some launches shard them in `train()`.
+
         Args:
-            loop: The trainer as the driver knows it.
+            opening: The first line of what is announced.
             states: The states of probes in the checkpoint that training resumes from. None starts from scratch.
         """
         self._rollouts.mark_leftover_rollout()
+        loop = loop_of(
+            self._trainer,
+            self._policy,
+            self.loss_settings,
+            whole_prompts=self._rollouts.whole_prompts,
+            is_cli=self._options.is_cli,
+            opening=opening,
+        )
         self._driver.start(loop, states)
         if self._trainer.is_deepspeed_enabled:
             wrap(self._trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)

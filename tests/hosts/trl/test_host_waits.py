@@ -12,6 +12,7 @@ from pretend_gpu import GPU, PretendGpu
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl import rollouts as rollouts_module
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.probes.token_classes import TokenClassesProbe
@@ -57,7 +58,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
     loss_without_interventions: Any = SimpleNamespace(interventions=(), settings=None)
     guard = Guard(driver, writer, training_needs_measurements=False, strict=True)
-    hooks = StepHooks(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, NONE)
+    hooks = StepHooks(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, Options())
     with PretendGpu() as gpu:
         output = batch_on_gpu()
         gpu.start_counting()
