@@ -93,7 +93,7 @@ def judge(out: Path, seed: int) -> list[list[str]]:
 
 def logged_by_trl(run: Run) -> Run:
     """Return only the records that a trainer without probes would have written."""
-    of_trl = (run.table["source"] == METRICS_FILE) & ~run.table["name"].str.match(OF_PROBES)
+    of_trl = (run.table["file"] == METRICS_FILE) & ~run.table["name"].str.match(OF_PROBES)
     return replace(run, table=run.table[of_trl])
 
 

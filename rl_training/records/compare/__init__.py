@@ -2,6 +2,6 @@
 
 groups.py                         runs that were trained alike
 equal_reward.py, final.py         entropy at equal reward, and final figures, with their errors
-findings.py, path_chart.py        both in words, and as a chart
+sentences.py, path_chart.py       both in words, and as a chart
 page.py                           the page
 """

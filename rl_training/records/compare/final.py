@@ -37,10 +37,10 @@ import pandas as pd
 
 from rl_training.records.compare.equal_reward import EqualReward, at_equal_reward
 from rl_training.records.compare.groups import Group, Member, common_steps, other_task
-from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.report.cumulative import sum_starts
 from rl_training.records.report.estimates import finite, last_of
-from rl_training.records.report.findings import MAX_WINDOW, sum_starts
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import TRAINERS_EVALUATION, Run
+from rl_training.records.report.trends import MAX_WINDOW
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of
@@ -118,10 +118,10 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     predicted = run.finite_rows("delta_h/cumulative_predicted")
     predicted = predicted[predicted.index.isin(measured.index[-1:])]
     rows = {MEASURED: measured, PREDICTED: predicted, NOISE_SCALE: noise_scales(run)}
-    for evaluation in sorted((IN_TRAINING, *run.evaluations)):
+    for evaluation in sorted(run.evaluations_of_all, key=lambda source: source.title):
         for metric in sorted(run.names(evaluation)):
-            if evaluation != IN_TRAINING or metric in FROM_TRAINING:
-                rows[f"{metric} · {evaluation}"] = run.rows(metric, evaluation)
+            if evaluation != TRAINERS_EVALUATION or metric in FROM_TRAINING:
+                rows[f"{metric} · {evaluation.title}"] = run.rows(metric, evaluation)
     figures = {
         **{label: _mean_until(values(run), step, since) for label, values in AVERAGED.items()},
         **{label: last_of(series[series.index <= step]) for label, series in rows.items()},

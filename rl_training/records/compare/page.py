@@ -11,7 +11,6 @@ import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.records.compare import final
-from rl_training.records.compare.findings import describe, one_group
 from rl_training.records.compare.groups import (
     ABSENT,
     Group,
@@ -22,17 +21,17 @@ from rl_training.records.compare.groups import (
     trunks_of,
 )
 from rl_training.records.compare.path_chart import draw_paths
-from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
+from rl_training.records.compare.sentences import describe, one_group
+from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report.charts import GREY, TEXT, Chart, Series
+from rl_training.records.report.cumulative import sum_starts
 from rl_training.records.report.drawing import axis_limits, draw
 from rl_training.records.report.estimates import finite, to_estimates, to_rows
 from rl_training.records.report.figures import running_window
-from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import LOGGED, MEASURED, TRAINERS_EVALUATION, Run, Source
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
@@ -104,13 +103,13 @@ def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate
 
 def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
     """Yield the checkpoint with the largest mean reward, for each evaluation that has errors."""
-    for evaluation in sorted(member.run.evaluations):
+    for evaluation in sorted(member.run.evaluations, key=lambda source: source.title):
         by_step = to_estimates(member.run.finite_rows("reward", evaluation).dropna(subset=["stderr"]))
         if by_step:
             best = max(by_step, key=lambda step: by_step[step].value)
             near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
             reward = by_step[best]
-            yield {"run": member.name, "evaluation": evaluation, "step": best, "reward": reward, "near": near}
+            yield {"run": member.name, "evaluation": evaluation.title, "step": best, "reward": reward, "near": near}
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -130,11 +129,11 @@ def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = (
     for evaluation, metric in _evaluated_metrics(groups):
         quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
         charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=metric.startswith(SHARES), floor=floor,
-                               evaluation=evaluation, metric=metric))  # fmt: skip
+                               evaluation=evaluation.title, metric=metric))  # fmt: skip
     return [drawn for drawn in charts if drawn is not None]
 
 
-def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
+def _recorded(metric: str, source: Source = MEASURED) -> Quantity:
     return lambda run: run.finite_rows(metric, source)
 
 
@@ -204,7 +203,7 @@ def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_ru
 
 
 def _reward(run: Run) -> pd.DataFrame:
-    rows = run.finite_rows("reward", METRICS_FILE)
+    rows = run.finite_rows("reward", LOGGED)
     smooth = rows["value"].rolling(running_window(len(rows)), center=True, min_periods=1).mean()
     return rows.assign(value=smooth, reason=NO_ERROR)
 
@@ -214,16 +213,16 @@ def _entropy(run: Run) -> pd.DataFrame:
     return rows.assign(reason=NO_ERROR) if run.entropy_is_the_trainers else rows
 
 
-def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[Source, str]]:
     """Return the (evaluation, metric) pairs to draw: those in EVALUATED, and pass@k with the largest k."""
-    finite_rows = finite(pd.concat([member.run.table for group in groups for member in group.members]))
+    runs = [member.run for group in groups for member in group.members]
+    sources = {source for run in runs for source in run.evaluations_of_all}
     chosen = []
-    for evaluation, names in finite_rows[~finite_rows["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")[
-        "name"
-    ]:
-        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names.unique()), *EVALUATED[3:]])
-        wanted = ("reward",) if evaluation == IN_TRAINING else several
-        chosen += [(str(evaluation), metric) for metric in wanted if metric in names.unique()]
+    for source in sorted(sources, key=lambda source: source.title):
+        names = {name for run in runs for name in run.names(source) if len(run.finite_rows(name, source))}
+        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
+        wanted = ("reward",) if source == TRAINERS_EVALUATION else several
+        chosen += [(source, metric) for metric in wanted if metric in names]
     return chosen
 
 

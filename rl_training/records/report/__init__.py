@@ -21,7 +21,6 @@ Records alone are enough, whether the run is finished, killed or still going. A 
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,10 @@ from rich.text import Text
 
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
-from rl_training.records.report import findings, ledger, tokens
-from rl_training.records.report.branches import branch_commands
-from rl_training.records.report.checkpoint_analyses import analyses_of
-from rl_training.records.report.figures import ON_TOP, draw_figures
-from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import Opening, opening
-from rl_training.records.report.own_probes import own_metrics
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.records.report.sampler import sampler_and_trainer
+from rl_training.records.report.run_page import RunPage, comparison_command
 from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
@@ -64,19 +57,9 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     if not _is_first_process():
         return (run_dir.folder if isinstance(run_dir, Run) else Path(run_dir)) / REPORT_FOLDER / PAGE_FILE
     run = _read(run_dir)
-    charts, analyses = draw_figures(run), analyses_of(run)
-    interventions = interventions_of_run(run, branch_commands(run))
-    account = ledger.ledger_of(run)
-    waterfall = [] if account is None else [ledger.waterfall(account)]
-    sections = [section for section in (interventions, *analyses) if section]
-    shown = [*charts, *waterfall, *(chart for section in sections for chart in section.charts)]
-    page, drawn = run.folder / REPORT_FOLDER / PAGE_FILE, draw_pictures(shown, pictures)
-    return write_page(
-        page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
-        step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
-        sampler=sampler_and_trainer(run), findings=findings, on_top=ON_TOP, compare=_comparison(run),
-        own_metrics=own_metrics, account=account, waterfall=waterfall, ledger=ledger, tokens=tokens,
-    )  # fmt: skip
+    page = RunPage.of(run)
+    drawn = draw_pictures(page.all_charts, pictures)
+    return write_page(run.folder / REPORT_FOLDER / PAGE_FILE, "run.html", drawn, page=page, reload=reload)
 
 
 def print_summary(run_dir: str | Path | Run) -> None:
@@ -103,12 +86,7 @@ def print_summary(run_dir: str | Path | Run) -> None:
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
-    console.print(Text(printable(f" To compare runs: {_comparison(run)}")), soft_wrap=True)
-
-
-def _comparison(run: Run) -> str:
-    """Return the command that compares this run with others."""
-    return f"rl-training report {shlex.quote(str(run.folder))} OTHER_RUN …"
+    console.print(Text(printable(f" To compare runs: {comparison_command(run)}")), soft_wrap=True)
 
 
 def _print_opening(console: Console, first: Opening) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_training.records.folder import checkpoints_of, step_of
-from rl_training.records.report import findings
 from rl_training.records.report.effects import effects_of, halving, keeping
+from rl_training.records.report.measured import of_steps
 from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import PSR, SetUp
@@ -248,8 +248,8 @@ def _look_for_what_to_learn(at: Situation) -> Advice:
         probes = at.wording.probes("measured")
         start = "To look at first: what a step does to reward. To measure it"
         return Advice.to_do(f"{start}: {probes.text}.", probes)
-    of_steps = findings.of_steps(effect, "of all steps")
-    measured = f"the measured effects {of_steps} add up to {format_estimate(effect, signed=True)}"
+    over = of_steps(effect, "of all steps")
+    measured = f"the measured effects {over} add up to {format_estimate(effect, signed=True)}"
     if effect.bounds()[0] > 0:
         cause, change = "size", at.wording.larger_steps()
     else:

@@ -16,10 +16,10 @@ from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.folder import OFFLINE
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series
 from rl_training.records.report.drawing import diagonal, draw
-from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.missing import NO_REASON
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run
+from rl_training.records.report.trends import MIN_POINTS, scaled
 from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,3 +55,11 @@ def by_about_step(rows: pd.DataFrame) -> pd.DataFrame:
 def last_of(rows: pd.DataFrame) -> Estimate | None:
     """Return the last of these rows as an estimate; None if there are no rows."""
     return next(iter(to_estimates(rows.tail(1)).values()), None)
+
+
+def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
+    """Return the mean of these rows of a metric, whose errors are independent; None if there are none."""
+    if rows.empty:
+        return None
+    stderr = math.sqrt((rows["stderr"] ** 2).sum(skipna=False)) / len(rows)
+    return Estimate(rows["value"].mean(), stderr, int(rows["num_samples"].min()))

@@ -11,21 +11,20 @@ import numpy as np
 import pandas as pd
 
 from rl_training.records.evaluated import largest_pass_at
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.report import charts, findings
+from rl_training.records.report import charts
 from rl_training.records.report.calibration import calibration
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
+from rl_training.records.report.cumulative import NO_LATER_BATCH, naive_sums, sum_starts
 from rl_training.records.report.drawing import axis_limits, diagonal, draw, heatmap
 from rl_training.records.report.estimates import by_about_step, finite, to_estimates
-from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.missing import missing_notes
-from rl_training.records.report.series import Run
-from rl_training.records.report.story.reward_functions import reward_functions
+from rl_training.records.report.series import LOGGED, MEASURED, Run, Source
+from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions
+from rl_training.records.report.trends import MIN_POINTS, scaled
 from rl_training.records.report.writing import MILLI, format_estimate
 
 MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart
-ON_TOP = ("reward", "token_entropy")  # charts of the first screen
 # Okabe and Ito's further colours, for reward functions.
 FUNCTIONS = ("#E69F00", "#56B4E9", "#CC79A7", "#8C8C8C", "#B3A000")
 HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
@@ -47,7 +46,7 @@ def draw_figures(run: Run) -> list[Chart]:
     for evaluation in run.evaluations:
         pass_at = largest_pass_at(run.names(evaluation))
         for key in ("solved", "certain"):
-            drawn.append(_declared(key, run, evaluation, evaluation=evaluation, pass_at=pass_at))
+            drawn.append(_declared(key, run, evaluation, evaluation=evaluation.title, pass_at=pass_at))
     return drawn
 
 
@@ -76,7 +75,7 @@ def running_window(num_values: int) -> int:
 def _declared(
     key: str,
     run: Run,
-    source: str = PROBES_FILE,
+    source: Source = MEASURED,
     further: Sequence[Series] = (),
     without: Sequence[str] = (),
     **words: Any,
@@ -84,7 +83,7 @@ def _declared(
     """Return a chart whose series charts.yaml lists, as lines with bands.
 
     Args:
-        source: Where the metrics come from, as in `Run.measured`.
+        source: Where the metrics come from, as in `Run.rows`.
         further: Series drawn first.
         without: Labels of series to leave out.
         words: Values for the templates of its texts.
@@ -97,14 +96,14 @@ def _declared(
         for label, look in looks.items()
         if label not in without and len(finite(quantities[label]))
     ]
-    missing = missing_notes(quantities) if source == PROBES_FILE else []
+    missing = missing_notes(quantities) if source == MEASURED else []
     is_share = drawn and chart.get("is_share")
     ends = axis_limits(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
     return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
 
 
 def _reward(run: Run) -> Chart:
-    rows, held_out = run.finite_rows("reward", METRICS_FILE), findings.held_out_rewards(run)
+    rows, held_out = run.finite_rows("reward", LOGGED), held_out_rewards(run)
     if rows.empty:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
     window, functions = running_window(len(rows)), reward_functions(run)
@@ -132,7 +131,7 @@ def _token_entropy(run: Run) -> Chart:
 
 def _entropy(run: Run) -> Chart:
     sums = {kind: run.rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
-    naive = findings.naive_sums(run)
+    naive = naive_sums(run)
     drawn = [
         Series.of_rows("measured", TEXT, sums["measured"], "circle"),
         Series.of_rows("predicted", BLUE, sums["predicted"], "square"),
@@ -140,9 +139,9 @@ def _entropy(run: Run) -> Chart:
     ]
     missing = missing_notes({**sums, "naive product": naive}, bands=False) + missing_notes(sums, values=False)
     series = [curve for curve in drawn if len(curve.x) > 1]  # a single point is the initial 0
-    starts = findings.sum_starts(run)
+    starts = sum_starts(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
-    return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
+    return draw("entropy", series, missing or [NO_LATER_BATCH] * (not series), start=at_start)
 
 
 def _delta_h(run: Run) -> Chart:
@@ -215,7 +214,7 @@ def _noise_scale(run: Run) -> Chart:
 
 def _predictors(run: Run) -> Chart:
     """Return the chart of each step's delta_h/forward and −Cov(log π, A) against the measured change."""
-    truth, source = findings.measured_changes(run)
+    truth, source = _measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
     clouds = []
@@ -223,8 +222,18 @@ def _predictors(run: Run) -> Chart:
         predicted, true = run.values(metric).align(truth, join="inner")
         if len(predicted) >= MIN_POINTS:
             x, y = true.to_numpy(), predicted.to_numpy()
-            y = findings.scaled(y, x) if "scaled" in label else y
+            y = scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, opacity=0.7))
     missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
     return draw("predictors", [diagonal(clouds, "y = x"), *clouds] if clouds else [], missing, source=source)
+
+
+def _measured_changes(run: Run) -> tuple[pd.Series[float], str]:
+    """Return the measured change of entropy by each step's update, and a text that says how it was measured."""
+    true = run.values("delta_h/true")
+    if len(true) >= MIN_POINTS:
+        return true, "change on separate sequences"
+    entropy = run.values("entropy/token")
+    after = entropy.set_axis(entropy.index - 1)
+    return (after - entropy).dropna(), "entropy of the next batch minus this one's"

@@ -22,9 +22,9 @@ import numpy as np
 import pandas as pd
 
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
+from rl_training.records.report.cumulative import sum_starts
 from rl_training.records.report.drawing import draw
 from rl_training.records.report.estimates import by_about_step, finite, to_estimates
-from rl_training.records.report.findings import sum_starts
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import milli
 from rl_training.statistics.estimate import Estimate

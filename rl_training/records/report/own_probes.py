@@ -17,7 +17,7 @@ SHOWN = {*BUILT_IN_NAMES, ENGINE, KL_BOUND}  # the page shows elsewhere what the
 
 def is_own(table: pd.DataFrame) -> pd.Series[bool]:
     """Return which rows of a run's table are estimates of probes of one's own."""
-    return (table["source"] == PROBES_FILE) & table["probe"].notna() & ~table["probe"].isin(SHOWN)
+    return (table["file"] == PROBES_FILE) & table["probe"].notna() & ~table["probe"].isin(SHOWN)
 
 
 def own_probes(table: pd.DataFrame) -> list[str]:

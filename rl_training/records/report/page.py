@@ -51,11 +51,11 @@ STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down":
 PAGES = ENVIRONMENT.overlay(autoescape=True)
 
 
-def write_page(page: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
+def write_page(path: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
     """Write the page from a template, and the files `beside` it by name; return the page's path."""
-    files = {page.with_name(file_name): content for file_name, content in (beside or {}).items()}
-    write_atomically({**files, page: render(name, **values).encode()})
-    return page
+    files = {path.with_name(file_name): content for file_name, content in (beside or {}).items()}
+    write_atomically({**files, path: render(name, **values).encode()})
+    return path
 
 
 def render(name: str, script: str = "", **values: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report import findings
-from rl_training.records.report.estimates import by_about_step
+from rl_training.records.report.estimates import by_about_step, mean_of_rows
+from rl_training.records.report.measured import per_step
 from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.trends import MIN_STEPS, line_through
 from rl_training.statistics.estimate import Estimate
@@ -28,11 +28,11 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     recent = levels.tail(window)
     line = line_through(recent)
     candidates = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
-    means = {"mean of what each step was measured to change": findings.measured_by_one_step(run, "measured/delta_h")}
+    means = {"mean of what each step was measured to change": per_step(run, "measured/delta_h")}
     if not predictions_disagree(run):
         means["mean of the predictions"] = run.finite_rows("delta_h/forward")
     for what, rows in means.items():
-        mean = findings.mean_of_rows(rows.tail(window))
+        mean = mean_of_rows(rows.tail(window))
         if mean and math.isfinite(mean.stderr):
             candidates.append((mean, int(rows.tail(window).index[0]), what))
     if not candidates:
@@ -55,7 +55,7 @@ def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
     if steps.empty:
         return None
-    ahead, behind = (findings.mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
+    ahead, behind = (mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
     assert ahead is not None
     assert behind is not None
     stderr = 0.5 * math.hypot(ahead.stderr, behind.stderr)

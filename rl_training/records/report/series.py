@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -17,20 +17,39 @@ from scipy.special import stdtrit
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.printable import escape_surrogates
-from rl_training.records.folder import checkpoints_of, step_of
+from rl_training.records.folder import EVALUATIONS, checkpoints_of, step_of
 from rl_training.records.frames import evaluations, metrics, probes
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
+from rl_training.records.jsonl import EVALUATIONS_FILE, METRICS_FILE, PROBES_FILE
 from rl_training.records.report.config_file import read_config, settings_of_run
 from rl_training.records.report.estimates import last_of, to_estimates
 from rl_training.records.report.missing import NO_REASON
 from rl_training.statistics.estimate import Estimate
 
 Result = TypeVar("Result")
-# source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
-# recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
-# strength: of an intervention whose name does not say it. code: of a reason; "" if it has none.
+# file: of logs/; "" for an evaluation of checkpoints, whose name is `evaluation`.
+# low, high: ends of the 95 % interval. is_interval: they were recorded, instead of following from stderr.
+# measured_steps: number of steps that a running mean averages. code: of a reason; "" if it has none.
+# strength: of an intervention whose name does not say it.
 NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps", "strength"]
-COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "code", "probe"]
+COLUMNS = ["file", "evaluation", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "code", "probe"]
+
+
+class Source(NamedTuple):
+    """Where numbers come from: a file of logs/, or an evaluation of checkpoints."""
+
+    file: str = ""
+    evaluation: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name of an evaluation, the trainer's own or one of checkpoints."""
+        if self == TRAINERS_EVALUATION:
+            return IN_TRAINING
+        return f"{EVALUATIONS}/{self.evaluation}" if self.evaluation == IN_TRAINING else self.evaluation
+
+
+LOGGED, MEASURED = Source(METRICS_FILE), Source(PROBES_FILE)
+TRAINERS_EVALUATION = Source(EVALUATIONS_FILE)
 
 
 @dataclass(frozen=True)
@@ -63,17 +82,21 @@ class Run:
 
     @cached_property
     def row_numbers(self) -> Mapping[Any, Any]:
-        """The row numbers of each metric in the table, by (source, name)."""
-        return self.table.groupby(["source", "name"], sort=False).indices
+        """The row numbers of each metric in the table, by (file, evaluation, name)."""
+        return self.table.groupby(["file", "evaluation", "name"], sort=False).indices
 
-    def names(self, source: str = PROBES_FILE) -> list[str]:
-        return [name for origin, name in self.row_numbers if origin == source]
+    def names(self, source: Source = MEASURED) -> list[str]:
+        return [name for *origin, name in self.row_numbers if tuple(origin) == source]
 
     @property
-    def evaluations(self) -> list[str]:
-        """Names of the evaluations of checkpoints."""
-        sources = dict.fromkeys(source for source, _ in self.row_numbers)
-        return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
+    def evaluations(self) -> list[Source]:
+        """The evaluations of checkpoints."""
+        return [*dict.fromkeys(Source("", evaluation) for _, evaluation, _ in self.row_numbers if evaluation)]
+
+    @property
+    def evaluations_of_all(self) -> list[Source]:
+        """The trainer's own evaluation, recorded or not, and those of checkpoints."""
+        return [TRAINERS_EVALUATION, *self.evaluations]
 
     @cached_property
     def _by_step(self) -> pd.DataFrame:
@@ -90,27 +113,28 @@ class Run:
         return {}
 
     @cached_property
-    def _tables(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
+    def _tables(self) -> dict[tuple[str, str, str, bool], pd.DataFrame]:
         """A cache of tables, because a report asks for most of them many times."""
         return {}
 
-    def _taken(self, source: str, name: str, finite_only: bool) -> pd.DataFrame:
-        numbers = self.row_numbers.get((source, name))
-        key = (source, name, finite_only) if numbers is not None else ("", "", False)  # all without rows are one table
+    def _taken(self, source: Source, name: str, finite_only: bool) -> pd.DataFrame:
+        numbers = self.row_numbers.get((*source, name))
+        # All without rows are one table.
+        key = (*source, name, finite_only) if numbers is not None else ("", "", "", False)
         if key not in self._tables:
             numbers = np.empty(0, dtype=int) if numbers is None else numbers
             self._tables[key] = self._by_step.iloc[numbers[self._is_finite[numbers]] if finite_only else numbers]
         return self._tables[key]
 
-    def rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
+    def rows(self, name: str, source: Source = MEASURED) -> pd.DataFrame:
         """Return this metric's rows by step, empty if it was not recorded. Do not change the table: it is cached."""
         return self._taken(source, name, finite_only=False)
 
-    def finite_rows(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
+    def finite_rows(self, name: str, source: Source = MEASURED) -> pd.DataFrame:
         """Return the rows of this metric with a finite value, by step. Do not change the table: it is cached."""
         return self._taken(source, name, finite_only=True)
 
-    def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
+    def estimates(self, name: str, source: Source = MEASURED) -> dict[int, Estimate]:
         """Return this metric's estimates by step."""
         return to_estimates(self.rows(name, source))
 
@@ -131,13 +155,13 @@ class Run:
         ends = {"low": low.where(beside, rows["low"]), "high": high.where(beside, rows["high"])}
         return rows.assign(**ends, is_interval=beside | rows["is_interval"])
 
-    def values(self, name: str, source: str = PROBES_FILE) -> pd.Series[float]:
+    def values(self, name: str, source: Source = MEASURED) -> pd.Series[float]:
         """Return the finite values of this metric by step."""
         return self.finite_rows(name, source)["value"]
 
     def logged(self, name: str) -> pd.Series[float]:
         """Return the finite values of this metric in metrics.jsonl, by step."""
-        return self.values(name, METRICS_FILE)
+        return self.values(name, LOGGED)
 
     @property
     def entropy_is_the_trainers(self) -> bool:
@@ -151,7 +175,7 @@ class Run:
     def token_entropy_rows(self) -> pd.DataFrame:
         """Return the finite rows of token entropy by step. Do not change the table: it is cached."""
         if self.entropy_is_the_trainers:
-            return self.finite_rows("entropy", METRICS_FILE)
+            return self.finite_rows("entropy", LOGGED)
         return self.finite_rows("entropy/token")
 
     @property
@@ -190,13 +214,17 @@ def read_run(folder: Path) -> Run:
     """
     refuse_links_out(folder)
     logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
+    # The trainer's own have no number of prompts, whatever a folder of evaluations is called.
+    is_trainers = (evaluated["evaluation"] == IN_TRAINING) & evaluated["num_prompts"].isna()
     sources = [
-        logged.melt(var_name="name", ignore_index=False).reset_index().assign(source=METRICS_FILE),
-        measured.assign(source=PROBES_FILE),
-        evaluated.rename(columns={"metric": "name", "num_prompts": "num_samples", "evaluation": "source"}),
+        logged.melt(var_name="name", ignore_index=False).reset_index().assign(file=METRICS_FILE, evaluation=""),
+        measured.assign(file=PROBES_FILE, evaluation=""),
+        evaluated.rename(columns={"metric": "name", "num_prompts": "num_samples"}).assign(
+            file=np.where(is_trainers, EVALUATIONS_FILE, ""), evaluation=evaluated["evaluation"].mask(is_trainers, "")
+        ),
     ]
     table = pd.concat(sources, ignore_index=True).reindex(columns=COLUMNS)
-    table = table.drop_duplicates(["source", "name", "step"], keep="last").astype({"step": int})
+    table = table.drop_duplicates(["file", "evaluation", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
     table["reason"], table["code"] = table["reason"].fillna(""), table["code"].fillna("")

@@ -14,6 +14,8 @@ from rl_training.statistics.welch import mean_of
 MIN_STEPS = 8  # for a line: with fewer steps its error is too noisy to quote
 MAX_CORRELATION = 0.8  # cap on the correlation of neighbouring residuals: beyond it a line's error would be a guess
 RECENT = 10  # logged steps that shares and means cover
+MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
+MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
 
 
 def line_through(values: pd.Series[float]) -> Estimate:
@@ -75,3 +77,8 @@ def first_of_trailing(holds: pd.Series[bool]) -> int | None:
     fails = np.flatnonzero(~holds.to_numpy(dtype=bool))
     start = int(fails[-1]) + 1 if len(fails) else 0
     return None if start >= len(holds) else int(holds.index[start])
+
+
+def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Return the values times the factor that fits them to `truth` by least squares."""
+    return values * (truth @ values) / (values @ values)

@@ -34,7 +34,7 @@ from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.drawing import axis_limits
 from rl_training.records.report.estimates import to_rows
-from rl_training.records.report.series import read_run
+from rl_training.records.report.series import Source, read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.writing import format_estimate
 from rl_training.records.report_command import main
@@ -151,7 +151,7 @@ def test_the_shared_past_of_branches_is_drawn_once_unless_it_is_compared(tmp_pat
     groups = read_groups([again, later])
     trunk, branch = trunks_of(groups)
     assert [(run.name, run.steps[-1]) for run in (trunk, branch)] == [("plain0", 5), ("plain0_0.2", 8)]
-    assert trunk.rows("reward", "sums").index.tolist() == [4]
+    assert trunk.rows("reward", Source("", "sums")).index.tolist() == [4]
     assert trunk.rows("delta_h/cumulative_measured").index.max() == 5
     assert branching_steps(groups) == [5, 8]
     drawn = {chart.name: chart for chart in draw_overlays(groups)}

@@ -9,7 +9,8 @@ from rl_training import Estimate
 from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
-from rl_training.records.report import findings, write_report
+from rl_training.records.report import write_report
+from rl_training.records.report.appendix import gaps
 from rl_training.records.report.missing import missing_notes
 from rl_training.records.report.own_probes import SHOWN, own_metrics
 from rl_training.records.report.series import read_run
@@ -50,7 +51,7 @@ def test_an_own_metric_is_shown_with_its_value_with_or_without_an_error_bar(tmp_
         ["mine/lost", "–", "–", "it needs a second model"],
         ["mine/ended", "3.00 ± 0.20", "1", ""],
     ]
-    assert [(gap.what, gap.names) for gap in findings.gaps(read_run(tmp_path))] == [
+    assert [(gap.what, gap.names) for gap in gaps(read_run(tmp_path))] == [
         ("value", ["mine/lost"]), ("value", ["mine/ended"]),
     ]  # fmt: skip
     page = write_report(tmp_path).read_text(encoding="utf-8")

@@ -27,10 +27,11 @@ from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.appendix import gaps
 from rl_training.records.report.charts import BLUE, Series
+from rl_training.records.report.cumulative import BEGAN_ELSEWHERE, naive_sums
 from rl_training.records.report.drawing import draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
-from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_sums
 from rl_training.records.report.missing import ending_reason
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
@@ -38,6 +39,7 @@ from rl_training.records.report.predictions import hindrance
 from rl_training.records.report.preview import preview
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import read_run
+from rl_training.records.report.story.reward_functions import held_out_rewards
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
@@ -926,3 +928,19 @@ def test_a_reward_function_called_reward_has_a_row_beside_that_of_the_paid_rewar
     assert rows["reward"][0].startswith("1.")
     assert rows["reward"][0] in headline
     assert rows["reward reward"][0].startswith("0.")
+
+
+def test_an_evaluation_replaces_no_records_whatever_its_name(tmp_path: Path) -> None:
+    """Folders are called as a file of logs/ is, and as the trainer's own evaluation is shown."""
+    folder = log_run(tmp_path, estimates={"delta_h/forward": lambda step: Estimate(-0.01, 0.001, 8)})
+    Records(folder / "logs").write_evaluation(10, {"eval_reward": 0.25})
+    for name in ("probes.jsonl", "metrics.jsonl", "in training"):
+        numbers = {"delta_h/forward": Estimate(9.0, 0.1, 8), "reward": Estimate(0.75, 0.1, 8)}
+        write_step(folder / "evaluations" / name, 10, {}, numbers, [])
+    run = read_run(folder)
+    assert run.values("delta_h/forward")[10] == -0.01
+    assert run.logged("reward")[10] == 0.5
+    rewards = {label: rows["value"].tolist() for label, rows in held_out_rewards(run).items()}
+    assert rewards == {"evaluation in training": [0.25], "evaluation evaluations/in training": [0.75],
+                       "evaluation metrics.jsonl": [0.75], "evaluation probes.jsonl": [0.75]}  # fmt: skip
+    assert "Evaluation evaluations/in training: all numbers" in write_report(run).read_text(encoding="utf-8")

@@ -95,12 +95,6 @@ class RunRecords:
     def spread(self) -> pd.Series[float]:
         return spreads(self.run)
 
-    def of_one_step(self, name: str) -> pd.DataFrame:
-        """Return the finite rows of a metric of the probe `measured` that tell of one step, not of several together."""
-        rows = self.run.finite_rows(name)
-        steps = self.run.rows("measured/steps")["value"].reindex(rows.index)
-        return rows[steps.isna() | (steps == 1)]
-
     def of_responses(self, shares: pd.Series[float]) -> Estimate:
         """Return the mean of these shares, with its interval as a share of all responses in these steps.
 

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from scipy.special import betaln
 
-from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report import findings
 from rl_training.records.report.estimates import to_estimates
+from rl_training.records.report.measured import of_one_step, of_steps
+from rl_training.records.report.series import LOGGED
 from rl_training.records.report.standing_out.line import (
     EQUAL,
     JUMP,
@@ -49,14 +49,14 @@ FIND_CHANGE = "Find what changed at step {step}: the reward function, its servic
 
 def not_a_number(records: RunRecords) -> Line | None:
     """Report a reward that is nan, or a reward function that is."""
-    names = [name for name in records.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    names = [name for name in records.run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/mean")]
     last = records.reward.index.max() if len(records.reward) else math.inf
     steps = [step for step in records.run.steps if step <= last]
     for name in [*names, "reward"]:
-        values = records.run.rows(name, METRICS_FILE)["value"].reindex(steps)
+        values = records.run.rows(name, LOGGED)["value"].reindex(steps)
         since = first_of_trailing(values.isna())
         missing = values[values.index >= since] if since is not None else values.iloc[:0]
-        if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(METRICS_FILE):
+        if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(LOGGED):
             function = name.removeprefix("rewards/").removesuffix("/mean")
             whose = "The reward" if name == "reward" else f"The reward function `{function}`"
             said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
@@ -86,9 +86,9 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         if since is None:
             continue
         last = int(is_fallen.index[-1])
-        of_steps = findings.of_steps(paid[last], "in all")
+        over = of_steps(paid[last], "in all")
         said = (
-            f"Steps raise the reward that is paid, by {format_estimate(paid[last])} {of_steps}, and lower "
+            f"Steps raise the reward that is paid, by {format_estimate(paid[last])} {over}, and lower "
             f"`{function}`, by {format_estimate(sums[last], times=-1.0)} (measured up to step {last})."
         )
         read = f"Read the responses that earn most: they earn it without `{function}`."
@@ -152,7 +152,7 @@ def hardly_mixed(records: RunRecords) -> Line | None:
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
     reward, noise = records.reward, noise_of_a_step(records)
-    measured_changes = to_estimates(records.of_one_step("measured/delta_reward"))
+    measured_changes = to_estimates(of_one_step(records.run, "measured/delta_reward"))
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - STEPS_AFTER + 1):
         before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
@@ -208,7 +208,7 @@ def fall_as_if_by_lot(records: RunRecords) -> bool:
 
 def _moves_little(records: RunRecords, step: int) -> bool:
     """Return whether the KL per response of the update before this step is known and below a hundredth of a nat."""
-    kl = records.of_one_step("measured/kl")["value"].get(step)
+    kl = of_one_step(records.run, "measured/kl")["value"].get(step)
     return kl is not None and kl * float(records.length.get(step, math.nan)) < 0.01
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from rl_training.records.report.estimates import by_about_step, last_of, to_estimates
+from rl_training.records.report.measured import of_one_step
 from rl_training.records.report.rates import forward_and_backward, predictions_disagree
 from rl_training.records.report.standing_out.line import (
     LARGE_STEP,
@@ -65,7 +66,7 @@ def _lost_to_rounding(records: RunRecords) -> Line | None:
 
 def _hardly_moves(records: RunRecords) -> Line | None:
     """Report it by the steps' KL: √(½ (Σ √KL)²) bounds a reward's total change, as a share of its range (Pinsker)."""
-    kl, length = records.of_one_step("measured/kl")["value"].align(records.length, join="inner")
+    kl, length = of_one_step(records.run, "measured/kl")["value"].align(records.length, join="inner")
     if len(kl) < MIN_STEPS:
         return None
     of_responses = (kl * length).clip(lower=0.0)
@@ -153,14 +154,14 @@ def too_large(records: RunRecords) -> Line | None:
 
 def _moved(records: RunRecords) -> tuple[pd.DataFrame, pd.Series[float]]:
     """Return the rows of each step's KL and the entropy of the policy before it, both by the step that moved."""
-    kl = by_about_step(records.of_one_step("measured/kl"))
+    kl = by_about_step(of_one_step(records.run, "measured/kl"))
     return kl, records.run.token_entropy().reindex(kl.index)
 
 
 def _is_far(records: RunRecords) -> pd.Series[bool]:
     """Return whether each step moved the policy far: beside its entropy, or so that few sequences still describe it."""
     rows, entropy = _moved(records)
-    left = records.run.values("measured/ess").reindex(records.of_one_step("measured/kl").index).to_numpy()
+    left = records.run.values("measured/ess").reindex(of_one_step(records.run, "measured/kl").index).to_numpy()
     of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
     return (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (left < LEFT)
 
@@ -236,7 +237,7 @@ def _first_order_fails(records: RunRecords) -> Line | None:
 def _reward_is_gone(records: RunRecords) -> Line | None:
     """Report that reward fell for good, and entropy changed by half or more as it did, if no step's KL is recorded."""
     reward, levels = records.reward, records.run.token_entropy()
-    if len(records.of_one_step("measured/kl")) or len(reward) < MIN_STEPS or not records.set_up.sequences > 0:
+    if len(of_one_step(records.run, "measured/kl")) or len(reward) < MIN_STEPS or not records.set_up.sequences > 0:
         return None
     end = reward.tail(MIN_STEPS)
     highest = float(reward.rolling(BEST, min_periods=1).mean().max())

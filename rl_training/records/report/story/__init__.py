@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from rl_training.records.report import findings
 from rl_training.records.report.series import Run
 from rl_training.records.report.story.curves import FALL_OF_PART, Entropy, Reward, read_entropy, read_reward
 from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import (
+    held_out_rewards,
     highest_reward,
     is_penalty,
     reward_functions,
@@ -117,5 +117,5 @@ def _known(curves: Iterable[Reward | None]) -> list[Reward]:
 
 
 def _held_out(run: Run) -> list[pd.Series[float]]:
-    rows = [rows["value"] for rows in findings.held_out_rewards(run).values()]
+    rows = [rows["value"] for rows in held_out_rewards(run).values()]
     return [values for values in (run.logged("eval_reward"), *rows) if len(values)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report import findings
 from rl_training.records.report.story.broken_line import BrokenLine
+from rl_training.records.report.trends import MAX_WINDOW
 from rl_training.records.report.writing import ROUNDING, level, plus_minus, steps_of
 
 FIRST_STEPS = 5  # logged steps whose mean is the level at the start; in short runs one in twenty
@@ -52,7 +52,7 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = 
         error: Standard error of its last level, if it is not `line.now_error`.
     """
     if line is None:
-        (start, *first), *rest = findings.first_and_last_means(values)
+        (start, *first), *rest = first_and_last_means(values)
         if not rest:
             return Levels(start, None, math.nan, f"step {first[0]} alone")
         now, *last = rest[0]
@@ -72,3 +72,10 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = 
 def first_values(values: pd.Series[float]) -> pd.Series[float]:
     """Return the values of the first logged steps, whose mean is the level at the start."""
     return values.head(min(FIRST_STEPS, max(len(values) // 20, 1)))
+
+
+def first_and_last_means(values: pd.Series[float]) -> list[tuple[float, int, int]]:
+    """Return (mean, first step, last step) of the first few values and of the last few; for one value, one entry."""
+    window = min(MAX_WINDOW, max(len(values) // 2, 1))
+    parts = (values.iloc[:window], values.iloc[window:].tail(window))
+    return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]

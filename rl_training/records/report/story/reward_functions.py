@@ -1,4 +1,4 @@
-"""The reward functions of a run: their curves, weights and spread, which are penalties, and the highest reward."""
+"""The rewards of a run: of its reward functions, their weights and spread; on held-out prompts; the highest one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import math
 
 import pandas as pd
 
-from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import LOGGED, Run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.trends import MIN_STEPS
 
 
 def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
     """Return the mean reward by step of each of the trainer's reward functions, by name."""
-    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/mean")]
+    names = [name for name in run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/mean")]
     return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
+
+
+def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
+    """Return the rewards on prompts that training never sees, by the evaluation that measured them."""
+    rewards = {f"evaluation {source.title}": run.finite_rows("reward", source) for source in run.evaluations_of_all}
+    return {label: rows for label, rows in rewards.items() if len(rows)}
 
 
 def reward_weights(run: Run) -> dict[str, float]:
@@ -53,7 +58,7 @@ def _is_number(value: object) -> bool:
 
 def spreads(run: Run) -> pd.Series[float]:
     """Return the standard deviation of all rewards, by step; within prompts if TRL logs no other."""
-    names = [name for name in run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")]
+    names = [name for name in run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/std")]
     return run.logged(names[0] if len(names) == 1 else "reward_std")
 
 

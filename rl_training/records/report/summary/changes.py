@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rl_training.records.report import findings
+from rl_training.records.report.cumulative import NO_LATER_BATCH, naive_sums, sum_starts, sums_began_elsewhere
 from rl_training.records.report.estimates import finite, to_estimates
 from rl_training.records.report.missing import NO_PROBE
 from rl_training.records.report.series import Run
@@ -18,16 +18,16 @@ def entropy_changes(run: Run) -> Iterator[Row]:
     """Yield the measured change of entropy at the last step that has one, and the sums of predictions up to there."""
     sums = [run.rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     first, last = _span(run)
-    changes = [Estimate.missing(findings.NO_LATER_BATCH)] * 3
+    changes = [Estimate.missing(NO_LATER_BATCH)] * 3
     if first != last:
         absent = Estimate.missing(NO_PROBE)
-        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_sums(run))]
+        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, naive_sums(run))]
     truth, predicted, naive = changes
     if all(math.isnan(estimate.value) for estimate in changes) and len({e.code or e.reason for e in changes}) == 1:
         yield Row("change of entropy", MISSING, truth.reason)
         return
     span = "nats per token" + (f", batch of step {last} minus that of step {first}" if first is not None else "")
-    if findings.sums_began_elsewhere(run):
+    if sums_began_elsewhere(run):
         span += f", to step {last} from the first step of the run that this one continues"
     notes = {"measured ΔH": span, "predicted ΔH": "sum of trapezoids", "naive product": "sum of same-batch products"}
     for (label, note), change in zip(notes.items(), changes, strict=True):
@@ -48,4 +48,4 @@ def _span(run: Run) -> tuple[int | None, int]:
     """Return the first and last step of the measured change of entropy; None as first if it started in another run."""
     sums = run.rows("delta_h/cumulative_measured")
     last = max(finite(sums).index, default=max(sums.index, default=0))
-    return max((step for step in findings.sum_starts(run) if step <= last), default=None), last
+    return max((step for step in sum_starts(run) if step <= last), default=None), last

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rl_training.records.report import findings
 from rl_training.records.report.estimates import to_estimates
+from rl_training.records.report.measured import of_steps
 from rl_training.records.report.series import Run
 from rl_training.records.report.story import REWARD_SUM, Story
 from rl_training.records.report.story.broken_line import broken_line
 from rl_training.records.report.story.levels import Levels, levels_of
-from rl_training.records.report.story.reward_functions import reward_functions, reward_weights
+from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions, reward_weights
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict.holds import NOTABLE, cost_next_to_nothing
@@ -29,7 +29,7 @@ def levels(run: Run, story: Story) -> Iterator[Row]:
     yield _from_to("reward", rewards, drawn + rewards.window if rewards else "")
     yield from _functions(run, story)
     yield from _hacked(run, story)
-    for label, rows in findings.held_out_rewards(run).items():
+    for label, rows in held_out_rewards(run).items():
         ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
         of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
         at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
@@ -66,7 +66,7 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
         else:
             low, high = total.bounds()
             side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
-            what = f"the measured effects {findings.of_steps(total, 'of all steps')} add up to"
+            what = f"the measured effects {of_steps(total, 'of all steps')} add up to"
             note = f"{watched}{what} {format_estimate(total, True)}: {side}"
         yield _from_to(f"reward {name}", story.function_levels.get(name), note)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from rl_training.records.report import findings
-from rl_training.records.report.estimates import by_about_step, finite, last_of
+from rl_training.records.report.estimates import by_about_step, finite, last_of, mean_of_rows
+from rl_training.records.report.measured import per_step
 from rl_training.records.report.series import Run
 from rl_training.records.report.trends import RECENT
 from rl_training.records.report.writing import MILLI, MISSING, format_estimate, percent, steps_of
@@ -32,7 +32,7 @@ def step_numbers(run: Run) -> list[list[str]]:
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
         columns = [
-            by_about_step(findings.measured_by_one_step(run, measured)),
+            by_about_step(per_step(run, measured)),
             by_about_step(run.finite_rows(predicted)),
         ]
         both = columns[0].index.intersection(columns[1].index)
@@ -43,7 +43,7 @@ def step_numbers(run: Run) -> list[list[str]]:
         columns = [known, (columns[1].loc[both] if len(both) and is_known else columns[1]).tail(RECENT)]
         if any(map(len, columns)):
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
-            means = [format_estimate(findings.mean_of_rows(rows), True, times) for rows in columns]
+            means = [format_estimate(mean_of_rows(rows), True, times) for rows in columns]
             if not is_known:
                 last = last_of(asked[~asked.index.isin(finite(asked).index)]) or NO_SPAN
                 is_new = (last.code or last.reason) not in explained  # each reason once in the table
