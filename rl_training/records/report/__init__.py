@@ -1,8 +1,9 @@
 """The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
     series.py           the records of a run as one table: estimates.py, its rows; missing.py, why some are missing
-    config_file.py      the run's settings; set_up.py: in the words of whichever trainer made it
-    findings.py         sums and means of the table; trends.py, rates.py: a line through it, and entropy's rate now
+    config_file.py      the run's settings: set_up.py reads them, wording.py says what to change in its trainer's words
+    measured.py, cumulative.py    what steps were measured to do, one by one and summed up
+    trends.py, rates.py a line through the table, and entropy's rate now
     story/              what reward and entropy do, without their noise
     verdict/            what that means, in one sentence
     standing_out/       rules that each detect one fault
@@ -11,10 +12,11 @@
     summary/            the table below them
     effects.py          what interventions do: interventions.py in words, plane.py as a chart, branches.py to try them
     ledger.py           where the entropy went: a sum that closes
-    tokens.py, own_probes.py, sampler.py, checkpoint_analyses.py    further sections
+    tokens.py, own_probes.py, sampler.py, checkpoint_analyses.py, appendix.py    further sections
     figures.py          the charts of a run: charts.py, drawing.py, labels.py; calibration.py: predictions against truth
     writing.py          how numbers are written
-    page.py             the page, by environment.py's templates; preview.py: a chart at once
+    run_page.py         all parts of a run's page, in their order
+    page.py             any page, by environment.py's templates; preview.py: a chart at once
 
 Records alone are enough, whether the run is finished, killed or still going. A missing value is "–" with its reason.
 """
