@@ -1,9 +1,21 @@
-"""Probes in verl. Its workers import this: actor_rollout_ref.model.external_lib=rl_training.hosts.verl.
+"""Probes in verl: the same settings, one word of the command changed, and bitwise the same training.
 
-python -m rl_training.hosts.verl ...        # instead of python -m verl.trainer.main_ppo, with the same settings
+    python -m rl_training.hosts.verl ...        # instead of python -m verl.trainer.main_ppo
 
-trainer.py keeps the responses to a prompt together; engine.py reports each step of its workers to the probes, and
-batch.py converts their microbatches.
+A training has three kinds of process, and a step passes through them in this order:
+
+    the command      __main__.py composes verl's settings with a choice of probes; refusals.py refuses what cannot be
+                     measured, before Ray starts; trainer.with_probes puts the trainer and the engine below into them
+    Ray's runner     trainer.py: verl's synchronous trainer, which keeps the responses to a prompt together and sends
+                     each rollout to the workers with what only it knows, rollout_settings.py
+    the workers      engine.py: verl's FSDP2 engine, which calls measurement.py at the moments of a step: that is the
+                     engine's driver, as for any loop. loop.py describes verl's loop to it, batch.py reads microbatches
+
+probes.py makes the probes: in the command to refuse them, in the workers to measure. members.py lists what is relied on
+in verl; read it first when verl changes. verl's own command can do the same, by the plugin rl_training/verl_plugin.py:
+that lies elsewhere because verl imports it while verl is still being imported, and this package imports verl.
+
+Workers import this package by actor_rollout_ref.model.external_lib=rl_training.hosts.verl, which registers the engine.
 """
 
 from importlib.metadata import version

@@ -16,6 +16,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
+from rl_training.errors import UserError
 from rl_training.hosts.verl.trainer import Runner, with_probes
 from rl_training.job.configuration.probe_group import add_probe_group
 
@@ -33,9 +34,15 @@ def with_probe_choice(arguments: list[str]) -> list[str]:
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def run(config: DictConfig) -> None:
+    """Check the settings, then start verl's trainer. What cannot be measured ends the command with one line."""
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    run_ppo(with_probes(config), task_runner_class=Runner)
+    try:
+        config = with_probes(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)  # like the other commands of this package; Hydra would print a traceback
+    run_ppo(config, task_runner_class=Runner)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -13,24 +13,6 @@ from torch import Tensor
 from rl_training.policy.linear_head import scores_of_logits
 from rl_training.policy.rollout import Rollout, pad_and_concat, with_one_advantage_each
 from rl_training.policy.scorer import CHUNK_LOGITS
-
-UNTESTED = "rollout_untested"  # key of a batch: 1 if `Rollout.untested`
-
-
-class RolloutSettings(TypedDict):
-    """What the trainer tells the engine about a rollout and the probes, which the engine cannot know."""
-
-    probes: dict[str, Any]  # configurations of probes by name, each with its `_target_`
-    folder: str  # of the records
-    rollouts_every: int  # see `Records`
-    responses_per_prompt: int
-    rollout: int  # the rollout's number: the trainer's step
-    fresh: bool  # whether the present weights sampled it
-    plain_advantages: bool  # whether advantages are rewards minus their prompt's mean
-    sampling_mismatch: str  # why its responses are no samples of the scored policy, with the fix; "" if they are
-    max_response_length: int
-    end_tokens: list[int]  # that end a response
-    whole_prompts_fix: str  # what keeps the responses to a prompt together
 
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:
@@ -63,7 +45,6 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         old_logps=old_logps,
         environment_mask=token_mask - mask if bool((token_mask != mask).any()) else None,
         truncated=(lengths >= max_length) & ~torch.isin(last, last.new_tensor(list(end_tokens))),
-        untested=UNTESTED in data and bool(data[UNTESTED].any()),
     )
     return with_one_advantage_each(rollout)
 

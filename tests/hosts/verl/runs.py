@@ -7,6 +7,7 @@ rank r writes FOLDER/RUN_WORLD/r.pt. Everything is imported once, then processes
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_training import Reading
+from rl_training import Reading, Rollout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 os.environ |= {
@@ -46,8 +47,9 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Probe
-from rl_training.hosts.verl.batch import UNTESTED
-from rl_training.hosts.verl.engine import SETTINGS
+from rl_training.hosts.verl import measurement
+from rl_training.hosts.verl.batch import read_rollout
+from rl_training.hosts.verl.rollout_settings import BATCH_KEY, RolloutSettings
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
@@ -109,6 +111,14 @@ class Recorder(Probe):
 KEPT: list[dict[str, Any]] = []
 
 
+def read_untested(*args: Any) -> Rollout:
+    """Return a microbatch's sequences, of which it is not tested who drew them: given ones were not drawn."""
+    return dataclasses.replace(read_rollout(*args), untested=True)
+
+
+measurement.read_rollout = read_untested  # type: ignore[assignment]
+
+
 def nested(tensor: Tensor, mask: Tensor) -> Tensor:
     """Return the masked entries of each row as a nested tensor, as verl's trainer passes them on."""
     rows = [row[kept] for row, kept in zip(tensor, mask.bool(), strict=True)]
@@ -133,7 +143,6 @@ def data_of(step: int, rank: int, world: int) -> TensorDict:
         "position_ids": nested((tokens.cumsum(dim=1) - 1).clamp(min=0), tokens),
         "advantages": nested(rank_rows["advantages"].unsqueeze(1) * mask, mask),
         "rm_scores": nested(rank_rows["rewards"].unsqueeze(1) * last, mask),
-        UNTESTED: torch.ones(share),
     }
     batch = TensorDict(data, batch_size=share)
     tensordict_utils.assign_non_tensor_stack(batch, "uid", [str((rank * share + i) // G) for i in range(share)])
@@ -174,17 +183,17 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
     return worker
 
 
-def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
+def settings(folder: Path, step: int, run: dict[str, Any]) -> RolloutSettings:
     """Return the settings that the trainer would send with this rollout."""
     return {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
-        "responses_per_prompt": G, "rollout": step, "fresh": True,
-        "plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
+        "responses_per_prompt": G, "rollout_number": step, "is_fresh": True,
+        "has_plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
         "whole_prompts_fix": "the fix of verl's trainer",
     }  # fmt: skip
 
 
-def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: dict[str, Any] | None) -> Any:
+def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: RolloutSettings | None) -> Any:
     """Take the steps on one rollout, and return verl's metrics."""
     common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
     tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
@@ -203,7 +212,7 @@ def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], abo
         dataloader_kwargs={"shuffle": False}, compute_loss=True,
     )  # fmt: skip
     if about is not None:
-        tensordict_utils.assign_non_tensor(data, **{SETTINGS: about})
+        tensordict_utils.assign_non_tensor(data, **{BATCH_KEY: about})
     return tensordict_utils.get(worker.train_mini_batch(data), "metrics")
 
 
@@ -230,10 +239,10 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
         metrics.append(take_step(worker, data, run, about))
         if kind == "ended" and step == STEPS - 1:
             worker.save_checkpoint(str(folder / "checkpoint"), global_step=step)
-    measurement = worker.engine._measurement
+    measured = worker.engine._measurement
     return {
         "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT),
-        "latest": {} if measurement is None else dict(measurement._writer.latest),
+        "latest": {} if measured is None else dict(measured._writer.latest),
         "seconds": (time.perf_counter() - started) / STEPS,
     }  # fmt: skip
 

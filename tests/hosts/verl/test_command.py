@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -71,6 +72,13 @@ def test_all_probes_are_the_default_and_a_choice_is_added_to_verls_settings() ->
         "--config-name", "a", "+probe=all", "data.seed=1", "--cfg", "job"
     ]  # fmt: skip
     assert with_probe_choice(["--cfg", "job"]) == ["--cfg", "job", "+probe=all"]
+
+
+def test_a_refused_setting_ends_the_command_with_one_line(composed: Any, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        composed(*SETTINGS, f"{ROLLOUT}.n=1")
+    assert ended.value.code == 2
+    assert re.fullmatch(rf"error: {ROLLOUT}\.n=1: .*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("installed", ["0.8.0", "0.10.1"])

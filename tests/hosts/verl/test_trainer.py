@@ -30,16 +30,10 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.loop import Loop
 from rl_training.errors import UserError
-from rl_training.hosts.verl.engine import FIXES, Measurement, dr_grpo_settings
-from rl_training.hosts.verl.trainer import (
-    ESTIMATORS,
-    TRAINER,
-    ProbedTrainer,
-    rollout_settings,
-    whole_prompts_fix,
-    whole_prompts_order,
-    with_probes,
-)
+from rl_training.hosts.verl.loop import FIXES, dr_grpo_settings
+from rl_training.hosts.verl.refusals import ESTIMATORS
+from rl_training.hosts.verl.rollout_settings import rollout_settings, whole_prompts_fix
+from rl_training.hosts.verl.trainer import TRAINER, ProbedTrainer, whole_prompts_order, with_probes
 from rl_training.parallel.ranks import Ranks
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
@@ -131,10 +125,27 @@ class NamedVerl(SimpleEntropyProbe):
     name = "verl"  # a checkpoint has the number of steps under it
 
 
-def test_a_probe_with_the_name_of_verls_own_state_is_refused() -> None:
-    settings: Any = {"probes": {"mine": {"_target_": f"{__name__}.{NamedVerl.__name__}"}}}
-    with pytest.raises(UserError, match=r"^the name verl is reserved: give the probe another one$"):
-        Measurement(cast(Any, None), settings, resumed_from=None)
+class NamedEngine(SimpleEntropyProbe):
+    name = "engine"
+
+
+def test_probes_that_workers_could_not_run_are_refused_with_one_line_before_they_start() -> None:
+    mine = f"+probes.mine._target_={__name__}.NamedVerl"
+    again = "+probes.again._target_=rl_training.probes.SimpleEntropyProbe"
+    eight_prompts = ["trainer.n_gpus_per_node=1", f"{ACTOR}.ppo_mini_batch_size=8", f"{MICROBATCH}=8"]
+    for settings, said in (
+        ([mine], "the name verl is reserved"),
+        ([mine.replace("NamedVerl", "NamedEngine")], "the name engine is reserved"),
+        ([again], r"\['simple'\]"),
+        (["+probes.simple.evry=3"], r"probes\.simple: .*evry"),
+        (["+probes.simple.rows_dtype=int3"], r"probes\.simple: .*int3"),
+        (["probes.simple._target_=no_such_module.Probe"], r"probes\.simple: .*no_such_module"),
+        ([*eight_prompts, "+probes.simple.num_folds=9"], r"num_folds=9 .*num_folds=8"),
+    ):
+        with pytest.raises(UserError, match=said) as refused:
+            with_probes(config_of(*settings))
+        assert "\n" not in str(refused.value)
+    with_probes(config_of(*eight_prompts, "+probes.simple.num_folds=8"))
 
 
 def tag(version: int) -> dict[str, int]:
@@ -144,13 +155,18 @@ def tag(version: int) -> dict[str, int]:
 def test_the_engine_receives_the_rollout_settings_it_cannot_see() -> None:
     settings = rollout_settings(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
     assert settings["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
-    assert (settings["responses_per_prompt"], settings["rollout"], settings["fresh"], settings["end_tokens"]) == (
+    assert (
+        settings["responses_per_prompt"],
+        settings["rollout_number"],
+        settings["is_fresh"],
+        settings["end_tokens"],
+    ) == (
         4,
         5,
         True,
         [2],
     )
-    assert (settings["plain_advantages"], settings["sampling_mismatch"]) == (True, "")
+    assert (settings["has_plain_advantages"], settings["sampling_mismatch"]) == (True, "")
 
 
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
@@ -212,13 +228,13 @@ def test_supported_estimators_give_one_advantage_per_response(name: str) -> None
 
 @pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])
 def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) -> None:
-    assert not rollout_settings(config_of(), tags, 5, None)["fresh"]
+    assert not rollout_settings(config_of(), tags, 5, None)["is_fresh"]
 
 
 def test_top_p_is_named_with_the_fix_and_normalized_advantages_are_not_dr_grpos() -> None:
     settings = rollout_settings(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
     assert settings["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
-    assert not settings["plain_advantages"]
+    assert not settings["has_plain_advantages"]
 
 
 def test_the_documented_command_is_supported_and_has_dr_grpos_loss() -> None:
@@ -226,7 +242,7 @@ def test_the_documented_command_is_supported_and_has_dr_grpos_loss() -> None:
     words = [word for word in shlex.split(command.replace("\\\n", " "), comments=True) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
     settings = rollout_settings(config, [tag(0)], 1, None)
-    assert (settings["plain_advantages"], settings["fresh"], settings["sampling_mismatch"]) == (True, True, "")
+    assert (settings["has_plain_advantages"], settings["is_fresh"], settings["sampling_mismatch"]) == (True, True, "")
     actor = config.actor_rollout_ref.actor
     assert actor.loss_scale_factor == config.data.max_response_length
     longest = config.data.max_prompt_length + config.data.max_response_length

@@ -267,7 +267,7 @@ def test_settings_are_instantiated_in_one_place_only() -> None:
                 ):
                     places.setdefault(name, set()).add(str(path.relative_to(ROOT / "rl_training")))
     assert places == {
-        "instantiate": {"job/objects/make.py", "hosts/verl/engine.py"},
+        "instantiate": {"job/objects/make.py", "hosts/verl/probes.py"},
         # Also for files in conf/, and for Hydra's file about a sweep.
         "OmegaConf.load": {
             "job/configuration/stored.py",

@@ -1,0 +1,82 @@
+"""Describes verl's loop to the driver, which treats it like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from rl_training.engine.loop import Loop
+from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.verl.rollout_settings import ACTOR, RolloutSettings
+from rl_training.parallel.fsdp import FullyShard
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.scorer import Scorer
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import LossSettings
+from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
+
+STEPS_FIX = f"{ACTOR}.ppo_mini_batch_size={{prompts}}, with data.train_batch_size at least as large"
+FIXES = Fixes(
+    batch_setting=f"{ACTOR}.ppo_micro_batch_size_per_gpu={{size}} {STEPS_FIX}",
+    steps_setting=STEPS_FIX,
+    num_folds_setting="probes.{name}.num_folds={folds}",
+    dr_grpo="set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
+    "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff",
+)
+NO_SAMPLE = Unavailable(
+    "server_sleeps", "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
+)
+
+
+def loop_of(
+    engine: FSDPEngineWithLMHead, settings: RolloutSettings, loss_function: Callable[..., Any], data: TensorDict
+) -> Loop:
+    """Return what the driver must know about a training that is about to make its first step.
+
+    Args:
+        engine: verl's engine, with model and optimizer.
+        settings: What only the trainer knows.
+        loss_function: verl's loss, which has its settings.
+        data: This rank's rows of the first optimizer step.
+    """
+    dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
+    autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
+    shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
+    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, run_inside_forward=True)
+    config, group = engine.engine_config, int(settings["responses_per_prompt"])
+    # Dynamic microbatches differ in size. The driver is told of each step's; the announcement assumes one prompt each.
+    size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
+    loss = dr_grpo_settings(loss_function, data) if settings["has_plain_advantages"] else None
+    tokenizer = engine.model_config.tokenizer
+    decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return Loop(
+        responses_per_prompt=group,
+        microbatch_size=size,
+        microbatches=max(1, len(data) // size),
+        shard=shard,
+        policy=LoopPolicy(engine.module, scorer, size, None, decode),
+        ranks=all_ranks(),
+        is_dr_grpo=loss is not None,
+        loss_settings=loss,
+        reasons=Reasons(sampling_mismatch=reason_of_loop(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE),
+        fixes=dataclasses.replace(FIXES, whole_prompts=settings["whole_prompts_fix"]),
+    )
+
+
+def dr_grpo_settings(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
+    """Return the settings of verl's loss if it is Dr-GRPO's. None for another loss, or one that is not verl's."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
+        return None
+    is_plain = config.policy_loss.get("loss_mode", "vanilla") == "vanilla"
+    if not is_plain or config.loss_scale_factor is None or config.loss_agg_mode != "seq-mean-token-sum-norm":
+        return None
+    bounds = config.clip_ratio_low, config.clip_ratio_high
+    low, high = (config.clip_ratio if bound is None else bound for bound in bounds)
+    return LossSettings(int(config.loss_scale_factor), low, high, hides_truncated=False)

@@ -1,0 +1,104 @@
+"""What the trainer tells the workers with each rollout: what they need and cannot know, read from verl's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from omegaconf import DictConfig, OmegaConf
+
+BATCH_KEY = "rl_training"  # key of a batch, under which they are sent; verl reads no such key
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+# Settings that change the sampled distribution, with the values that switch each off.
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
+
+
+class RolloutSettings(TypedDict):
+    """What the workers need and cannot know."""
+
+    # Of this rollout:
+    rollout_number: int  # the trainer's step
+    is_fresh: bool  # the present weights have sampled it
+
+    # The same in all rollouts; the workers read these at their first step:
+    probes: dict[str, Any]  # configurations of probes by name, each with its `_target_`
+    folder: str  # of the records
+    rollouts_every: int  # see `Records`
+    responses_per_prompt: int
+    has_plain_advantages: bool  # advantages are rewards minus their prompt's mean
+    sampling_mismatch: str  # why responses are no samples of the scored policy, with the fix; "" if they are
+    max_response_length: int
+    end_tokens: list[int]  # that end a response
+    whole_prompts_fix: str  # what keeps the responses to a prompt together
+
+
+def rollout_settings(
+    config: DictConfig, tags: list[dict[str, Any]], step: int, end_token: int | None
+) -> RolloutSettings:
+    """Return what the workers cannot know about a rollout, and which probes to run.
+
+    Args:
+        config: verl's configuration.
+        tags: verl's tags of each row.
+        step: The trainer's step, which is the rollout's number. The weights before it have the number below.
+        end_token: The end-of-sequence token id, or None.
+    """
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
+    probes: Any = OmegaConf.to_container(config.probes, resolve=True)
+    is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized always divides by the standard deviation
+    return RolloutSettings(
+        rollout_number=step,
+        is_fresh=versions == {step - 1},
+        probes=probes,
+        folder=str(Path(config.trainer.default_local_dir).absolute() / "logs"),
+        rollouts_every=OmegaConf.select(config, "rollouts.every", default=0),
+        responses_per_prompt=rollout.n,
+        has_plain_advantages=is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
+        sampling_mismatch=sampling_mismatch_reason(rollout) or selection_reason(algorithm),
+        max_response_length=config.data.max_response_length,
+        end_tokens=[] if end_token is None else [end_token],
+        whole_prompts_fix=whole_prompts_fix(config)
+        or "responses of this rollout are missing, or verl has added sequences to fill the batch",
+    )
+
+
+def num_processes(config: DictConfig) -> int:
+    """Return the number of training processes. Each has a share of every batch."""
+    return config.trainer.n_gpus_per_node * config.trainer.nnodes
+
+
+def whole_prompts_fix(config: DictConfig) -> str:
+    """Return the fix for a setting that separates the responses to a prompt. Empty if they stay together."""
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    processes = num_processes(config)
+    if actor.shuffle:
+        return f"set {ACTOR}.shuffle=False"
+    if actor.ppo_mini_batch_size % processes:
+        return f"set {ACTOR}.ppo_mini_batch_size to a multiple of {processes}, the number of processes"
+    tokens = n * (config.data.max_prompt_length + config.data.max_response_length)
+    if actor.use_dynamic_bsz and tokens > actor.ppo_max_token_len_per_gpu:
+        return f"set {ACTOR}.ppo_max_token_len_per_gpu={tokens} or more"
+    if not actor.use_dynamic_bsz and (actor.ppo_micro_batch_size_per_gpu or 1) % n:
+        return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={n}"
+    return ""
+
+
+def sampling_mismatch_reason(rollout: Any) -> str:
+    """Return why responses are not samples of the scored policy, with the fix. Empty if they are."""
+    for name, neutral in NEUTRAL_SAMPLING.items():
+        value = rollout.get(name)
+        if value is not None and value not in neutral:
+            return f"{name}={value} samples from another policy than the scored one: set {ROLLOUT}.{name}={neutral[0]}"
+    return ""
+
+
+def selection_reason(algorithm: Any) -> str:
+    """Return why training uses only responses with certain ratios, with the fix. Empty if it uses all."""
+    rejection = OmegaConf.select(algorithm, "rollout_correction.rollout_rs")
+    if rejection in (None, "null"):
+        return ""
+    return (
+        f"rollout_rs={rejection} rejects responses by their ratio to the sampler, so the rest are not a sample of any "
+        "policy: set algorithm.rollout_correction.rollout_rs=null; rollout_is reweights responses and keeps them all"
+    )
