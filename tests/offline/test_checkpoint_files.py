@@ -73,5 +73,5 @@ def test_missing_shards_are_refused(run: Path, tmp_path: Path, restored: Restore
         write_shards(folder, restored, 3, swap=False)
         next((folder / "global_step1").glob("*rank_1_*")).unlink()
 
-    with pytest.raises(ValueError, match="shards of 2 ranks of"):
+    with pytest.raises(ValueError, match=r"global_step1 .*\b2\b"):
         restored_at(altered(run, tmp_path, lose_one), 1)

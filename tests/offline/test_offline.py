@@ -251,7 +251,7 @@ def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, anal
     assert read["results"]["deltaH1"] == analyzed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
-    with files_of_at_most(100), pytest.raises(UserError, match="make room"):
+    with files_of_at_most(100), pytest.raises(UserError, match=str(path)):
         write_result(path, restored, analyzed, {})
     assert path.read_bytes() == before
 

@@ -56,7 +56,7 @@ def test_rollouts_cut_by_a_kill_are_read_up_to_the_cut_and_continued(tmp_path: P
     assert rows[0]["reward"] != rows[0]["reward"]
     with gzip.open(path, "ab") as file:
         file.write(b"no json\n")
-    with pytest.raises(ValueError, match="line 6 is damaged"):
+    with pytest.raises(ValueError, match=rf"{ROLLOUTS_FILE}, line 6\b"):
         list(iterate_rollouts(tmp_path))
 
 

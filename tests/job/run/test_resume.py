@@ -283,7 +283,7 @@ def test_a_disk_that_fills_up_within_a_line_corrupts_nothing(tmp_path: Path) -> 
     estimates = {f"a/{i}": Estimate(float(i), 0.5, 8) for i in range(9)}
     records.write_estimates(1, 1, "probe", estimates)
     size = (tmp_path / PROBES_FILE).stat().st_size
-    with files_of_at_most(size + 200), pytest.raises(UserError, match="make room"):
+    with files_of_at_most(size + 200), pytest.raises(UserError, match=PROBES_FILE):
         records.write_estimates(2, 1, "probe", estimates)
     assert (tmp_path / PROBES_FILE).stat().st_size == size
     assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9
@@ -314,6 +314,6 @@ def test_a_full_disk_when_resuming_keeps_the_records(tmp_path: Path) -> None:
     for step in range(1, 99):
         records.write_metrics(step, {"loss": 0.1})
     before = read_metrics(tmp_path)
-    with files_of_at_most(1000), pytest.raises(UserError, match="make room"):
+    with files_of_at_most(1000), pytest.raises(UserError, match=METRICS_FILE):
         records.start(after_step=90)
     assert read_metrics(tmp_path) == before

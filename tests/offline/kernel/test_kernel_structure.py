@@ -144,7 +144,7 @@ def test_edit_distances_equal_values_by_hand(a: str, b: str, distance: int) -> N
 
 def test_a_truncated_kernel_file_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / KERNEL_FILE).write_bytes((folder / KERNEL_FILE).read_bytes()[:-9])
-    with pytest.raises(ValueError, match=f"{KERNEL_FILE} is damaged .* remove it"):
+    with pytest.raises(ValueError, match=str(tmp_path / KERNEL_FILE)):
         load_kernel(tmp_path)
 
 

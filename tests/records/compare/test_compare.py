@@ -503,7 +503,7 @@ def test_a_broken_config_is_named_or_counts_as_empty(tmp_path: Path, config: str
     (record(tmp_path / "a") / "config.yaml").write_text(config)
     record(tmp_path / "b")
     if config == "a: [":
-        with pytest.raises(ValueError, match=r"a.config\.yaml cannot be read"):
+        with pytest.raises(ValueError, match=str(tmp_path / "a" / "config.yaml")):
             read_groups([tmp_path])
     else:
         assert len(read_groups([tmp_path])) == 2
@@ -521,7 +521,7 @@ def test_the_command_compares_several_runs_or_a_folder_of_them(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["a", "nowhere"], "give the folder of a run"), (["a", "a"], "is one run"), (["a", "--out", "x"], "--out is for")],
+    [(["a", "nowhere"], "^nowhere"), (["a", "a"], r"\ba\b"), (["a", "--out", "x"], "^--out ")],
 )
 def test_the_command_reports_mistakes_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str

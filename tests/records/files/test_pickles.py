@@ -54,7 +54,7 @@ def test_no_code_in_a_shard_is_run(tmp_path: Path, inside: type) -> None:
         shard.write_bytes(pickle.dumps(Canary(canary)))
     else:
         torch.save({"a": Canary(canary)} if inside is dict else [torch.ones(1), Canary(canary)], shard)
-    with pytest.raises(ValueError, match=rf"{shard} holds (objects that could run code \(builtins.exec\)|no tensors)"):
+    with pytest.raises(ValueError, match=rf"{shard} .*(builtins\.exec|tensors)"):
         load_tensors(shard)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -42,11 +42,9 @@ def test_damage_before_the_last_gzip_member_is_an_error_and_resuming_rewrites_no
     start, following = member_starts(whole)[1:3]
     path.write_bytes(whole[: start + 30] + b"?" * 20 + whole[start + 50 :])
     damaged = path.read_bytes()
-    with pytest.raises(
-        ValueError, match=rf"rollouts\.jsonl\.gz is damaged between bytes {start} and {following} .*copy"
-    ):
+    with pytest.raises(ValueError, match=rf"rollouts\.jsonl\.gz .*\b{start}\b.*\b{following}\b.*copy"):
         rows_of(path)
-    with pytest.raises(ValueError, match="is damaged between bytes"):
+    with pytest.raises(ValueError, match=rf"rollouts\.jsonl\.gz .*\b{start}\b.*\b{following}\b"):
         Records(path.parent).start(after_step=NUM_STEPS)
     assert path.read_bytes() == damaged
 
@@ -120,10 +118,10 @@ def test_whole_lines_equal_those_of_a_plain_reader_without_an_unfinished_one(tmp
 def test_a_decompression_bomb_or_truncated_log_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(b"".join(gzip.compress(b" " * 10**6) for _ in range(3))[:-9])
-    with pytest.raises(ValueError, match="is not a log of a checkpoint analysis"):
+    with pytest.raises(ValueError, match=log.name):
         read_probe_log(log)
     log.write_bytes(gzip.compress(b'{"timing": {}}')[:-9])
-    with pytest.raises(ValueError, match="it ends too early"):
+    with pytest.raises(ValueError, match=log.name):
         read_probe_log(log)
     with pytest.raises(FileNotFoundError):
         read_probe_log(tmp_path / "none.json.gz")
@@ -135,5 +133,5 @@ def test_a_log_larger_than_its_limit_is_refused_with_the_way_to_read_it(
     monkeypatch.setattr("rl_training.records.files.unpack.MAX_BYTES", 1 << 20)
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(gzip.compress(b" " * (1 << 21)))
-    with pytest.raises(ValueError, match="1 MiB: gunzip it"):
+    with pytest.raises(ValueError, match=rf"{log.name} .*1 MiB.*gunzip"):
         read_probe_log(log)

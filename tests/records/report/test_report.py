@@ -573,7 +573,7 @@ def test_the_command_names_the_missing_records_file(tmp_path, capsys, content: s
 
 def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
-    with pytest.raises(ValueError, match=r"config\.yaml cannot be read"):
+    with pytest.raises(ValueError, match=str(tmp_path / "config.yaml")):
         write_report(tmp_path)
 
 
@@ -595,7 +595,7 @@ def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path
     charts = ("reward", "token_entropy", "entropy", "delta_h", "ledger", "interventions")
     assert {*drawn} == {f"{name}.svg" for name in charts}
     assert all(svg.startswith("<svg") for svg in drawn.values())
-    with pytest.raises(ValueError, match="pictures='pdf': give 'png' or 'svg'"):
+    with pytest.raises(ValueError, match=r"^pictures='pdf'.*'png'.*'svg'"):
         write_report(tmp_path, pictures="pdf")
 
 
