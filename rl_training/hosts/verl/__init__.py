@@ -12,8 +12,8 @@ A training has three kinds of process, and a step passes through them in this or
                      engine's driver, as for any loop. loop.py describes verl's loop to it, batch.py reads microbatches
 
 probes.py makes the probes: in the command to refuse them, in the workers to measure. members.py lists what is relied on
-in verl; read it first when verl changes. verl's own command can do the same, by the plugin rl_training/verl_plugin.py:
-that lies elsewhere because verl imports it while verl is still being imported, and this package imports verl.
+in verl; read it first when verl changes. verl's own command can do the same by the plugin rl_training.verl_plugin. That
+lies elsewhere, because verl imports it while verl is still being imported, and this package imports verl.
 
 Workers import this package by actor_rollout_ref.model.external_lib=rl_training.hosts.verl, which registers the engine.
 """
