@@ -32,10 +32,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return N of a folder checkpoint-N. Raises ValueError for any other name, such as checkpoint-20-backup."""
+    """Return N of a folder checkpoint-N. Raises UserError for any other name, such as checkpoint-20-backup."""
     match = CHECKPOINT.fullmatch(checkpoint.name)
     if match is None:
-        raise ValueError(f"{checkpoint} is not called checkpoint-N")
+        raise UserError(f"{checkpoint} is not called checkpoint-N")
     return int(match[1])
 
 
