@@ -118,10 +118,10 @@ class PreviousUpdate:
     def _write_over(self, update: StepUpdate | None) -> Vector | None:
         """Return δθ before rounding, written over that of the last step unless `update` holds it."""
         last, self.update = self.update, None
-        self._reason = FAILED.prefixed(f"step {self.step}")  # if this fails
-        if update is None or update.held is not None:
-            return None if update is None else update.held
-        return compute_update(self._layout, update, last)
+        self._reason = FAILED.prefixed(f"step {self.step}")  # stays if what follows fails
+        if update is None:
+            return None
+        return update.held or compute_update(self._layout, update, last)
 
     def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""

@@ -52,7 +52,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How vectors over named parameters are divided into buckets, identically on all ranks, and what runs them.
+    """How vectors over named parameters are divided into buckets, identically on all ranks, and what multiplies them.
 
     >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
     >>> [tensor.shape for tensor in layout.zeros(4)]
@@ -147,6 +147,7 @@ class Layout:
 
     @functools.cached_property
     def _sampled_within(self) -> dict[tuple[int, int, int], tuple[slice, Tensor]]:
+        """What `sampled_within` has returned so far."""
         return {}
 
     def vector(self, tensors: Iterable[Tensor]) -> Vector:

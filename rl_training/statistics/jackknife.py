@@ -30,15 +30,15 @@ from torch import Tensor
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 
-NONE_WITHOUT = Unavailable(
-    "none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number"
-)
 MIN_UNITS_OFFLINE = 8  # with fewer units, a jackknife error is too noisy to report
 MIN_FOLDS_STEP = 4  # folds or prompts of a step; they give the error to about 40 %, which Student's t accounts for
 FEW_FOLDS = Unavailable("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
 FEW_PROMPTS = Unavailable("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
 NOT_FINITE = Unavailable(
     "not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number"
+)
+NONE_WITHOUT = Unavailable(
+    "none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number"
 )
 
 

@@ -179,6 +179,16 @@ def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
         history_of(2, state)
 
 
+def test_an_update_that_is_not_held_is_written_over_the_previous_one() -> None:
+    history, weights = history_of(3), {"w": torch.zeros(3)}
+    replace_with(history, 1, [torch.ones(3)])
+    previous = history.update_before(2)
+    pieces = OptimizerPieces(Layout.of(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
+    update, _ = history.replace(2, StepUpdate(pieces, [torch.ones(3)], clip=1.0), weights, is_rounded=False)
+    assert update[0] is previous[0]
+    assert history.update_before(3)[0].tolist() == pytest.approx([-0.1] * 3)
+
+
 def test_a_state_that_lacks_the_update_of_its_step_is_refused() -> None:
     """A process without entries would treat it as no update, and then miss the collectives of the others."""
     with pytest.raises(UserError, match="the 3 numbers"):
