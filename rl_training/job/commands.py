@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.loggers import add_all_loggers
@@ -20,8 +19,9 @@ from rl_training.job.configuration.overrides import (
     root_key,
     settings_of_analyses,
 )
+from rl_training.job.configuration.prepare import prepare_analysis, prepare_evaluation, prepare_run
 from rl_training.job.configuration.run_settings import resolve_branch
-from rl_training.job.configuration.sweep import sweep_folder, swept_overrides
+from rl_training.job.configuration.sweep import name_job_folder, swept_overrides
 
 
 def train() -> None:
@@ -34,12 +34,12 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = resolve_branch(cfg, overrides)
     refuse_several_options(overrides)
     add_all_loggers(cfg, overrides)
-    cfg.run_dir = sweep_folder(str(cfg.run_dir), overrides, swept_overrides(overrides))
-    check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
+    name_job_folder(cfg, overrides)
+    prepared = prepare_run(cfg)
     with fast_imports():
         from rl_training.job.run.training import build_run
 
-    run = build_run(cfg)
+    run = build_run(prepared)
     run.train()
     run.report()
     run.end()
@@ -56,11 +56,11 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
     if "name" not in map(root_key, overrides):  # in a sweep, all jobs would write into one folder otherwise
         swept = [word for word in swept_overrides(overrides) if root_key(word) != "checkpoint"]
         cfg.name = ",".join([cfg.name, *swept])
-    check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
+    prepared = prepare_analysis(cfg)
     with fast_imports():
         from rl_training.job.run.analysis import analyze_checkpoints
 
-    analyze_checkpoints(cfg)
+    analyze_checkpoints(prepared)
 
 
 def evaluate() -> None:
@@ -70,11 +70,11 @@ def evaluate() -> None:
 
 
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
-    check_evaluation(cfg)  # the evaluation checks again; checking here reports errors before slow imports
+    prepared = prepare_evaluation(cfg)
     with fast_imports():
-        from rl_training.job.run.evaluation import evaluate
+        from rl_training.job.run.evaluation import evaluate_run_checkpoints
 
-    sys.exit(evaluate(cfg))
+    sys.exit(evaluate_run_checkpoints(prepared))
 
 
 @contextlib.contextmanager

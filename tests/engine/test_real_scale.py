@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainers import FEW, graded
 
 from rl_training import Estimate, Probe, Reading
-from rl_training.job.configuration.checks import accumulation_steps
+from rl_training.job.configuration.prepare import microbatches_per_step
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE
@@ -67,7 +67,7 @@ def test_the_real_experiment_trains_lora_in_bf16_with_checkpointing_and_measures
 def test_the_real_experiment_has_error_bars_on_1_2_4_and_8_processes() -> None:
     cfg = composed("train", "experiment=qwen_gsm8k")
     batch = (cfg.batch.sequences_per_step, cfg.batch.microbatch_size)
-    steps = {n: accumulation_steps(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}
+    steps = {n: microbatches_per_step(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}
     assert steps == {1: 16, 2: 8, 4: 4, 8: 2}
     assert min(n * (1 if n >= 8 else k) for n, k in steps.items()) >= MIN_UNITS_OFFLINE
 

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from configs import REFUSED, composed, refusal
+from configs import REFUSED, prepared_evaluation, refusal
 from endings import kill_itself, leave, run_out_of_memory
 from full_disk import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,7 +33,7 @@ from rl_training.evaluation.load import load_policy, require_weights
 from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
-from rl_training.job.run.evaluation import evaluate, read_evaluation
+from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
 from rl_training.job.run.evaluation_results import fingerprint, print_table
 from rl_training.records import evaluated
 from rl_training.statistics.estimate import Estimate
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
     raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
     (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
     asked = [f"run={run}", *QUICK, "metric=entropy_by_position", "+metrics.mine._target_=my_metrics.characters"]
-    assert evaluate(composed("evaluate", *asked)) == 1
+    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 1
     shown = capsys.readouterr().out
     assert "step 2 failed: its model cannot be loaded" in shown
     table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
@@ -87,11 +87,13 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
     assert rows["kl/token"].value > 0
     assert rows["reward"].num_prompts == 10
 
-    before = (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns
+    before = (table.parent / "step_1" / evaluated.STEP_METRICS_FILE).stat().st_mtime_ns
     weights = run / "training_state" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes((run / "whole").read_bytes())
-    assert evaluate(composed("evaluate", *asked)) == 0
-    assert (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
+    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 0
+    assert (table.parent / "step_1" / evaluated.STEP_METRICS_FILE).stat().st_mtime_ns == before, (
+        "what was finished is skipped"
+    )
     assert table.read_text(encoding="utf-8").startswith(first)
     assert set(evaluated.read_table(table.parent)["step"]) == {1, 2}
 
@@ -111,7 +113,7 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
         "evaluation.batch_size=7",
         "evaluation.gzip=true",
     ]
-    assert evaluate(composed("evaluate", *anew)) == 1
+    assert evaluate_run_checkpoints(prepared_evaluation(*anew)) == 1
     assert "metric bad raised at row" in capsys.readouterr().out
     again = [*evaluated.read_table(run / "evaluations" / "anew").itertuples()]
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
@@ -126,27 +128,26 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Also: while one evaluation of a run is active, another one reports this and exits."""
-    cfg = composed(
-        "evaluate", f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}",
-        "evaluation.batch_size=10",
-    )  # fmt: skip
+    prepared = prepared_evaluation(
+        f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}", "evaluation.batch_size=10"
+    )
     second: list[str] = []
 
     def kill_at_the_first_batch(bar: tqdm, num_responses: int) -> None:
         with pytest.raises(ValueError, match=f"process {os.getpid()} ") as refused:
-            evaluate(cfg)
+            evaluate_run_checkpoints(prepared)
         second.append(str(refused.value))
         for process in multiprocessing.active_children():
             process.kill()
 
     with monkeypatch.context() as patched:
         patched.setattr(tqdm, "update", kill_at_the_first_batch)
-        assert evaluate(cfg) == 1
+        assert evaluate_run_checkpoints(prepared) == 1
     assert second
     assert "step 1 failed: its process was killed by SIGKILL" in capsys.readouterr().out
     folder = tmp_path / "evaluations" / "arithmetic"
     assert [path.name for path in folder.iterdir()] == ["settings.json"]
-    assert evaluate(cfg) == 0
+    assert evaluate_run_checkpoints(prepared) == 0
     assert set(evaluated.read_table(folder)["step"]) == {1}
 
 
@@ -154,32 +155,35 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
 def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: str, message: str | list[str]) -> None:
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=refusal(message)):
-        evaluate(composed("evaluate", *overrides.replace("$RUN", str(run)).split()))
+        evaluate_run_checkpoints(prepared_evaluation(*overrides.replace("$RUN", str(run)).split()))
     assert sorted(run.rglob("*")) == before
 
 
 def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     with pytest.raises(ValueError, match=rf"^run={tmp_path} .*trainer\.save_steps"):
-        read_evaluation(composed("evaluate", f"run={tmp_path}"))
+        read_evaluation(prepared_evaluation(f"run={tmp_path}"))
 
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    evaluation = read_evaluation(composed("evaluate", *asked))
+    evaluation = read_evaluation(prepared_evaluation(*asked))
     evaluation.start()
     evaluated.write_step(evaluation.folder, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
-        read_evaluation(composed("evaluate", *asked, "evaluation.temperature=0.5")).start()
-    read_evaluation(composed("evaluate", *asked, "evaluation.batch_size=1")).start()
+        read_evaluation(prepared_evaluation(*asked, "evaluation.temperature=0.5")).start()
+    read_evaluation(prepared_evaluation(*asked, "evaluation.batch_size=1")).start()
 
 
 def test_an_evaluation_without_any_result_does_not_block_the_corrected_command(run, tmp_path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_evaluation(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
-    evaluation = read_evaluation(composed("evaluate", *asked))
+    read_evaluation(prepared_evaluation(*asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    evaluation = read_evaluation(prepared_evaluation(*asked))
     evaluation.start()
-    assert json.loads((evaluation.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
+    assert (
+        json.loads((evaluation.folder / evaluated.EVALUATION_SETTINGS_FILE).read_text(encoding="utf-8"))["temperature"]
+        == 1.0
+    )
 
 
 def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) -> None:
@@ -187,7 +191,7 @@ def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) ->
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    evaluation = read_evaluation(composed("evaluate", f"run={tmp_path}"))
+    evaluation = read_evaluation(prepared_evaluation(f"run={tmp_path}"))
     evaluated.write_step(evaluation.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
     assert evaluation.pending() == {}
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
@@ -198,7 +202,7 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     evaluation = read_evaluation(
-        composed("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
+        prepared_evaluation(f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
     )
     assert (evaluation.folder.name, evaluation.prefix, evaluation.options.max_completion_length) == (
         "gsm8k",
@@ -215,7 +219,7 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
 def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
-    evaluation = read_evaluation(composed("evaluate", *asked))
+    evaluation = read_evaluation(prepared_evaluation(*asked))
     assert evaluation.checkpoints == {0: bare}
     assert (evaluation.options.max_completion_length, evaluation.options.temperature, evaluation.run) == (36, 1.0, None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from configs import composed
+from configs import prepared_evaluation
 from peft import LoraConfig
 from trainers import LORA, graded, trained_weights
 from trl import GRPOConfig, GRPOTrainer
@@ -18,8 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import attach, evaluate
 from rl_training.errors import UserError
 from rl_training.evaluation.responses import tokenize
-from rl_training.job.run.evaluation import evaluate as evaluate_command
-from rl_training.job.run.evaluation import read_evaluation
+from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
 from rl_training.job.run.own_evaluation import policy_of
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
@@ -48,13 +47,13 @@ def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives
     def start_the_command(**others: Any) -> dict[str, float]:
         if not refusals:
             try:
-                evaluate_command(composed("evaluate", asked[0], f"output={tmp_path / 'own'}", *asked[2:]))
+                evaluate_run_checkpoints(prepared_evaluation(asked[0], f"output={tmp_path / 'own'}", *asked[2:]))
             except UserError as error:
                 refusals.append(str(error))
         return {}
 
-    assert evaluate_command(composed("evaluate", *asked)) == 1
-    expected_of, task = read_evaluation(composed("evaluate", *asked)), arithmetic()
+    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 1
+    expected_of, task = read_evaluation(prepared_evaluation(*asked)), arithmetic()
     trainer = make_trainer(
         **PLAIN | {"max_completion_length": expected_of.options.max_completion_length},
         temperature=expected_of.options.temperature,

@@ -35,7 +35,7 @@ from rl_training.errors import UserError
 from rl_training.job.commands import fast_imports
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.errors import Interrupted, as_user_errors, format_error
-from rl_training.job.run.folder import find_run_folder, save_config
+from rl_training.job.run.folder import open_run_folder, save_config
 from rl_training.records.checkpoints import find_flaw
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import TRAINING_STATE
@@ -129,6 +129,8 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
         (["model=null"], "model=null: give a name, or names as in 'model=[hub]': hub, qwen"),
         (["probe=[simple,null]"], "probe=[simple,null]: give a name, or names as in 'probe=[all]': all, cov"),
         (["probe={a:1}"], "probe={a:1}: give a name, or names as in 'probe=[all]': all, cov"),
+        (["resume=auto", "run_dir='runs/${now:%H-%M}'"], "but run_dir is named by the time: give run_dir=PATH"),
+        (["run_dir=null"], "run_dir=None is not a folder"),
         (["probe=simple,gns"], "To use it as a list, use key=[value1,value2]"),
         (
             ["trainer.learning_rate=1e10"],
@@ -419,7 +421,7 @@ def test_a_second_resumed_run_in_a_folder_ends_in_one_line_while_the_first_lives
 def lock_refuses(rank: int, run: str) -> None:
     cfg = composed("train", f"run_dir={run}", "resume=auto", *SMALL)
     with pytest.raises(ValueError, match=rf"^{run} .*\bprocess \d+ on {os.uname().nodename} "):
-        find_run_folder(cfg)
+        open_run_folder(cfg)
 
 
 def test_every_process_of_a_launch_ends_where_the_folder_is_locked(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from configs import composed
 from foreign_runs import SECRET, analyze, branch, evaluate, foreign_run, said
 from recorded_runs import record_run
 
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.run.analysis import result_files
-from rl_training.job.run.folder import find_run_folder
+from rl_training.job.run.folder import open_run_folder
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.report import write_report
 
@@ -58,8 +59,7 @@ def compare(run: Path) -> object:
 
 
 def analyze_into(run: Path) -> object:
-    values = {"checkpoint": str(run), "runs_dir": "", "name": "default", "output": None}
-    (checkpoint,) = result_files(values)
+    (checkpoint,) = result_files(prepare_analysis(composed("offline", f"checkpoint={run}")))
     return analyze(checkpoint.parents[1])
 
 
@@ -68,7 +68,7 @@ def evaluate_into(run: Path) -> object:
 
 
 def resume(run: Path) -> object:
-    return find_run_folder(composed("train", f"run_dir={run}", "resume=latest", "trainer.max_steps=2"))
+    return open_run_folder(composed("train", f"run_dir={run}", "resume=latest", "trainer.max_steps=2"))
 
 
 COMMANDS = [report, compare, analyze_into, evaluate_into, branch, resume]

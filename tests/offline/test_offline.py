@@ -22,6 +22,7 @@ from hydra import compose
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.errors import UserError
 from rl_training.job.configuration.overrides import is_of_run
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.analysis import analyze_checkpoints
@@ -235,7 +236,7 @@ def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Pat
     assert resolve_checkpoints("latest", run.parent) == all_of_them[-1:]
     assert resolve_checkpoints("all", run.parent) == all_of_them
     with composing(), pytest.raises(ValueError, match=r"^checkpoint=\[\] "):
-        analyze_checkpoints(compose("offline", ["checkpoint=[]"]))
+        analyze_checkpoints(prepare_analysis(compose("offline", ["checkpoint=[]"])))
     with pytest.raises(ValueError, match=f"{tmp_path / 'nowhere'}: "):
         resolve_checkpoints(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path}.* checkpoint=PATH"):
@@ -265,7 +266,7 @@ def test_two_processes_give_the_results_sweeps_and_logs_of_one(run, tmp_path, ca
     ]
     overrides += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with composing():
-        (path,) = analyze_checkpoints(compose("offline", [*overrides, f"output={tmp_path / 'one'}"]))
+        (path,) = analyze_checkpoints(prepare_analysis(compose("offline", [*overrides, f"output={tmp_path / 'one'}"])))
     assert "predicted, first order" in capsys.readouterr().out
     forks.run_on_ranks(("offline.py", *overrides, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
     first, second = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))

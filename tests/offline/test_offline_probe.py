@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flatten
+from rl_training.job.configuration.prepare import prepare_analysis, prepare_run
 from rl_training.job.configuration.shipped import PROBE_CONFIGS
 from rl_training.job.run.analysis import analyze_checkpoints
 from rl_training.job.run.offline_probe import CHOICES, SETTINGS
@@ -57,9 +58,8 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
     overrides = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with composing():
-        (path,) = analyze_checkpoints(
-            compose("offline", [f"checkpoint={checkpoint(run, 1)}", *overrides, f"output={tmp_path}"])
-        )
+        cfg = compose("offline", [f"checkpoint={checkpoint(run, 1)}", *overrides, f"output={tmp_path}"])
+        (path,) = analyze_checkpoints(prepare_analysis(cfg))
     results = read_analysis(path)["results"]
     assert probed["diagnostics"] == results
     assert set(probed) == KEYS_OF_ANSWER
@@ -110,7 +110,7 @@ def test_old_names_of_models_and_data_sets_are_accepted() -> None:
 
 def test_an_adapter_folder_uses_the_optimizer_state_of_its_parent(tmp_path: Path) -> None:
     built = composed("train", f"run_dir={tmp_path / 'run'}", *RUN[:-1], "adapter=lora", "adapter.r=4")
-    run = build_run(built)
+    run = build_run(prepare_run(built))
     run.train()
     run.end()
     saved, alone = checkpoint(tmp_path / "run", 2), tmp_path / "step_2"

@@ -13,6 +13,7 @@ from configs import composing
 from hydra import compose
 from qwen_stand_in import experiment
 
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.run.analysis import analyze_checkpoints
 from rl_training.records.analyses import read_analysis
 
@@ -30,7 +31,7 @@ def test_an_adapter_on_gsm8k_is_analyzed_in_bf16(stand_in: Path, tmp_path: Path,
     restored = restored_at(run, 1)
     smaller = ["evaluation.prompts=4", "update.prompts=2"] if adapter == "qlora" else []
     with composing():
-        (path,) = analyze_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL, *smaller]))
+        (path,) = analyze_checkpoints(prepare_analysis(compose("offline", [f"checkpoint={run}", *SMALL, *smaller])))
     assert restored.parameters.keys() == weights.keys()
     assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
     results = read_analysis(path)["results"]

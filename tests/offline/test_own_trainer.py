@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from configs import composed
+from configs import composed, prepared_evaluation
 from trainers import graded
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, analyze, attach
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.run.analysis import result_files
 from rl_training.job.run.evaluation import read_evaluation
 from rl_training.offline.buffers import UpdateBuffer
@@ -104,6 +105,6 @@ def test_commands_refuse_an_attached_run_with_the_function_to_call(
         trainer.train()
     for named in (tmp_path / "run", Path(trainer.args.output_dir) / "checkpoint-1"):
         with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
-            result_files({"checkpoint": str(named), "runs_dir": str(tmp_path), "name": "default", "output": None})
+            result_files(prepare_analysis(composed("offline", f"checkpoint={named}")))
     with pytest.raises(ValueError, match=r"evaluate\(trainer, CHECKPOINTS, "):
-        read_evaluation(composed("evaluate", f"run={tmp_path / 'run'}"))
+        read_evaluation(prepared_evaluation(f"run={tmp_path / 'run'}"))

@@ -15,6 +15,7 @@ from analyzed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoin
 from configs import composed
 from torch import Tensor
 
+from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.run.training import build_run
 from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.buffers import UpdateBuffer, sample_update
@@ -40,7 +41,7 @@ def test_the_analyzed_adam_step_is_the_one_that_training_took(restored: Restored
 def test_the_analyzed_sgd_step_is_the_one_that_training_took(tmp_path: Path) -> None:
     folder = tmp_path / "run_sgd"
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
-    run = build_run(composed("train", f"run_dir={folder}", *RUN, *sgd))
+    run = build_run(prepare_run(composed("train", f"run_dir={folder}", *RUN, *sgd)))
     run.train()
     run.end()
     real, restored = SEEN[2], restored_at(folder, 1)

@@ -16,9 +16,9 @@ import pytest
 from analyzed_runs import checkpoint, results_of
 from configs import composed, composing
 from hydra import compose
-from omegaconf import OmegaConf
 from recorded_runs import record_run
 
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.run.analysis import analyze_checkpoints, result_files
 from rl_training.offline.analysis import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
@@ -42,7 +42,7 @@ def swept(run: Path) -> pd.DataFrame:
     """Sweep everything at two checkpoints, with TensorBoard."""
     with composing():
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
-        analyze_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
+        analyze_checkpoints(prepare_analysis(compose("offline", [*asked, *SMALL, *SWEEP])))
     return analysis_results(run)
 
 
@@ -198,4 +198,4 @@ def test_checkpoints_with_the_same_result_folder_are_refused(run: Path, tmp_path
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
     cfg = composed("offline", both, f"output={tmp_path}")
     with pytest.raises(ValueError, match=r"^2 checkpoints .*/default/checkpoint-1"):
-        result_files(OmegaConf.to_container(cfg, resolve=True))
+        result_files(prepare_analysis(cfg))

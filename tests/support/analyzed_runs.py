@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_training import Estimate, Probe, Reading
 from rl_training.engine.context import StepContext
+from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.training import build_run
@@ -54,7 +55,7 @@ class Recorder(Probe):
 @functools.cache
 def trained(temporary: Path) -> Path:
     folder = temporary / "trained" / "run_1"
-    build_run(composed("train", f"run_dir={folder}", *RUN)).train()
+    build_run(prepare_run(composed("train", f"run_dir={folder}", *RUN))).train()
     return folder
 
 

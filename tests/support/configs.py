@@ -11,6 +11,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from rl_training.job.configuration.prepare import PreparedEvaluation, prepare_evaluation, prepare_run
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.run.training import TrainingRun, build_run
 
@@ -36,6 +37,10 @@ def composed(name: str, *overrides: str) -> DictConfig:
         return compose(name, list(overrides))
 
 
+def prepared_evaluation(*overrides: str) -> PreparedEvaluation:
+    return prepare_evaluation(composed("evaluate", *overrides))
+
+
 def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment with which `accelerate launch WORDS` starts a program."""
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
@@ -51,4 +56,4 @@ def assert_silent(said: str) -> None:
 
 
 def quick_run(folder: Path, *overrides: str) -> TrainingRun:
-    return build_run(composed("train", f"run_dir={folder}", *QUICK, *overrides))
+    return build_run(prepare_run(composed("train", f"run_dir={folder}", *QUICK, *overrides)))

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from rl_training import OfflineEntropyProbe
 from rl_training.job.configuration.overrides import force_add
+from rl_training.job.configuration.prepare import prepare_evaluation
 from rl_training.job.configuration.run_settings import resolve_branch, run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.evaluation import read_evaluation
@@ -84,7 +85,8 @@ def analyze(run: Path, *words: str) -> object:
 
 
 def evaluate(run: Path, *words: str) -> Evaluation:
-    return read_evaluation(OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)}))
+    cfg = OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)})
+    return read_evaluation(prepare_evaluation(cfg))
 
 
 def branch(run: Path, *words: str) -> DictConfig:

@@ -15,6 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.run.training import TrainingRun, build_run
 from rl_training.tasks.gsm8k import gsm8k
 
@@ -96,4 +97,5 @@ def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts
 
 def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
     data = (f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}")
-    return build_run(composed("train", "experiment=qwen_gsm8k", *data, f"run_dir={run_dir}", *SMALL, *overrides))
+    cfg = composed("train", "experiment=qwen_gsm8k", *data, f"run_dir={run_dir}", *SMALL, *overrides)
+    return build_run(prepare_run(cfg))

@@ -8,7 +8,8 @@ sweep.py          names the folders of a sweep's jobs; loggers.py chooses the da
 run_settings.py   settings of a stored run: to branch from, resume or analyze it
 stored.py         reads files of settings that may come from somebody else, so that nothing in them runs
 custom_code.py    makes the user's own code importable if it is named
-checks.py         checks the settings of each command; values.py checks single values against ranges.yaml
+prepare.py        prepares the settings of each command: normalized, checked and typed
+checks.py         the checks of settings; values.py checks single values against ranges.yaml
 probe_group.py    the group `probe`, for a command of another package
 nested.py         nested settings and their dotted keys
 hydra_errors.py   explains Hydra's errors in plain words

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import PATH_KEYS, with_home
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.configuration.sweep import analysis_folder_name
 from rl_training.job.configuration.values import check_allowed, check_kinds
-from rl_training.offline.settings import Settings
 from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.hydra_text import quote_override
@@ -34,49 +29,6 @@ DERIVED_FIELDS = {
     "seed": "seed",
     "output_dir": "run_dir",
 }
-
-
-def check_run(cfg: DictConfig) -> int:
-    """Run all checks that are possible without torch, and return the number of microbatches per step and process.
-
-    It normalizes the settings first, as the checks of analyses and evaluations do. Those of a branch are partly its
-    run's, so that `~` in them was not typed: `resolve_branch` has expanded it where it was.
-    """
-    if cfg.get("branch") is None:
-        normalize(cfg)
-    else:
-        read_numbers(cfg)
-    check_resume(cfg)
-    check_settings(cfg)
-    dashboards = cfg.trainer.get("report_to") or []
-    for library in EXTRA_OF:
-        if library in dashboards and importlib.util.find_spec(library) is None:
-            fix = how_to_install(library)
-            raise UserError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
-    return accumulation_steps(
-        cfg.batch.sequences_per_step,
-        cfg.batch.microbatch_size,
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        responses_per_prompt=cfg.trainer.num_generations,
-    )
-
-
-def normalize(cfg: DictConfig) -> None:
-    """Expand `~` in paths, and make numbers of digits that came as text; in place, in settings that were typed."""
-    for key in PATH_KEYS:
-        value = OmegaConf.select(cfg, key)
-        expanded = with_home(key, value)
-        if expanded != value:
-            OmegaConf.update(cfg, key, expanded)
-    read_numbers(cfg)
-
-
-def read_numbers(cfg: DictConfig) -> None:
-    """Make numbers of digits that came as text, in place: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
-    for key in ranges("train"):
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.isdecimal():
-            OmegaConf.update(cfg, key, int(value))
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -180,54 +132,31 @@ def check_resume(cfg: DictConfig) -> None:
         raise UserError("additional_steps is added to a run's last step: give resume=latest, or trainer.max_steps")
 
 
-def accumulation_steps(
-    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
-) -> int:
-    """Return the number of microbatches per step on each process.
+def check_dashboards(cfg: DictConfig) -> None:
+    """Raise UserError if the library of a dashboard in `trainer.report_to` is not installed."""
+    dashboards = cfg.trainer.get("report_to") or []
+    for library in EXTRA_OF:
+        if library in dashboards and importlib.util.find_spec(library) is None:
+            fix = how_to_install(library)
+            raise UserError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
 
-    Raises:
-        UserError: If the sizes do not divide; the message names sizes that do.
+
+def check_evaluation_options(options: Mapping[str, Any], prefix: str = "evaluation.") -> None:
+    """Raise UserError for options of an evaluation that are out of range or contradict each other.
+
+    Args:
+        options: All options, as in `evaluation` of conf/evaluate.yaml.
+        prefix: What the user types before the name of an option: "" in Python.
     """
-    if microbatch_size % responses_per_prompt:
-        suggested = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
+    check_kinds(options, load_plain(CONF / "evaluate.yaml")["evaluation"], prefix)
+    for key, allowed in ranges("evaluate").items():
+        name = key.removeprefix("evaluation.")
+        check_allowed(f"{prefix}{name}", options[name], allowed)
+    k, responses = options["k"], options["responses_per_prompt"]
+    if k is not None and k > responses:
         raise UserError(
-            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
-            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={suggested}"
-        )
-    sequences_at_once = microbatch_size * num_processes
-    if sequences_per_step % sequences_at_once or sequences_per_step < 1:
-        suggested = max(round(sequences_per_step / sequences_at_once), 1) * sequences_at_once
-        raise UserError(
-            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
-            f"{microbatch_size} x {num_processes} (processes) = {sequences_at_once}: use "
-            f"batch.sequences_per_step={suggested}"
-        )
-    return sequences_per_step // sequences_at_once
-
-
-def check_analysis(cfg: DictConfig) -> Settings:
-    """Return the settings of a checkpoint analysis.
-
-    Raises:
-        UserError: For values that are missing or invalid.
-    """
-    normalize(cfg)
-    check_values(cfg, "offline")
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    analysis_folder_name(str(values["name"]))
-    makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
-    return Settings(**{key: values[key] if make is MISSING else make(**values[key]) for key, make in makers.items()})
-
-
-def check_evaluation(cfg: DictConfig) -> None:
-    """Raise UserError for settings of an evaluation that are missing or invalid."""
-    normalize(cfg)
-    check_values(cfg, "evaluate")
-    options = cfg.evaluation
-    if options.k is not None and options.k > options.responses_per_prompt:
-        raise UserError(
-            f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "
-            f"needs at least k responses; use evaluation.responses_per_prompt={options.k}"
+            f"{prefix}k={k} is above {prefix}responses_per_prompt={responses}: pass@k needs at least k responses; use "
+            f"{prefix}responses_per_prompt={k}"
         )
 
 

@@ -10,10 +10,11 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value, normalize, read_numbers
+from rl_training.job.configuration.checks import DERIVED_FIELDS, derived_value
 from rl_training.job.configuration.groups import REQUIRED_KEYS, TRAINER_KEYS
 from rl_training.job.configuration.nested import describe_differences, flatten
 from rl_training.job.configuration.overrides import force_add, root_key, with_home, with_overrides
+from rl_training.job.configuration.prepare import normalize, read_numbers
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets

@@ -6,9 +6,11 @@ import hashlib
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.configuration.overrides import parse_overrides, root_key
 from rl_training.offline.settings import check_name
@@ -17,6 +19,17 @@ from rl_training.records.files.masking import mask_arguments
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
 OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
+
+
+def name_job_folder(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Give a training that is a job of a sweep a run folder of its own, in place; leave others as they are.
+
+    References in run_dir stay unresolved: whether the time names it decides what `resume` may do.
+    """
+    as_given: Any = OmegaConf.to_container(cfg, resolve=False)
+    swept = swept_overrides(overrides)
+    if swept and isinstance(as_given["run_dir"], str):  # anything else is refused later
+        cfg.run_dir = sweep_folder(as_given["run_dir"], overrides, swept)
 
 
 def swept_overrides(overrides: Sequence[str]) -> list[str]:

@@ -7,20 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import check_analysis
+from rl_training.job.configuration.prepare import PreparedAnalysis
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.stored import unmarked
-from rl_training.job.configuration.sweep import analysis_folder_name
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
-from rl_training.offline.settings import Settings
 from rl_training.records.analyses import RESULT_FILE, read_analysis
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
@@ -31,8 +28,8 @@ from rl_training.records.made_by import is_of_attached_run
 from rl_training.records.report.checkpoint_analyses import core_numbers
 
 
-def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
-    """Analyze each checkpoint that `cfg` names and print a table for each. Collective.
+def analyze_checkpoints(prepared: PreparedAnalysis) -> list[Path]:
+    """Analyze each checkpoint that the settings name and print a table for each. Collective.
 
     If `report` is set, rewrite the page of the analyses and the run's report. If `dashboards` is set, send the core
     numbers to the run's dashboards.
@@ -41,13 +38,12 @@ def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
         The result files.
 
     Raises:
-        UserError: For every mistake in the configuration; before anything is sampled if the checkpoints reveal it.
+        UserError: If checkpoints and settings do not match; before anything is sampled if the checkpoints reveal it.
     """
-    settings = check_analysis(cfg)
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    results = result_files(values)
+    values = prepared.values
+    results = result_files(prepared)
     for checkpoint, path in results.items():
-        _analyze_checkpoint(checkpoint, path, settings, values)
+        _analyze_checkpoint(checkpoint, path, prepared)
     if PartialState().is_main_process:
         if values["report"]:
             runs = {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}
@@ -59,8 +55,9 @@ def analyze_checkpoints(cfg: DictConfig) -> list[Path]:
     return list(results.values())
 
 
-def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
+def result_files(prepared: PreparedAnalysis) -> dict[Path, Path]:
     """Return the result file of each checkpoint: in RUN/offline, or in `offline` next to a checkpoint outside a run."""
+    values = prepared.values
     named = values["checkpoint"]
     if not named:
         raise UserError(f"checkpoint={named} names no checkpoint: give RUN, RUN/training_state or a checkpoint folder")
@@ -71,13 +68,12 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
                 "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
             )
     checkpoints = resolve_checkpoints(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
-    name = analysis_folder_name(str(values["name"]))
     folders = {}
     for checkpoint in checkpoints:
         owner = _run_of(checkpoint) or checkpoint.resolve().parent
         home = Path(values["output"] or owner / OFFLINE)
-        refuse_links_out(*((home, name) if values["output"] else (owner, OFFLINE)))
-        folders[checkpoint] = home / name / checkpoint.name
+        refuse_links_out(*((home, prepared.folder_name) if values["output"] else (owner, OFFLINE)))
+        folders[checkpoint] = home / prepared.folder_name / checkpoint.name
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
         raise UserError(f"{times} checkpoints would write their results to {folder}: analyze each run separately")
@@ -95,13 +91,14 @@ def _run_of(checkpoint: Path) -> Path | None:
     return run if has_settings(run) else None
 
 
-def _analyze_checkpoint(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
+def _analyze_checkpoint(checkpoint: Path, path: Path, prepared: PreparedAnalysis) -> None:
     """Restore a run's trainer at one checkpoint, analyze the checkpoint and write the results to `path`."""
     start = time.perf_counter()
-    run = run_settings(checkpoint, overrides["run"])
-    restored = build_restored(run, checkpoint, overrides["learning_rate"])
-    values = without_secrets({"offline": overrides, "run": unmarked(OmegaConf.to_container(run, resolve=True))})
-    analyze_and_write(restored, path, settings, values, start)
+    values = prepared.values
+    run = run_settings(checkpoint, values["run"])
+    restored = build_restored(run, checkpoint, values["learning_rate"])
+    recorded = without_secrets({"offline": values, "run": unmarked(OmegaConf.to_container(run, resolve=True))})
+    analyze_and_write(restored, path, prepared.settings, recorded, start)
     del restored
     gc.collect()  # reference cycles would keep this model in memory while the next one is loaded
 

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.run_folder import on_main_process
-from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.groups import OF_EVALUATION
+from rl_training.job.configuration.prepare import PreparedEvaluation
 from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
 from rl_training.job.objects.make import make, make_task
 from rl_training.job.run.evaluation_results import Evaluation
@@ -43,16 +43,16 @@ from rl_training.records.made_by import is_of_attached_run
 PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
 
-def evaluate(cfg: DictConfig) -> int:
-    """Evaluate the checkpoints that the configuration names. Collective.
+def evaluate_run_checkpoints(prepared: PreparedEvaluation) -> int:
+    """Evaluate the checkpoints that the settings name. Collective.
 
     Returns:
         The exit code: 0, or 1 if a checkpoint or a metric failed.
 
     Raises:
-        UserError: For every mistake in the configuration.
+        UserError: If the settings name no checkpoint or task, or the folder is in use.
     """
-    evaluation = read_evaluation(cfg)
+    evaluation = read_evaluation(prepared)
     state = PartialState(cpu=True, timeout=PATIENCE)  # on the CPU: worker processes do the work, these only communicate
     with contextlib.ExitStack() as lock:
         pending = on_main_process(lambda: _begin(evaluation, lock))
@@ -92,14 +92,13 @@ def _work(evaluation: Evaluation, checkpoint: Path, state: PartialState) -> Work
 # --- what to evaluate -------------------------------------------------------------------------------------------------
 
 
-def read_evaluation(cfg: DictConfig) -> Evaluation:
-    """Return the evaluation that a configuration describes.
+def read_evaluation(prepared: PreparedEvaluation) -> Evaluation:
+    """Return the evaluation that these settings describe.
 
     Raises:
-        UserError: For every mistake in the configuration.
+        UserError: If they name no checkpoint or task.
     """
-    check_evaluation(cfg)
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    values = prepared.values
     run, checkpoints = find_checkpoints(values["run"], values["checkpoints"])
     run_config: Any = {}
     if run is not None and has_settings(run):

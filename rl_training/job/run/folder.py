@@ -58,14 +58,29 @@ RUN_SUBFOLDERS = (LOGS_FOLDER, WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER, 
 class RunStart:
     """Where a training writes, and what it continues."""
 
-    folder: RunFolder  # locked
+    run_folder: RunFolder  # locked
     checkpoint: Path | None  # to continue from: of this run, or of the one that it branches from
-    steps_taken: int  # number of optimizer steps behind the checkpoint; 0 without one
+    step: int  # number of optimizer steps behind the checkpoint; 0 without one
     is_resumed: bool  # whether the folder already belongs to this run
 
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.run_folder.folder
 
-def find_run_folder(cfg: DictConfig) -> RunStart:
-    """Create and lock the run folder, the same on every process, and find the checkpoint to continue from. Collective.
+
+def open_run_folder(cfg: DictConfig) -> RunStart:
+    """Lock the run folder, find the checkpoint to continue from, and make the folder ready to write to. Collective.
+
+    All processes get the same. In this order:
+
+    1. The processes join, and agree on the folder.
+    2. The main process locks it if a run there may be continued: another process could be writing the checkpoints that
+       are read next.
+    3. The checkpoint is found. It decides the folder, if `resume` names a checkpoint rather than `latest` or `auto`.
+    4. A folder that leads out of itself or holds another run is refused; any other is locked now, unless it is already.
+    5. A run to resume is refused if it was started with other settings.
+    6. Once all processes have passed these checks, files in the way are moved, and the folder is created.
 
     Raises:
         UserError: If the folder holds another run, is locked or cannot be written to, or there is nothing to resume.
@@ -73,43 +88,60 @@ def find_run_folder(cfg: DictConfig) -> RunStart:
     state = _join_processes(cfg)
     # The default run folder is named after the time, which differs between processes: use the main process's.
     run_dir = Path(on_main_process(lambda: str(cfg.run_dir)))
-    folder = RunFolder(run_dir)
+    run_folder = RunFolder(run_dir)
     may_resume_here = cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir())
-    if may_resume_here:  # lock before reading its checkpoints: another process could be writing one
-        on_main_process(lambda: folder.lock(CHOOSE_ANOTHER))
-    run, checkpoint = _find_resumed(str(cfg.resume), run_dir)
-    folder.folder = run
-    refuse_links_out(run)
-    is_damaged = cfg.resume == "auto" and checkpoint is None and _has_only_damaged_settings(run)
-    is_resumed = cfg.resume != "none" and (checkpoint is not None or has_settings(run)) and not is_damaged
-    if checkpoint is None and cfg.get("branch") is not None:
-        checkpoint = Path(cfg.branch)
-    start = RunStart(folder, checkpoint, 0 if checkpoint is None else steps_taken(checkpoint), is_resumed)
-    has_run = has_records(run) or (has_settings(run) and not is_damaged)
-    if not is_resumed and has_run:
-        raise UserError(RUN_EXISTS.format(run))
+    if may_resume_here:
+        on_main_process(lambda: run_folder.lock(CHOOSE_ANOTHER))
+
+    run_folder.folder, checkpoint = _find_resumed(str(cfg.resume), run_dir)
+    start, is_damaged = _read_start(cfg, run_folder, checkpoint)
+
     if not may_resume_here:
-        on_main_process(lambda: folder.lock(CHOOSE_ANOTHER))
+        on_main_process(lambda: run_folder.lock(CHOOSE_ANOTHER))
     for name in RUN_SUBFOLDERS:
-        refuse_a_file(run / name)
-    if is_resumed:
-        refuse_other_settings(cfg, run)
+        refuse_a_file(start.path / name)
+    if start.is_resumed:
+        refuse_other_settings(cfg, start.path)
         _say_where_it_continues(start, state.num_processes)
-    state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
+    state.wait_for_everyone()
+
     if state.is_main_process:
         _move_out_of_the_way(start, is_damaged)
     try:
-        (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
+        (start.path / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run_dir={run} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
+        raise UserError(f"run_dir={start.path} cannot be written to ({error}): {CHOOSE_ANOTHER}") from error
     return start
+
+
+def _read_start(cfg: DictConfig, run_folder: RunFolder, resumed: Path | None) -> tuple[RunStart, bool]:
+    """Return where a training starts, and whether config.yaml in its folder is damaged, so that the run starts anew.
+
+    Args:
+        cfg: Settings of the training.
+        run_folder: The folder to write to.
+        resumed: Checkpoint to resume from, if any.
+
+    Raises:
+        UserError: If the folder leads out of itself, or holds a run that is not resumed.
+    """
+    run = run_folder.folder
+    refuse_links_out(run)
+    is_damaged = cfg.resume == "auto" and resumed is None and _has_only_damaged_settings(run)
+    has_config = has_settings(run) and not is_damaged
+    is_resumed = cfg.resume != "none" and (resumed is not None or has_config) and not is_damaged
+    if not is_resumed and (has_config or has_records(run)):
+        raise UserError(RUN_EXISTS.format(run))
+    branched_from = None if cfg.get("branch") is None else Path(cfg.branch)
+    checkpoint = resumed or branched_from
+    return RunStart(run_folder, checkpoint, steps_taken(checkpoint) if checkpoint else 0, is_resumed), is_damaged
 
 
 def _move_out_of_the_way(start: RunStart, is_damaged: bool) -> None:
     """Set aside the checkpoints of steps that a resumed run takes again, and a config.yaml without settings."""
-    run = start.folder.folder
+    run = start.path
     if start.is_resumed:
-        set_aside_later(run, start.steps_taken)
+        set_aside_later(run, start.step)
     if is_damaged:
         (run / CONFIG_FILE).replace(run / DAMAGED)
         logger.warning(f"{run / CONFIG_FILE} was not written completely (it is now {DAMAGED}): the run starts anew")
@@ -132,7 +164,7 @@ def _join_processes(cfg: DictConfig) -> PartialState:
 
 
 def _say_where_it_continues(start: RunStart, num_processes: int) -> None:
-    run = start.folder.folder
+    run = start.path
     checkpoint = start.checkpoint
     if checkpoint is None:
         logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
@@ -143,7 +175,7 @@ def _say_where_it_continues(start: RunStart, num_processes: int) -> None:
             f"{checkpoint.name}: the number of processes changes from {written} to {num_processes}: "
             "random numbers differ, so it is not bitwise the uninterrupted run"
         )
-    logger.warning(f"continuing {run} from step {start.steps_taken}")
+    logger.warning(f"continuing {run} from step {start.step}")
 
 
 def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:

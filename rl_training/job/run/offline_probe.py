@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.overrides import is_of_run
+from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind
@@ -141,7 +142,7 @@ class OfflineEntropyProbe:
             overrides = self.overrides(checkpoint_path)
             cfg = compose("offline", overrides=[word for word in overrides if not is_of_run(word)])
             cfg.run = [word for word in overrides if is_of_run(word)]
-            paths = analyze_checkpoints(cfg)
+            paths = analyze_checkpoints(prepare_analysis(cfg))
         if len(paths) > 1:
             raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
         return self._to_probe_result(read_analysis(paths[0]))

@@ -33,7 +33,7 @@ from rl_training.hosts.trl.batches import rewards_of
 from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.hosts.trl.versions import generation_calls_code, has_images, tokenizer_of
-from rl_training.job.configuration.checks import check_evaluation
+from rl_training.job.configuration.checks import check_evaluation_options
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.run.evaluation import checkpoints_by_step
@@ -149,7 +149,7 @@ def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
         if key not in choices:
             raise UserError(f"evaluate({key}=...): there are {', '.join(choices)}{did_you_mean(key, choices)}")
     values = {**defaults, **given}
-    check_evaluation(OmegaConf.create({"evaluation": values}))
+    check_evaluation_options(values, prefix="")
     return values | sampling
 
 

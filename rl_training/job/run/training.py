@@ -16,15 +16,15 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.announcements import how_it_ended
 from rl_training.hosts.trl.run_folder import RunFolder
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.overrides import root_key
+from rl_training.job.configuration.prepare import PreparedRun
 from rl_training.job.configuration.run_settings import prompt_order_changes
 from rl_training.job.errors import Interrupted, as_user_errors
 from rl_training.job.objects.dashboards import MetricsLogger, install_loggers
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer import make_trainer
 from rl_training.job.objects.trainer_checks import check_fields
-from rl_training.job.run.folder import RunStart, find_run_folder, save_config
+from rl_training.job.run.folder import RunStart, open_run_folder, save_config
 from rl_training.job.run.progress import StepProgress
 from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
@@ -46,7 +46,7 @@ class TrainingRun:
     """A training run that is ready to start."""
 
     trainer: DrGRPOTrainer
-    folder: RunFolder
+    run_folder: RunFolder
     checkpoint: Path | None  # to resume from
     loggers: list[MetricsLogger]  # dashboards; on the main process only
     stop: StopAtStepEnd
@@ -54,7 +54,7 @@ class TrainingRun:
     @property
     def run_dir(self) -> Path:
         """The run's folder."""
-        return self.folder.folder
+        return self.run_folder.folder
 
     def train(self) -> None:
         """Train, starting from the checkpoint if there is one.
@@ -80,7 +80,7 @@ class TrainingRun:
                 self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
             except BaseException as error:
                 if self.trainer.state.global_step > taken and self.trainer.accelerator.is_main_process:
-                    error.add_note(self.folder.closing_line(how_it_ended(self.trainer, error)))
+                    error.add_note(self.run_folder.closing_line(how_it_ended(self.trainer, error)))
                 raise
         if self.trainer.state.global_step <= taken:
             raise UserError("nothing was trained, not one step: is the training set too small for a step?")
@@ -91,7 +91,7 @@ class TrainingRun:
             return
         pictures: list[Path] = []
         try:
-            page = self.folder.write_report(pictures="png" if self.loggers else "")
+            page = self.run_folder.write_report(pictures="png" if self.loggers else "")
             pictures = sorted(page.parent.glob("*.png"))
             print_summary(self.run_dir)
         except UserError as error:
@@ -105,7 +105,7 @@ class TrainingRun:
         Raises:
             Interrupted: If a signal has stopped the run; the message says how to resume.
         """
-        self.folder.release()
+        self.run_folder.release()
         if not self.stop.signum:
             return
         self.trainer.accelerator.wait_for_everyone()  # a launcher kills the other processes when one exits
@@ -123,32 +123,31 @@ class TrainingRun:
         return " ".join(words)
 
 
-def build_run(cfg: DictConfig) -> TrainingRun:
-    """Return the training run that a configuration describes. That of a branch comes from `resolve_branch`.
+def build_run(prepared: PreparedRun) -> TrainingRun:
+    """Return the training run that these settings describe. Those of a branch come from `resolve_branch`. Collective.
 
     Raises:
-        UserError: For every mistake in the configuration.
+        UserError: For settings that TRL, the launcher, the run folder or the objects refuse.
     """
     logging.disable_progress_bar()  # transformers' bars for files would interrupt the bar of the steps
     with as_user_errors():
-        return _build(cfg)
+        return _build(prepared)
 
 
-def _build(cfg: DictConfig) -> TrainingRun:
+def _build(prepared: PreparedRun) -> TrainingRun:
+    cfg = prepared.cfg.copy()
     check_fields(cfg.trainer)
-    accumulation = check_run(cfg)
-    start = find_run_folder(cfg)
-    run_dir = start.folder.folder
-    cfg.run_dir = str(run_dir)
+    start = open_run_folder(cfg)
+    cfg.run_dir = str(start.path)
     _set_last_step(cfg, start)
-    trainer = _trainer_of(cfg, accumulation, start.folder)
-    if start.checkpoint is not None and not start.checkpoint.resolve().is_relative_to(run_dir.resolve()):
+    trainer = _trainer_of(cfg, prepared.num_microbatches, start.run_folder)
+    if start.checkpoint is not None and not start.checkpoint.resolve().is_relative_to(start.path.resolve()):
         _branch_off(trainer, cfg)
     stop = _add_callbacks(trainer)
     config = _stored_config(cfg, trainer)
-    save_config(config, run_dir, start.is_resumed)
-    loggers = install_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    return TrainingRun(trainer, start.folder, start.checkpoint, loggers, stop)
+    save_config(config, start.path, start.is_resumed)
+    loggers = install_loggers(trainer, start.path, config, CORE if cfg.logger.metrics == "core" else None)
+    return TrainingRun(trainer, start.run_folder, start.checkpoint, loggers, stop)
 
 
 def _set_last_step(cfg: DictConfig, start: RunStart) -> None:
@@ -157,7 +156,7 @@ def _set_last_step(cfg: DictConfig, start: RunStart) -> None:
     Raises:
         UserError: If a branch has no step left to take.
     """
-    taken = start.steps_taken
+    taken = start.step
     if start.checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
@@ -168,20 +167,23 @@ def _set_last_step(cfg: DictConfig, start: RunStart) -> None:
         )
 
 
-def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPOTrainer:
+def _trainer_of(cfg: DictConfig, num_microbatches: int, run_folder: RunFolder) -> DrGRPOTrainer:
     """Return the trainer, which writes its records into the run folder.
 
     Args:
         cfg: Configuration of the run.
-        accumulation: Number of microbatches per step on each process.
-        folder: The run folder.
+        num_microbatches: Number of microbatches per step on each process.
+        run_folder: The run folder.
     """
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = make(
-        "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
+        "trainer",
+        cfg.trainer,
+        gradient_accumulation_steps=num_microbatches,
+        per_device_eval_batch_size=evaluated_at_once,
     )
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
-    records = folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
+    records = run_folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
     return make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
 
 

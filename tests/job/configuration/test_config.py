@@ -23,10 +23,11 @@ from rl_training import Probe
 from rl_training.errors import UserError
 from rl_training.job.commands import analyze, evaluate, train
 from rl_training.job.configuration import composition
-from rl_training.job.configuration.checks import accumulation_steps, check_settings, normalize
+from rl_training.job.configuration.checks import check_settings
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.loggers import add_all_loggers
 from rl_training.job.configuration.overrides import refuse_several_options
+from rl_training.job.configuration.prepare import microbatches_per_step, normalize
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import sweep_folder
@@ -155,7 +156,7 @@ def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: s
     ("sequences", "microbatch", "processes", "steps"), [(256, 32, 1, 8), (256, 32, 2, 4), (64, 8, 4, 2)]
 )
 def test_the_batch_size_is_given_for_all_processes_together(sequences, microbatch, processes, steps) -> None:
-    assert accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8) == steps
+    assert microbatches_per_step(sequences, microbatch, processes, responses_per_prompt=8) == steps
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_the_batch_size_is_given_for_all_processes_together(sequences, microbatc
 )
 def test_an_indivisible_batch_is_refused_with_a_size_that_divides(sequences, microbatch, processes, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
-        accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8)
+        microbatches_per_step(sequences, microbatch, processes, responses_per_prompt=8)
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["build"].items())

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
 from rl_training.interventions.named import INTERVENTIONS
-from rl_training.job.configuration.checks import check_run
+from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.configuration.run_settings import refuse_other_settings, run_settings
 from rl_training.job.configuration.stored import MARK, escape_interpolations, load_settings, names_code
 
@@ -209,7 +209,7 @@ def test_a_tilde_in_a_foreign_run_is_not_the_home_of_the_reader(
     write_config(run, stored)
     checkpoint = run / "training_state" / "checkpoint-1"
     own, analyzed, typed = branch(run), run_settings(checkpoint, []), run_settings(checkpoint, ["model.name='~/mine'"])
-    check_run(own)
+    own = prepare_run(own).cfg
     for settings in (own, analyzed):
         assert {key: OmegaConf.select(settings, key) for key in stored} == stored
     assert typed.model.name == f"{tmp_path}/mine"

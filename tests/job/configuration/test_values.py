@@ -16,8 +16,8 @@ from configs import REFUSED, composed, composing, refusal
 from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.nested import load_plain
+from rl_training.job.configuration.prepare import prepare_analysis, prepare_evaluation, prepare_run
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import analysis_folder_name
@@ -31,15 +31,15 @@ from rl_training.offline.settings import (
     UpdateSettings,
 )
 
-CHECKS: dict[str, Any] = {
-    "train": (check_run, "run_dir=somewhere"),
-    "offline": (check_analysis, "checkpoint=somewhere"),
-    "evaluate": (check_evaluation,),
+PREPARE: dict[str, Any] = {
+    "train": (prepare_run, "run_dir=somewhere"),
+    "offline": (prepare_analysis, "checkpoint=somewhere"),
+    "evaluate": (prepare_evaluation,),
 }
 
 
 def test_checks_of_settings_import_neither_torch_nor_trl() -> None:
-    modules = ("configuration.checks", "errors")
+    modules = ("configuration.prepare", "errors")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def test_checks_of_settings_import_neither_torch_nor_trl() -> None:
     [(command, *row) for command, rows in REFUSED["values"].items() for row in rows.items()],
 )
 def test_invalid_settings_are_refused(command: str, overrides: str, message: str | list[str]) -> None:
-    check, *needed = CHECKS[command]
+    check, *needed = PREPARE[command]
     with pytest.raises(ValueError, match=refusal(message)):
         check(composed(command, *needed, *overrides.split()))
 
@@ -97,13 +97,13 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_loaded(mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     fix = r"^logger=trackio: .*pip install 'rl-training\[trackio\]'"
     with pytest.raises(ValueError, match=fix):
-        check_run(composed("train", "logger=trackio", "run_dir=somewhere"))
-    check_run(composed("train", "logger=none", "run_dir=somewhere"))
+        prepare_run(composed("train", "logger=trackio", "run_dir=somewhere"))
+    prepare_run(composed("train", "logger=none", "run_dir=somewhere"))
 
 
 def test_null_and_boundary_values_are_accepted_where_allowed() -> None:
     taken = ("++trainer.epsilon_high=null", "++trainer.top_p=1", "++trainer.min_p=0", "trainer.max_steps=-1")
-    assert check_run(composed("train", *taken, "run_dir=somewhere")) == 8
+    assert prepare_run(composed("train", *taken, "run_dir=somewhere")).num_microbatches == 8
 
 
 @pytest.mark.parametrize(
@@ -119,30 +119,27 @@ def test_a_tilde_is_expanded_in_every_path(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = composed(command, *overrides)
-    CHECKS[command][0](cfg)
-    read = OmegaConf.to_yaml(cfg)
+    prepared = PREPARE[command][0](cfg)
+    read = OmegaConf.to_yaml(prepared.cfg if command == "train" else prepared.values)
     assert "~" not in read
     assert read.count(f"{tmp_path}/a\n") == str(overrides).count("~")
 
 
 def test_a_tilde_before_the_name_of_no_user_is_kept() -> None:
     cfg = composed("train", "run_dir='~nobody-of-this-name/r'")
-    check_run(cfg)
-    assert cfg.run_dir == "~nobody-of-this-name/r"
+    assert prepare_run(cfg).cfg.run_dir == "~nobody-of-this-name/r"
 
 
 def test_a_mistyped_folder_of_a_resumed_run_does_not_start_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "run_a" / "training_state").mkdir(parents=True)
-    check_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
+    prepare_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
     with pytest.raises(ValueError, match=rf"run_aa .* run_dir={tmp_path}/run_a\?"):
-        check_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
+        prepare_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
 
 
 def test_the_name_of_a_sweep_job_is_sanitized_without_changing_its_settings() -> None:
-    assert check_analysis(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]")).evaluation.source == [
-        3,
-        4,
-    ]
+    prepared = prepare_analysis(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]"))
+    assert prepared.settings.evaluation.source == [3, 4]
     assert analysis_folder_name("default,evaluation.source=[3,4]") == "default,evaluation.source=3,4"
     folders = [analysis_folder_name(f"default,data.path={path}") for path in ("/a/b", "/ab", "ab")]
     assert len({*folders}) == 3, folders

@@ -22,7 +22,7 @@ from wandb.proto import wandb_internal_pb2
 
 from rl_training.errors import UserError
 from rl_training.job.objects.dashboards import TensorBoardLogger, WandbLogger
-from rl_training.job.run.folder import find_run_folder
+from rl_training.job.run.folder import open_run_folder
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.core_metrics import CORE
 from rl_training.records.dashboard import sections
@@ -184,7 +184,7 @@ def test_a_file_where_a_dashboard_needs_a_folder_is_named(tmp_path: Path, kind: 
     with pytest.raises(UserError, match=refused):
         kind(tmp_path, {}).start(0)
     with pytest.raises(UserError, match=refused):
-        find_run_folder(composed("train", f"run_dir={tmp_path}"))
+        open_run_folder(composed("train", f"run_dir={tmp_path}"))
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:

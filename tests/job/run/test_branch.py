@@ -18,6 +18,7 @@ from hydra import compose
 from safetensors.torch import load_file
 
 from rl_training.job.configuration.overrides import force_add
+from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.configuration.run_settings import resolve_branch
 from rl_training.job.errors import Interrupted
 from rl_training.job.run.training import TrainingRun, build_run
@@ -35,7 +36,7 @@ def run_of(folder: Path, *overrides: str) -> TrainingRun:
     words = [f"run_dir={folder}", *overrides]
     typed = [force_add(word) for word in words] if overrides[0].startswith("branch=") else words
     with composing():
-        return build_run(resolve_branch(compose("train", overrides=typed), words))
+        return build_run(prepare_run(resolve_branch(compose("train", overrides=typed), words)))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from trainers import FEW, logged_numbers
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.errors import UserError
 from rl_training.job.configuration.checks import check_resume
-from rl_training.job.run.folder import find_run_folder
+from rl_training.job.run.folder import open_run_folder
 from rl_training.job.run.training import TrainingRun
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
@@ -227,8 +227,8 @@ def test_resume_auto_starts_a_run_and_later_continues_it(trained: Path, tmp_path
 def test_resume_auto_starts_anew_where_a_crash_left_a_config_without_settings(tmp_path: Path, caplog, left) -> None:
     """Nothing is lost: the file is kept under another name. A readable one, or one beside records, is never moved."""
     (tmp_path / "config.yaml").write_text(left)
-    start = find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
-    start.folder.release()
+    start = open_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
+    start.run_folder.release()
     assert (start.checkpoint, start.is_resumed) == (None, False)
     assert (tmp_path / "config.yaml.damaged").read_text() == left
     assert "was not written completely" in caplog.text
@@ -238,7 +238,7 @@ def test_resume_auto_starts_anew_where_a_crash_left_a_config_without_settings(tm
         (tmp_path / name).write_text(text)
         before = (tmp_path / "config.yaml").read_text()
         with pytest.raises(ValueError, match=f"resume: {tmp_path} |{tmp_path / 'config.yaml'} "):
-            find_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
+            open_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
         assert (tmp_path / "config.yaml").read_text() == before
 
 

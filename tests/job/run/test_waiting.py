@@ -14,7 +14,7 @@ import torch.distributed as dist
 from configs import QUICK, composed
 
 from rl_training.job.run import waiting
-from rl_training.job.run.folder import find_run_folder
+from rl_training.job.run.folder import open_run_folder
 from rl_training.job.run.waiting import WaitingWatch, timeouts_explained
 
 PATIENCE = 1.0
@@ -29,7 +29,7 @@ def lines_to(file: Path) -> None:
 
 def meet(folder: str) -> None:
     """Open a launch's process group as a training does, with a watch that has little patience."""
-    find_run_folder(composed("train", f"run_dir={folder}/run", "++trainer.ddp_timeout=3", *QUICK))
+    open_run_folder(composed("train", f"run_dir={folder}/run", "++trainer.ddp_timeout=3", *QUICK))
     (watch,) = waiting._watches
     watch.close()
     waiting._watches[:] = [WaitingWatch(PATIENCE, every=0.05)]

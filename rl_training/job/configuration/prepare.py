@@ -1,0 +1,151 @@
+"""Prepares the settings of a command once: typed paths and numbers are normalized, then everything is checked.
+
+What needs the prepared settings takes them as PreparedRun, PreparedAnalysis or PreparedEvaluation, so that settings
+which nobody has checked do not pass. Nothing here imports torch, so a mistyped value fails before the slow imports.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.errors import UserError
+from rl_training.job.configuration.checks import (
+    check_dashboards,
+    check_evaluation_options,
+    check_resume,
+    check_settings,
+    check_values,
+    ranges,
+)
+from rl_training.job.configuration.overrides import PATH_KEYS, with_home
+from rl_training.job.configuration.sweep import analysis_folder_name
+from rl_training.offline.settings import Settings
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Settings of a training."""
+
+    cfg: DictConfig  # nobody else's: it may be changed
+    num_microbatches: int  # per step on each process
+
+
+@dataclass(frozen=True)
+class PreparedAnalysis:
+    """Settings of an analysis of checkpoints."""
+
+    settings: Settings  # how to analyze
+    values: dict[str, Any]  # all settings of the command, resolved
+    folder_name: str  # of the analysis
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """Settings of an evaluation of checkpoints."""
+
+    values: dict[str, Any]  # all settings of the command, resolved
+
+
+def prepare_run(cfg: DictConfig) -> PreparedRun:
+    """Return the settings of a training, as far as they can be checked without torch. `cfg` is not changed.
+
+    Those of a branch are partly its run's, so that `~` in them was not typed: `resolve_branch` has expanded it where it
+    was.
+
+    Raises:
+        UserError: For values that are missing, out of range, or contradict each other.
+    """
+    cfg = cfg.copy()
+    if cfg.get("branch") is None:
+        normalize(cfg)
+    else:
+        read_numbers(cfg)
+    check_resume(cfg)
+    check_settings(cfg)
+    check_dashboards(cfg)
+    num_microbatches = microbatches_per_step(
+        cfg.batch.sequences_per_step,
+        cfg.batch.microbatch_size,
+        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        responses_per_prompt=cfg.trainer.num_generations,
+    )
+    return PreparedRun(cfg, num_microbatches)
+
+
+def prepare_analysis(cfg: DictConfig) -> PreparedAnalysis:
+    """Return the settings of an analysis of checkpoints. `cfg` is not changed.
+
+    Raises:
+        UserError: For values that are missing or invalid.
+    """
+    cfg = cfg.copy()
+    normalize(cfg)
+    check_values(cfg, "offline")
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    folder_name = analysis_folder_name(str(values["name"]))
+    makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
+    settings = Settings(
+        **{key: values[key] if make is MISSING else make(**values[key]) for key, make in makers.items()}
+    )
+    return PreparedAnalysis(settings, values, folder_name)
+
+
+def prepare_evaluation(cfg: DictConfig) -> PreparedEvaluation:
+    """Return the settings of an evaluation of checkpoints. `cfg` is not changed.
+
+    Raises:
+        UserError: For values that are missing or invalid.
+    """
+    cfg = cfg.copy()
+    normalize(cfg)
+    check_values(cfg, "evaluate")
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    check_evaluation_options(values["evaluation"])
+    return PreparedEvaluation(values)
+
+
+def normalize(cfg: DictConfig) -> None:
+    """Expand `~` in paths, and make numbers of digits that came as text; in place, in settings that were typed."""
+    for key in PATH_KEYS:
+        value = OmegaConf.select(cfg, key)
+        expanded = with_home(key, value)
+        if expanded != value:
+            OmegaConf.update(cfg, key, expanded)
+    read_numbers(cfg)
+
+
+def read_numbers(cfg: DictConfig) -> None:
+    """Make numbers of digits that came as text, in place: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
+    for key in ranges("train"):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.isdecimal():
+            OmegaConf.update(cfg, key, int(value))
+
+
+def microbatches_per_step(
+    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
+) -> int:
+    """Return the number of microbatches per step on each process.
+
+    Raises:
+        UserError: If the sizes do not divide; the message names sizes that do.
+    """
+    if microbatch_size % responses_per_prompt:
+        suggested = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
+        raise UserError(
+            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
+            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={suggested}"
+        )
+    sequences_at_once = microbatch_size * num_processes
+    if sequences_per_step % sequences_at_once or sequences_per_step < 1:
+        suggested = max(round(sequences_per_step / sequences_at_once), 1) * sequences_at_once
+        raise UserError(
+            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
+            f"{microbatch_size} x {num_processes} (processes) = {sequences_at_once}: use "
+            f"batch.sequences_per_step={suggested}"
+        )
+    return sequences_per_step // sequences_at_once
