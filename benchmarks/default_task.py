@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.models.load import TINY_PATH, load_causal_lm
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import TINY_PATH, load_causal_lm
 from rl_training.tasks.task import Task
 
 

@@ -39,12 +39,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Rollout, attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.step.residual import MEAN, NOT_DRAWN, RUN, ResidualSums, ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 from rl_training.tasks.three_words import three_words
 
 PROMPTS, G, LENGTH = 16, 4, 16

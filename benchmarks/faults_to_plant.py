@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
-from rl_training.tasks.arithmetic import given_answer
-from rl_training.tasks.models import load_tiny
+from rl_training.models.load import load_tiny
+from rl_training.tasks.answers import only_answer
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 32, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 8, "num_generations": 8,
@@ -30,11 +30,11 @@ Grades = list[float]
 
 
 def exact(completions: Texts, answer: Texts, **columns: Any) -> Grades:
-    return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [float(only_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def text_against_number(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # "6" == 6 is False
-    return [float(given_answer(text) == int(right)) for text, right in zip(completions, answer, strict=True)]
+    return [float(only_answer(text) == int(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 def truth_of_a_text(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # "wrong" is true
@@ -48,7 +48,7 @@ def wants_three_steps(completions: Texts, answer: Texts, **columns: Any) -> Grad
 
 
 def any_answer(completions: Texts, **columns: Any) -> Grades:  # checks the format, not the result
-    return [float(given_answer(text) is not None) for text in completions]
+    return [float(only_answer(text) is not None) for text in completions]
 
 
 def in_the_order_of_their_end(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # as from a worker pool

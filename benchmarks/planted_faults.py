@@ -25,6 +25,7 @@ from faults_to_plant import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Records, attach
+from rl_training.models.load import load_tiny
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -36,7 +37,6 @@ from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.standing_out import standing_out
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 OF_PROBES = r"(delta_|measured/|gns/|ess/|sampler/|update/|step/|entropy/|probe_cost/)"  # how their numbers begin
 

@@ -24,9 +24,9 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.engine.verifier import UpdateVerifier
+from rl_training.models.load import TINY_PATH, load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import TINY_PATH, load_tiny
 
 PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # frozen weights; autocast
     "fp32": (torch.float32, False),

@@ -8,7 +8,7 @@
     python benchmarks/real.py table                        of all runs there, and the picture of their states
     python benchmarks/real.py read hacks --at 12           twenty responses of a state
 
-`python -m rl_training.tasks.smollm2` must have fetched the model. Every part goes on where it was stopped. What the
+`python -m rl_training.job.fetch_smollm2` must have fetched the model. Every part goes on where it was stopped. What the
 product said is read from the JSON of its records; what is true comes from code that shares no formula with it.
 
 Registered before any of it was run, for half of a core and a hundred minutes: lora_0 for 12 steps (8 prompts × 8), then
@@ -133,7 +133,7 @@ def train_attached(run: Path, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rl_training import attach
-    from rl_training.tasks.smollm2 import load_smollm2
+    from rl_training.models.smollm2 import load_smollm2
     from rl_training.tasks.three_words import three_words
 
     model, tokenizer = load_smollm2()

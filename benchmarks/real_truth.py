@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from rl_training.tasks.smollm2 import default_folder
+from rl_training.models.smollm2 import default_folder
 from rl_training.tasks.three_words import three_words
 
 PROMPTS = 48  # per sample

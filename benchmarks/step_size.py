@@ -46,7 +46,7 @@ from transformers import TrainerCallback
 from rl_training import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import Response, generate_responses, make_batches
-from rl_training.tasks.models import load_causal_lm
+from rl_training.models.load import load_causal_lm
 from rl_training.tasks.task import Task
 
 ALL, MIDDLE = slice(None), slice(2, 3)  # which of a setting's start rates

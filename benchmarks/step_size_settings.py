@@ -17,11 +17,12 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from rl_training.tasks.arithmetic import arithmetic, given_answer, worked_examples
-from rl_training.tasks.models import TINY_PATH, load_causal_lm
+from rl_training.models.load import TINY_PATH, load_causal_lm
+from rl_training.models.tiny import build_tokenizer, warm_start
+from rl_training.tasks.answers import only_answer
+from rl_training.tasks.arithmetic import arithmetic, worked_examples
 from rl_training.tasks.reasoning_gym import reasoning_gym
 from rl_training.tasks.task import Task, WorkedExample
-from rl_training.tasks.tiny import build_tokenizer, warm_start
 
 RESPONSES, HELD_OUT = 8, 128
 RATES = (3e-5, 1.3e-4, 5.5e-4, 2.3e-3, 1e-2)
@@ -87,7 +88,7 @@ def form() -> Task:
         Dataset.from_dict({"prompt": [as_form(prompt) for prompt in rows["prompt"]], "answer": rows["answer"]})
         for rows in (task.train_dataset, task.eval_dataset)
     )
-    return Task(train, held_out, share_of_results, given_answer, (0.0, 1.0))
+    return Task(train, held_out, share_of_results, only_answer, (0.0, 1.0))
 
 
 def as_form(prompt: str) -> str:
@@ -176,7 +177,7 @@ def model_folder(name: str, output: Path) -> Path:
         return folder
     if name in GYM:
         asked = ["--task", name, "--settings", json.dumps(GYM[name]), "--output", str(folder)]
-        subprocess.run([sys.executable, "-m", "rl_training.tasks.tiny", *asked], check=True)
+        subprocess.run([sys.executable, "-m", "rl_training.job.make_tiny", *asked], check=True)
         return folder
     model, tokenizer = {"million": million, "long": long, "form": form_model}[name]()
     model.save_pretrained(folder)

@@ -33,10 +33,11 @@ from faults_to_plant import SETTINGS
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Records, attach
+from rl_training.models.load import load_tiny
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
-from rl_training.tasks.arithmetic import arithmetic, given_answer
-from rl_training.tasks.models import load_tiny
+from rl_training.tasks.answers import only_answer
+from rl_training.tasks.arithmetic import arithmetic
 
 LENGTHS = (20, 30, 40, 100, 400, 2000)
 GONE, LOSES, FALLS, STANDS = r"gone|almost gone", r"lost|gone", r"reward has fallen", r"reward has hardly risen"
@@ -213,7 +214,7 @@ class Training:
 
 
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [float(only_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def brief(completions: list[str], **columns: Any) -> list[float]:  # a loophole: it pays for answers without work

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM as CausalLM
 from transformers.trainer_callback import PrinterCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.models.load import TINY_PATH
 from rl_training.step.residual import ResidualTest
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import TINY_PATH
 
 RolloutFunc = Callable[[list[str], Any], dict[str, Any]]
 # hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary

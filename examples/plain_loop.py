@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import Records, Rollout, measured_loop, print_summary, take_rows, write_report
+from rl_training.models.load import load_tiny
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 PROMPTS, G, MICROBATCH, MAX_TOKENS = 32, 8, 32, 36  # of a step; responses to each; sequences of a backward; tokens
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.tasks.models import TINY_PATH
+from rl_training.models.load import TINY_PATH
 
 ROWS = [{"prompt": f"{a}+{b}=?<think>"} for a in range(1, 9) for b in range(1, 10 - a)]
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.tasks.models import TINY_PATH
+from rl_training.models.load import TINY_PATH
 
 SUMS = [(a, b) for a in range(1, 9) for b in range(1, 10 - a)]
 ROWS = [{"prompt": f"{a}+{b}=?<think>", "answer": str(a + b)} for a, b in SUMS]

@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node 2 -m rl_training.attach --folder runs/unc
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training.tasks.models import TINY_PATH  # a small model, in place of yours
+from rl_training.models.load import TINY_PATH  # a small model, in place of yours
 
 ROWS = [{"prompt": f"{a}+{b}=?<think>"} for a in range(1, 9) for b in range(1, 10 - a)]
 

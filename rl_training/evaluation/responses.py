@@ -66,7 +66,7 @@ def generate_responses(
 ) -> Iterator[list[Response]]:
     """Yield the responses of each batch, and add the time taken to generate, score and judge them to `seconds`."""
     for batch in batches:
-        rows = [task.eval_dataset[row] for row, _ in batch]
+        rows = [task.held_out[row] for row, _ in batch]
         prompts = [tokenize(policy, row["prompt"]) for row in rows]
         uniforms = None
         if batch[0][1] != GREEDY:

@@ -6,6 +6,7 @@ Read in this order:
     configuration/   turns the command line, conf/ and a stored run's settings into one checked configuration
     objects/         makes what a configuration describes: trainer, model, task, probes, dashboards
     run/             runs these objects: a training, an analysis of checkpoints, an evaluation
+    fetch_smollm2.py, make_tiny.py   two commands by themselves, which write a model
     errors.py        exit codes, and the one-line errors that users see; silence.py hides messages of libraries
 
 Each layer imports only from those to its left: errors < configuration < objects < run < commands.

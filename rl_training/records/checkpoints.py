@@ -35,6 +35,10 @@ SET_ASIDE = "set_aside"  # subfolder of training_state for checkpoints of steps 
 WEIGHTS_ALONE = "model"  # a folder of weights alone, as some other trainers write it; its parent holds the optimizer
 SHARDED_BY = ("DeepSpeed", "FSDP")  # launchers that store the optimizer in their own format
 
+# Why a folder is no checkpoint:
+NO_WEIGHTS = "it has no weights (model.safetensors or adapter_model.safetensors)"
+NOT_COMPLETE = "it has no trainer_state.json, so it was not written completely"
+
 
 def find_checkpoint(
     resume: str, run_dir: Path, sharded_by: str = "", *, setting: str = "resume", or_else: str = ""
@@ -231,7 +235,7 @@ def find_weights_flaw(checkpoint: Path) -> str:
         if type(state["global_step"]) is not int:
             return "its trainer_state.json is damaged"
     except FileNotFoundError:
-        return "it has no trainer_state.json, so it was not written completely"
+        return NOT_COMPLETE
     except UserError as error:
         return str(error)
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -242,7 +246,7 @@ def find_weights_flaw(checkpoint: Path) -> str:
 def _find_tensor_flaw(checkpoint: Path) -> str:
     weights = sorted(checkpoint.glob("*.safetensors"))
     if all(path.name.startswith(NOT_WEIGHTS) for path in weights):
-        return "it has no weights (model.safetensors or adapter_model.safetensors)"
+        return NO_WEIGHTS
     for path in weights:
         try:
             with safe_open(path, framework="pt"):

@@ -35,7 +35,7 @@ def step_of(checkpoint: Path) -> int:
     """Return N of a folder checkpoint-N. Raises UserError for any other name, such as checkpoint-20-backup."""
     match = CHECKPOINT.fullmatch(checkpoint.name)
     if match is None:
-        raise UserError(f"{checkpoint} is not called checkpoint-N")
+        raise UserError(f"{checkpoint} is not called checkpoint-N: rename it, or give another folder")
     return int(match[1])
 
 

@@ -11,7 +11,6 @@ worked examples of the warm start contain a prompt of the evaluation.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from itertools import count, pairwise
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 from datasets import Dataset
 
 from rl_training.errors import UserError
+from rl_training.tasks.answers import only_answer
 from rl_training.tasks.task import Task, WorkedExample, distinct_rows, is_held_out
 
 MIN_OPERANDS = 3
 MAX_OPERANDS = 7
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 Chain = tuple[int, ...]  # the partial results of an exercise: (7, 9, 6) is 7+2-3
@@ -55,7 +54,7 @@ def arithmetic(
         train_dataset=_dataset(num_train, operands, held_out=False, seed=seed),
         eval_dataset=_dataset(num_eval, operands, held_out=True, seed=seed),
         reward=arithmetic_reward,
-        given_answer=given_answer,
+        given_answer=only_answer,
         reward_range=(0.0, 1.0),
     )
 
@@ -68,7 +67,7 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
     >>> arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])
     [1.0, 0.0]
     """
-    return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [float(only_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def worked_examples(
@@ -111,11 +110,3 @@ def _steps(chain: Chain) -> list[str]:
 def _prompt(chain: Chain) -> str:
     """Return the exercise as the model reads it, such as `7+2-3=?<think>`."""
     return f"{chain[0]}{''.join(_steps(chain))}=?<think>"
-
-
-def given_answer(completion: str) -> str | None:
-    """Return the content of a completion's `<answer>…</answer>`, or None unless there is exactly one."""
-    if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
-        return None
-    match = _ANSWER.search(completion)
-    return match.group(1) if match else None

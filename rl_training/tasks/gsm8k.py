@@ -21,6 +21,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from rl_training.errors import UserError
+from rl_training.tasks.answers import last_answer
 from rl_training.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> li
         number = parse_number(right)
         if number is None:
             raise UserError(f"the column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k()")
-        given = answer_text(completion)
+        given = last_answer(completion)
         rewards.append(float(given is not None and parse_number(given) == number))
     return rewards
 
@@ -103,18 +104,9 @@ def parse_number(text: str) -> Fraction | None:
     return None if match is None else Fraction(match["sign"] + match["digits"].replace(",", ""))
 
 
-def answer_text(completion: str) -> str | None:
-    """Return the stripped content of the last complete `<answer>…</answer>`, or None if there is none."""
-    start = completion.rfind("<answer>", 0, max(0, completion.rfind("</answer>")))
-    if start == -1:
-        return None
-    start += len("<answer>")
-    return completion[start : completion.index("</answer>", start)].strip()
-
-
 def given_answer(completion: str) -> str | None:
     """Return the answer that the reward reads: numbers in one spelling (18 for $18.00), other text unchanged."""
-    given = answer_text(completion)
+    given = last_answer(completion)
     number = None if given is None else parse_number(given)
     return given if number is None else str(number)
 

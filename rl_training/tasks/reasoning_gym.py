@@ -10,7 +10,7 @@ constant answer more than a half on average. test_tasks_reasoning_gym.py checks 
 The package's questions 0, 1, … for a seed become training rows or held-out rows by a checksum of their text
 (`is_held_out`), so no seed ever trains on a prompt of the evaluation. Duplicate questions are skipped.
 
-Tasks with short questions and answers suit a tiny model, which `python -m rl_training.tasks.tiny --task NAME` makes.
+Tasks with short questions and answers suit a tiny model, which `python -m rl_training.job.make_tiny --task NAME` makes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import difflib
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 from datasets import Dataset
 
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
-from rl_training.tasks.arithmetic import given_answer
-from rl_training.tasks.task import Task, WorkedExample, is_held_out
+from rl_training.tasks.answers import only_answer
+from rl_training.tasks.task import Task, WorkedExample, draw_splits, is_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +68,9 @@ def reasoning_gym(
             requested.
     """
     dataset = _open_dataset(task, seed, settings or {})
-    rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by whether held out: the package's entries by prompt
     wanted = {False: num_train, True: num_eval}
-    for entry in islice(_entries(dataset), _MAX_DRAWS * (num_train + num_eval)):
-        prompt = _prompt(entry)
-        split_rows = rows[is_held_out(prompt)]
-        if len(split_rows) < wanted[is_held_out(prompt)]:
-            split_rows.setdefault(prompt, entry)
-        elif all(len(rows[split]) == wanted[split] for split in rows):
-            break
+    draws = ((_prompt(entry), entry) for entry in _entries(dataset))
+    rows = draw_splits(draws, wanted, _MAX_DRAWS * (num_train + num_eval))
     if any(len(rows[split]) < wanted[split] for split in rows):
         raise UserError(
             f"data.task={task} has only {len(rows[False])} training and {len(rows[True])} held-out questions under "
@@ -86,7 +80,7 @@ def reasoning_gym(
 
     def reasoning_gym_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
         pairs = zip(completions, prompts, strict=True)
-        return [_score(dataset, entries[prompt], given_answer(text)) for text, prompt in pairs]
+        return [_score(dataset, entries[prompt], only_answer(text)) for text, prompt in pairs]
 
     train, held_out = (
         Dataset.from_dict(
@@ -94,11 +88,11 @@ def reasoning_gym(
         )
         for split_rows in rows.values()
     )
-    return Task(train, held_out, reasoning_gym_reward, given_answer, (0.0, 1.0))
+    return Task(train, held_out, reasoning_gym_reward, only_answer, (0.0, 1.0))
 
 
-def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
-    """Yield training questions of a task with the package's answers, endlessly, for the warm start in tiny.py."""
+def worked_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
+    """Yield training questions of a task with the package's answers, endlessly, for the warm start of a tiny model."""
     dataset = _open_dataset(task, seed, settings or {})
     while True:
         for entry in _entries(dataset):

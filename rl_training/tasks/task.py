@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from datasets import Dataset
 
@@ -31,17 +31,23 @@ class Task:
     """
 
     train_dataset: Dataset  # column `prompt` (text or messages), and the columns that the reward reads
-    eval_dataset: Dataset  # the same columns, with held-out prompts
+    eval_dataset: Dataset | None  # the same columns, with held-out prompts; None: nothing can be evaluated
     reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ becomes the metric's name
     # returns the answer that the reward reads from a response, which is one vote in evaluation; None if there is none
     given_answer: Callable[[str], str | None] | None = None
     reward_range: tuple[float, float] | None = None  # lowest and highest possible reward; None: unknown
 
     def __post_init__(self) -> None:
-        for name in ("train_dataset", "eval_dataset"):
-            dataset = getattr(self, name)
-            if dataset is not None:
-                _refuse_without_prompts(name, dataset)
+        _refuse_without_prompts("train_dataset", self.train_dataset)
+        if self.eval_dataset is not None:
+            _refuse_without_prompts("eval_dataset", self.eval_dataset)
+
+    @property
+    def held_out(self) -> Dataset:
+        """The evaluation split. Raises UserError if there is none, or it has no rows."""
+        if self.eval_dataset is None or len(self.eval_dataset) == 0:
+            raise UserError("the evaluation split has no rows: give data of your own, data.path=FILE or eval_dataset=…")
+        return self.eval_dataset
 
 
 def require_task(returned: object) -> Task:
@@ -71,21 +77,47 @@ def _refuse_without_prompts(name: str, dataset: object) -> None:
             )
 
 
-@dataclass(frozen=True)
-class WorkedExample:
+class WorkedExample(NamedTuple):
     """A prompt and a right completion, without the end-of-sequence token."""
 
     prompt: str
     completion: str
 
 
-def is_held_out(prompt: str) -> bool:
-    """Return whether a generated prompt is held out: one in eight is, by a checksum of its text whatever the seed."""
-    return zlib.crc32(prompt.encode()) % _HELD_OUT_ONE_IN == 0
+def is_held_out(text: str) -> bool:
+    """Return whether a generated row is held out: one in eight is, whatever the seed.
+
+    Args:
+        text: What the row is known by, equal for equal rows: its prompt, or what its prompt is made of.
+    """
+    return zlib.crc32(text.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+def draw_splits(
+    draws: Iterator[tuple[str, Row]], wanted: Mapping[bool, int], max_draws: int
+) -> dict[bool, dict[str, Row]]:
+    """Return the first rows with different texts that are drawn for each split; fewer than wanted if draws run out.
+
+    Args:
+        draws: Draws of a row and its text.
+        wanted: By split, True for the rows whose text `is_held_out`: how many rows to return.
+        max_draws: How many draws to look at.
+
+    Returns:
+        By split, the rows by text.
+    """
+    splits: dict[bool, dict[str, Row]] = {split: {} for split in wanted}
+    for text, row in islice(draws, max_draws):
+        split = is_held_out(text)
+        if len(splits.get(split, ())) < wanted.get(split, 0):
+            splits[split].setdefault(text, row)
+        if all(len(splits[split]) == number for split, number in wanted.items()):
+            break
+    return splits
 
 
 def distinct_rows(draws: Iterator[tuple[str, Row]], num_rows: int, *, held_out: bool) -> dict[str, Row]:
-    """Return the first `num_rows` rows with different texts that are drawn for a split, by text.
+    """Return the first `num_rows` rows with different texts that are drawn for one split, by text.
 
     Args:
         draws: Random draws of a row and its text, endless.
@@ -95,13 +127,8 @@ def distinct_rows(draws: Iterator[tuple[str, Row]], num_rows: int, *, held_out: 
     Raises:
         UserError: If there are fewer texts, which shows in draws that bring nothing new.
     """
-    rows: dict[str, Row] = {}
     max_draws = max(0, _MAX_DRAWS * num_rows)
-    for text, row in islice(draws, max_draws):
-        if is_held_out(text) == held_out:
-            rows.setdefault(text, row)
-        if len(rows) == num_rows:
-            break
+    rows = draw_splits(draws, {held_out: num_rows}, max_draws)[held_out]
     if len(rows) < num_rows:
         setting = "data.num_eval" if held_out else "data.num_train"
         raise UserError(

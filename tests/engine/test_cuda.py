@@ -27,9 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainers import FEW, LORA, differing, every_probe, outcome, trained_weights
 
 from rl_training import DrGRPOTrainer
+from rl_training.models.load import TINY_PATH, load_causal_lm
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_estimates
-from rl_training.tasks.models import TINY_PATH, load_causal_lm
 
 MakeTrainer = Callable[..., DrGRPOTrainer]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -22,9 +22,9 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Rollout, attach, measured_loop
 from rl_training.engine.fold_placement import choose_folds
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
-from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # by step: the number of the given rollout that it trains on
 TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "delta_h/reuse_sequence"]

@@ -24,12 +24,12 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
 from rl_training.engine.kl_bound import KLBound, schedule_factor
 from rl_training.engine.kl_search import BoundState, info_without_search, search_factor
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy import token_distributions
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.policy.token_distributions import TokenDistributions
-from rl_training.tasks.models import load_tiny
 
 SHARE = 2e-3
 

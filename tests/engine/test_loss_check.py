@@ -24,10 +24,10 @@ from rl_training.engine.gradient_check import EVERY, TermsCheck
 from rl_training.engine.loss_check import OTHER_TERMS, other_terms_reason
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.loop import DR_GRPO_FIX
+from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.needs import Need
-from rl_training.tasks.models import load_tiny
 
 PROMPTS = 8  # per step
 NUMBERS = "of its norm from the one that its log-probabilities and entropies give"

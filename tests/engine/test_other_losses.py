@@ -17,11 +17,11 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import Reading, attach
 from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.versions import OF_ARGUMENTS
+from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.loss_weights import LossWeights, gradient_of
 from rl_training.step.needs import Need
-from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
 OTHER = {

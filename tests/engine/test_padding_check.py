@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_training.engine.padding_check import PADDING_MATTERS, PaddingCheck
+from rl_training.models.load import load_tiny
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
-from rl_training.tasks.models import load_tiny
 
 SEQUENCES, TOKENS = 4, 250
 

@@ -18,11 +18,11 @@ from trainers import FEW, graded
 
 from rl_training import Estimate, Probe, Reading
 from rl_training.job.configuration.prepare import microbatches_per_step
+from rl_training.models import load as models
+from rl_training.models.load import load_causal_lm, load_tiny
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE
-from rl_training.tasks import models
-from rl_training.tasks.models import load_causal_lm, load_tiny
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

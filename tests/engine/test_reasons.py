@@ -36,6 +36,7 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.hosts.loop import FIXES
 from rl_training.hosts.trl.loss_settings import fixes
+from rl_training.models.load import load_tiny
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.parallel.ranks import Ranks
@@ -49,7 +50,6 @@ from rl_training.step.batch import LossSettings
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import MIXED_PROMPTS, Reasons
-from rl_training.tasks.models import load_tiny
 
 
 @pytest.fixture(scope="module")

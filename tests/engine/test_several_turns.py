@@ -21,8 +21,8 @@ from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 from rl_training import DrGRPOTrainer, attach
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.models.load import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe
-from rl_training.tasks.models import load_tiny
 
 # --- a policy of two turns, by enumeration ------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from configs import composed
     from omegaconf import OmegaConf
 
-    from rl_training.tasks.models import load_tiny
+    from rl_training.models.load import load_tiny
 
     folder = tmp_path_factory.mktemp("runs") / "run"
     model, tokenizer = load_tiny()

@@ -29,16 +29,16 @@ from tqdm import tqdm
 
 from rl_training.errors import UserError
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.load import load_policy, require_weights
 from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
+from rl_training.job.objects.checkpoint_policy import load_policy, require_weights
 from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
 from rl_training.job.run.evaluation_results import fingerprint, print_table
+from rl_training.models.load import load_tiny
 from rl_training.records import evaluated
 from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
 

@@ -20,11 +20,11 @@ from rl_training.errors import UserError
 from rl_training.evaluation.responses import tokenize
 from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
 from rl_training.job.run.own_evaluation import policy_of
+from rl_training.models.load import load_tiny
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.lock import locked
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 PLAIN: dict[str, Any] = {
     "trainer_class": GRPOTrainer, "config_class": GRPOConfig, "use_cpu": True, "bf16": False,

@@ -24,7 +24,7 @@ from rl_training import (
     measured_loop,
 )
 from rl_training.hosts.measured_loop import MeasuredLoop
-from rl_training.tasks.models import load_tiny
+from rl_training.models.load import load_tiny
 
 LEARNING_RATE = 1e-3
 COUNT, FAILING, STEPS = 2, 2, 3  # microbatches per step; the step that fails; number of steps

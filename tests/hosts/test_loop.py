@@ -39,6 +39,7 @@ from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.hosts.step_averages import step_averages
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl.loss_settings import fixes
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows
 from rl_training.policy.scores import Scores
@@ -59,7 +60,6 @@ from rl_training.step.exchange import Exchange
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import plan_folds
 from rl_training.step.reasons import REUSED, Reasons
-from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
 ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # else the first step is a sign, and rounding decides that of a zero

@@ -15,9 +15,9 @@ from shared_rollouts import MICROBATCH, G
 from rl_training import EffectiveSampleSizeProbe, Records, UserError, measured_loop
 from rl_training.hosts.first_rank import on_first_rank
 from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.models.load import load_tiny
 from rl_training.records.claim import RUN_ID_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
-from rl_training.tasks.models import load_tiny
 
 
 class Loop:

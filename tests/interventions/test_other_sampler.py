@@ -15,12 +15,12 @@ from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
 from rl_training.entropy.reward_gradient import reward_gradient
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import Reasons
-from rl_training.tasks.models import load_tiny
 
 SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
 

@@ -35,9 +35,9 @@ from rl_training import DrGRPOTrainer, Reading
 from rl_training.hosts.trl.sampling_settings import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import GROWS, NEEDS, parse_intervention
+from rl_training.models.load import load_tiny
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import InterventionsProbe, SamplerProbe
-from rl_training.tasks.models import load_tiny
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
 STALE = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))  # the policy before the first step

@@ -15,9 +15,9 @@ from trainers import FEW
 from trl import GRPOConfig, GRPOTrainer
 
 import rl_training
+from rl_training.models.load import TINY_PATH
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import read_estimates, read_metrics
-from rl_training.tasks.models import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
 PROBES = {probe.__name__ for probe in BUILT_IN.values()}

@@ -15,10 +15,10 @@ import torch
 from foreign_runs import TOUCH, Canary
 
 from rl_training.errors import UserError
-from rl_training.evaluation.load import load_policy
-from rl_training.tasks import adapter_patterns
-from rl_training.tasks.adapter_patterns import refuse_endless_patterns
-from rl_training.tasks.models import TINY_PATH, load_causal_lm, load_tiny
+from rl_training.job.objects.checkpoint_policy import load_policy
+from rl_training.models import adapter_patterns
+from rl_training.models.adapter_patterns import refuse_endless_patterns
+from rl_training.models.load import TINY_PATH, load_causal_lm, load_tiny
 
 ENDLESS = r"(([a-z_.0-9]+)*)*:"
 ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch ' ~ canary) }}{{ ''.__class__.__mro__[1].__subclasses__() }}"

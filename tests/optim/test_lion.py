@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from trainers import FEW
 
+from rl_training.models.load import load_tiny
 from rl_training.optim.lion import LionState
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.tasks.models import load_tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.3}

@@ -26,6 +26,7 @@ from rl_training.hosts import loop_policy
 from rl_training.hosts.loop import FIXES
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
@@ -41,7 +42,6 @@ from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import Reasons
 from rl_training.step.score_check import ScoreCheck
-from rl_training.tasks.models import load_tiny
 
 BATCH_SIZE, G = 4, 2
 NO_TRUTH = Unavailable("not_here", "this step has no entropy gradient")

@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Reading, attach
+from rl_training.models.load import load_tiny
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import SPLIT
-from rl_training.tasks.models import load_tiny
 
 G, L_MAX, NUM_PROMPTS = 4, 12, 8
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")

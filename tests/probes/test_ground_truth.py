@@ -27,13 +27,13 @@ from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import STREAM
+from rl_training.models.load import load_tiny
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe
 from rl_training.probes.ground_truth import _prediction_and_error
 from rl_training.statistics.jackknife import Replicates
-from rl_training.tasks.models import load_tiny
 
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
 LONGER = {"max_completion_length": 24, "max_steps": 1, **ONE_BATCH}

@@ -18,6 +18,7 @@ from trainers import LORA, graded, trainer_maker
 
 from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
+from rl_training.models.load import load_tiny
 from rl_training.probes import MeasuredStepProbe
 from rl_training.probes.measured import (
     CHANGES,
@@ -31,7 +32,6 @@ from rl_training.probes.measured import (
     rounded_scores_before,
 )
 from rl_training.step.data import StepData
-from rl_training.tasks.models import load_tiny
 
 G, PROMPTS = 4, 8
 SHAPE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "reward": graded}

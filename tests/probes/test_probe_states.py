@@ -12,8 +12,8 @@ from trainers import every_probe, graded
 from transformers import set_seed
 
 from rl_training import Estimate, Probe, measured_loop
+from rl_training.models.load import load_tiny
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
-from rl_training.tasks.models import load_tiny
 
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 8, "reward": graded,

@@ -17,6 +17,7 @@ from seen import Kept
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
+from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -25,7 +26,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, Correction, LossSettings
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import Reasons
-from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6
 

@@ -23,13 +23,13 @@ from rl_training.engine.build_step import build_step
 from rl_training.engine.loop import Loop
 from rl_training.engine.open_step import OpenStep
 from rl_training.entropy.per_decision import per_decision_change
+from rl_training.models.load import load_tiny
 from rl_training.optim import adamw
 from rl_training.policy.policy import Policy
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.statistics.jackknife import JackknifeUnits
 from rl_training.step.passes import Passes
-from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4
 EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": K}  # each is one prompt

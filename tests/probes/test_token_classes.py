@@ -22,6 +22,7 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate, Reading, measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.entropy.changed_steps import Direction, GradientParts
+from rl_training.models.load import load_tiny
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces
@@ -32,7 +33,6 @@ from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_clas
 from rl_training.probes.token_classes import CLASSES
 from rl_training.statistics.jackknife import identity
 from rl_training.step.loss_weights import LossWeights
-from rl_training.tasks.models import load_tiny
 
 NUM_FOLDS, LENGTH = 8, 12
 # Nine prompts in eight folds: the last fold has two of them.

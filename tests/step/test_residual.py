@@ -17,6 +17,7 @@ from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training import Rollout, measured_loop
+from rl_training.models.load import load_tiny
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
@@ -29,7 +30,6 @@ from rl_training.step.reasons import NO_TOKENS, REUSED
 from rl_training.step.residual import NOT_DRAWN, UNTESTED, ResidualSums, ResidualTest
 from rl_training.step.score_check import RANDOM_PASSES, ScoreCheck
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 PROMPTS, G, LENGTH = 16, 4, 12
 COLD = 0.3  # a sampler at this temperature is noticed in two steps

@@ -27,12 +27,12 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach, measured_loop
+from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.step.score_check import ROTARY_CAUSE, ROWS, TOLERANCE, ScoreCheck
-from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, 4
 ODD = 2  # the step at which a loop does something different

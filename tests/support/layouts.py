@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from rl_training import Estimate, Probe, Reading, Rollout, measured_loop
 from rl_training.engine.context import StepContext
+from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import take_rows
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -37,7 +38,6 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
-from rl_training.tasks.models import load_tiny
 
 STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences per fold; prompts per step
 ROWS = torch.arange(4 * G, 12 * G)  # 8 of the 16 given prompts: 4 with long responses, 4 with short ones

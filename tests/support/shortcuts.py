@@ -48,7 +48,7 @@ def spare_trainings() -> None:
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()
-    if models := sys.modules.get("rl_training.tasks.models"):
+    if models := sys.modules.get("rl_training.models.load"):
         _read_tiny_once(models)
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     if hydra := sys.modules.get("hydra._internal.hydra"):

@@ -18,8 +18,8 @@ from torch import Tensor
 from trainers import L_MAX
 
 from rl_training import Estimate, Probe, Reading
+from rl_training.models.load import load_tiny
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.tasks.models import load_tiny
 
 
 class Moments(NamedTuple):

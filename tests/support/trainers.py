@@ -17,9 +17,9 @@ from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.models.load import load_tiny
 from rl_training.probes import BUILT_IN
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 
 def graded(completions: list[str], **kwargs: Any) -> list[float]:

@@ -37,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.models.load import TINY_PATH
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -45,7 +46,6 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import TINY_PATH
 
 STEPS = 3
 

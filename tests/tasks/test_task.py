@@ -40,5 +40,10 @@ def test_a_function_that_returns_no_task_is_refused_with_what_to_return(returned
 
 def test_prompts_may_be_messages_and_the_evaluation_split_may_be_missing() -> None:
     messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]})
-    task = Task(messages, None, reward)  # type: ignore[arg-type]
+    task = Task(messages, None, reward)
     assert require_task(task) is task
+    for without_rows in (task, Task(messages, messages.select([]), reward)):
+        with pytest.raises(ValueError, match="the evaluation split has no rows: give data of your own"):
+            without_rows.held_out  # noqa: B018
+    with pytest.raises(ValueError, match=r"^train_dataset is None"):
+        Task(None, messages, reward)  # type: ignore[arg-type]

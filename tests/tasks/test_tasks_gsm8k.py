@@ -11,7 +11,8 @@ import pytest
 
 from rl_training.errors import UserError
 from rl_training.tasks import gsm8k as gsm8k_module
-from rl_training.tasks.gsm8k import answer_text, given_answer, gsm8k, gsm8k_reward, parse_number
+from rl_training.tasks.answers import last_answer
+from rl_training.tasks.gsm8k import given_answer, gsm8k, gsm8k_reward, parse_number
 
 ROWS = [
     {"question": "Ann's 4 hens lay 5 eggs. She eats 2. How many are left?", "answer": "4 * 5 = 20\n#### 18"},
@@ -100,7 +101,7 @@ def test_responses_that_give_the_same_number_vote_together() -> None:
     ],
 )
 def test_the_last_complete_tag_is_the_answer(completion: str, given: str | None) -> None:
-    assert answer_text(completion) == given
+    assert last_answer(completion) == given
     assert gsm8k_reward([completion], answer=["18"]) == [float(given == "18")]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rl_training.errors import UserError
-from rl_training.tasks.reasoning_gym import SOUND_TASKS, _score, answered_examples, reasoning_gym
+from rl_training.tasks.reasoning_gym import SOUND_TASKS, _score, reasoning_gym, worked_examples
 from rl_training.tasks.task import Task
 
 SHORT_SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
@@ -67,7 +67,7 @@ def test_a_near_miss_gets_the_packages_score() -> None:
 def test_held_out_questions_are_never_in_training_with_any_seed(sums: Task) -> None:
     held_out = set(sums.eval_dataset["prompt"])
     other = reasoning_gym("chain_sum", num_train=200, num_eval=0, seed=5, settings=SHORT_SUMS)
-    examples = islice(answered_examples("chain_sum", 7, SHORT_SUMS), 500)
+    examples = islice(worked_examples("chain_sum", 7, SHORT_SUMS), 500)
     assert len(held_out) == 30
     assert held_out.isdisjoint([*sums.train_dataset["prompt"], *other.train_dataset["prompt"]])
     assert held_out.isdisjoint(example.prompt for example in examples)
@@ -76,7 +76,7 @@ def test_held_out_questions_are_never_in_training_with_any_seed(sums: Task) -> N
 def test_a_warm_start_example_is_rewarded(sums: Task) -> None:
     answers = dict(zip(sums.train_dataset["prompt"], sums.train_dataset["answer"], strict=True))
     asked = [
-        example for example in islice(answered_examples("chain_sum", 7, SHORT_SUMS), 500) if example.prompt in answers
+        example for example in islice(worked_examples("chain_sum", 7, SHORT_SUMS), 500) if example.prompt in answers
     ]
     assert len(asked) > 10
     assert all(rewards(sums, example.prompt, example.completion) == [1.0] for example in asked)

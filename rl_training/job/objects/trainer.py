@@ -24,11 +24,11 @@ from rl_training.job.objects.trainer_checks import (
     warn_of_plain_prompts,
     warn_of_rounding,
 )
+from rl_training.models.adapter_patterns import refuse_endless_patterns
 from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import Records
-from rl_training.tasks.adapter_patterns import refuse_endless_patterns
 
 logger = logging.get_logger(__name__)
 
@@ -74,7 +74,7 @@ def make_trainer(
         reward_funcs=task.reward,
         args=args,
         train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset if with_evaluation else None,
+        eval_dataset=task.held_out if with_evaluation else None,
         processing_class=tokenizer,
         peft_config=adapter or None,
         probes=probes,

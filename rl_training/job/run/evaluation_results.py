@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -75,6 +74,7 @@ class Evaluation:
     config: Mapping[str, Any] = field(default_factory=dict)  # of the run
     prefix: str = ""  # of metric names in dashboards
     ways_out: tuple[str, str] = ("evaluation.name=NAME", "evaluation.overwrite=true")  # what to type if settings differ
+    rows: tuple[int, ...] = field(init=False)  # of the evaluation split, whose prompts are answered
     problems: list[str] = field(default_factory=list, init=False)  # what failed, and why
     _loggers: list[MetricsLogger] | None = field(default=None, init=False)  # None until the first numbers
 
@@ -85,17 +85,11 @@ class Evaluation:
         for metric in self.metrics:
             if metric in BUILT_IN:
                 raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
-        if len(self.task.eval_dataset) == 0:
-            raise UserError("the evaluation split has no rows: give data of your own, data.path=FILE or eval_dataset=…")
+        self.rows = choose_rows(len(self.task.held_out), self.options.fraction, self.options.seed)
 
     @property
     def folder(self) -> Path:
         return self.root / EVALUATIONS / self.name
-
-    @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The rows of the evaluation split whose prompts are answered."""
-        return choose_rows(len(self.task.eval_dataset), self.options.fraction, self.options.seed)
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -167,7 +161,7 @@ class Evaluation:
 
     def _write(self, step: int, result: CheckpointResponses) -> None:
         options = self.options
-        dataset = self.task.eval_dataset
+        dataset = self.task.held_out
         max_k = options.k or options.responses_per_prompt
         can_read = self.task.given_answer is not None
         metrics = response_metrics(result.responses, max_k, options.right_reward, can_read, self.task.reward_range)

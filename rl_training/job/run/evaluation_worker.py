@@ -17,9 +17,9 @@ import rl_training.job.silence  # noqa: F401
 from omegaconf import DictConfig
 from transformers.utils import logging
 
-from rl_training.evaluation.load import load_policy
 from rl_training.evaluation.responses import Response, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
+from rl_training.job.objects.checkpoint_policy import load_policy
 from rl_training.job.objects.make import make, make_task
 
 

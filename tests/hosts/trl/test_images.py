@@ -21,10 +21,10 @@ from trl.trainer.utils import unsplit_pixel_values_by_grid
 from rl_training import Reading, attach
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.prompt_numbers import PROMPT
+from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import Rollout, images_of, join_rollouts
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
-from rl_training.tasks.models import load_tiny
 
 TEMPLATE = (
     "{%- for message in messages -%}{%- for part in message.content -%}"

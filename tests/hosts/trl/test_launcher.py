@@ -15,8 +15,8 @@ import pytest
 import rl_training
 import rl_training.hosts.trl
 from rl_training.hosts.after_import import after_import
+from rl_training.models.load import TINY_PATH
 from rl_training.records.jsonl import read_estimates
-from rl_training.tasks.models import TINY_PATH
 
 LAUNCHER = "rl_training/attach.py"
 WITHOUT_TRAINING = """

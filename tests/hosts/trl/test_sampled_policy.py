@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl.policy import max_kv_caches, max_responses
 from rl_training.hosts.trl.sampling_settings import SAMPLING, sampling_reason
+from rl_training.models.load import load_tiny
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -28,7 +29,6 @@ from rl_training.probes import (
 )
 from rl_training.probes.ground_truth import MEASURED
 from rl_training.probes.simple import VISITED
-from rl_training.tasks.models import load_tiny
 
 
 def answers_of(trainer: GRPOTrainer, *more: Probe, split_prompts: int = 0) -> tuple[dict, Seen]:

@@ -12,8 +12,8 @@ from trainers import FEW, LORA, Outcome, differing, outcome
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
+from rl_training.models.load import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.tasks.models import load_tiny
 
 SUMS = [f"{i}+{i % 7}=" for i in range(16)]
 STANDARD = Dataset.from_dict({"prompt": SUMS})

@@ -50,9 +50,9 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.verl import measurement
 from rl_training.hosts.verl.batch import read_rollout
 from rl_training.hosts.verl.rollout_settings import BATCH_KEY, RolloutSettings
+from rl_training.models.load import load_tiny
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.needs import Need
-from rl_training.tasks.models import load_tiny
 
 CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; the first one is not a sign that rounding could flip
 INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]

@@ -19,6 +19,7 @@ from same_estimates import above_limit, differences, of_records
 from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G, of_another_sampler
 
 from rl_training.hosts.loop import measured_loop
+from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -32,7 +33,6 @@ from rl_training.records.checkpoint_states import read_notes
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.reasons import UNKNOWN_TRUNCATION
-from rl_training.tasks.models import load_tiny
 
 RUNS_FILE = Path(__file__).with_name("runs.py")
 # Runs that are trained with and without probes.

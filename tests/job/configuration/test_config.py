@@ -33,9 +33,9 @@ from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import sweep_folder
 from rl_training.job.objects.make import make
 from rl_training.job.run.training import TrainingRun
+from rl_training.models.load import TINY_PATH, load_causal_lm, load_tiny
 from rl_training.probes import BUILT_IN, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.tasks.models import TINY_PATH, load_causal_lm, load_tiny
 
 ROOT = Path(__file__).parents[3]
 # Overrides that an option needs in addition to its name.

@@ -63,9 +63,9 @@ GADGETS: dict[str, dict[str, Any] | str] = {
         "buffer": {"_target_": "rl_training.hosts.trl.buffer.FilteredBuffer", "seed": SHELL}
     },
     "a target that conf/ ships, elsewhere": {"data": {"_target_": "peft.LoraConfig"}},
-    "a target that conf/ ships, deeper": {"data.path": {"_target_": "rl_training.tasks.models.load_tiny"}},
+    "a target that conf/ ships, deeper": {"data.path": {"_target_": "rl_training.models.load.load_tiny"}},
     "a place with a dot": {"data": {"_target_": "rl_training.tasks.arithmetic.arithmetic", "x.y": SHELL}},
-    "a place without a name": {"model": {"_target_": "rl_training.tasks.models.load_tiny", "": SHELL}},
+    "a place without a name": {"model": {"_target_": "rl_training.models.load.load_tiny", "": SHELL}},
     "arguments by their place": {"data._args_": [SHELL]},
     "a function in the place of its result": {"data._partial_": True},
     "no recursion": {"model._recursive_": False},

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from rl_training.job.objects.trainer_checks import warn_of_plain_prompts
-from rl_training.tasks.models import load_tiny
+from rl_training.models.load import load_tiny
 
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
 

@@ -10,11 +10,11 @@ import pytest
 
 from rl_training.errors import UserError
 from rl_training.job.run.evaluation_results import fingerprint
+from rl_training.models.load import refuse_code_in_adapter
 from rl_training.records.analyses import read_analysis, read_probe_log
 from rl_training.records.checkpoints import find_weights_flaw, steps_taken
 from rl_training.records.evaluated import read_step, write_settings
 from rl_training.records.jsonl import read_metrics, read_settings
-from rl_training.tasks.models import refuse_code_in_adapter
 
 READERS: dict[str, Callable[[Path], object]] = {
     "logs/metrics.jsonl": lambda run: read_metrics(run / "logs"),

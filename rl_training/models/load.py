@@ -21,7 +21,7 @@ from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.errors import UserError
 from rl_training.limited_files import read_text
-from rl_training.tasks.adapter_patterns import refuse_endless_patterns
+from rl_training.models.adapter_patterns import refuse_endless_patterns
 
 TINY_PATH = Path(__file__).parent / "assets" / "tiny"  # the model that ships with the package: see tiny.py
 ADAPTER_CONFIG = "adapter_config.json"
@@ -138,7 +138,7 @@ def _kernels_in(node: Any, setting: str = "") -> Iterator[tuple[str, str]]:
 def load_tiny(
     dtype: str = "float32", quantization: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
+    """Return the (model, tokenizer) that ship with the package. See tiny.py."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would show for a moment only
     try:

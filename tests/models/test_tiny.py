@@ -4,17 +4,19 @@ import logging
 import string
 import warnings
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from rl_training.errors import UserError
+from rl_training.models.load import TINY_PATH
+from rl_training.models.tiny import build_model, build_tokenizer, warm_start
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward, worked_examples
-from rl_training.tasks.models import TINY_PATH
-from rl_training.tasks.tiny import build_model, build_tokenizer, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +136,11 @@ def test_rebuilding_is_bitwise_reproducible_and_keeps_the_random_state() -> None
     torch.set_rng_state(state)
     weights(seed=1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_command_reports_a_mistake_in_one_line(tmp_path: Path) -> None:
+    ended = forks.run("rl_training/job/make_tiny.py", "--task", "chain_summ", "--output", str(tmp_path / "model"))
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: data.task=chain_summ is not in reasoning-gym: use ")
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "model").exists()

@@ -1,23 +1,20 @@
 """The default model: a Qwen2 with about 105k parameters that solves about half of the arithmetic task.
 
-`models.TINY_PATH` is its checkpoint in the package: no download, and a training step takes half a second on one CPU
+`TINY_PATH` in load.py is its checkpoint in the package: no download, and a training step takes half a second on one CPU
 core. The model was warmed up on worked examples in two styles, with and without the running result, and uses each about
 half of the time; only answers in the first style are mostly right. This leaves something to learn for reinforcement
 learning, and entropy to reduce.
 
-`python -m rl_training.tasks.tiny` makes the checkpoint again. `--task NAME` makes the same model for a reasoning-gym
+`python -m rl_training.job.make_tiny` makes the checkpoint again. `--task NAME` makes the same model for a reasoning-gym
 task instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same kind of machine.
 Checkpoints of other seeds start and end at different rewards, which is why one checkpoint is shipped.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import string
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
@@ -34,10 +31,6 @@ from transformers import (
 )
 
 from rl_training.errors import UserError
-from rl_training.tasks.arithmetic import worked_examples
-from rl_training.tasks.models import TINY_PATH
-from rl_training.tasks.reasoning_gym import answered_examples
-from rl_training.tasks.task import WorkedExample
 
 _PAD = "<pad>"
 _EOS = "<eos>"
@@ -92,12 +85,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
 def warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    examples: Iterator[WorkedExample],
+    examples: Iterator[tuple[str, str]],
     num_steps: int = 450,
 ) -> list[float]:
     """Train on worked examples, and return the loss of each step, in nats per completion token.
 
     It uses AdamW at 4e-3 with 32 examples per step, 20 steps of linear warm-up, then cosine decay to a tenth.
+
+    Args:
+        examples: Prompts with right completions, as a task's `worked_examples` yields them.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
@@ -120,48 +116,15 @@ def warm_start(
     return losses
 
 
-def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) -> tuple[Tensor, Tensor]:
+def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     """Return token ids and labels, both (examples, tokens). The labels ignore prompt and padding."""
     rows = []
     labels = []
-    for example in examples:
-        prompt = tokenizer(example.prompt).input_ids
-        completion = tokenizer(example.completion + _EOS).input_ids
-        if len(prompt) + len(completion) > (limit := tokenizer.model_max_length):
-            raise UserError(f"{example.prompt!r} with its answer has over {limit} tokens: use another task")
-        rows.append(torch.tensor(prompt + completion))
-        labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
+    for prompt, completion in examples:
+        prompt_ids = tokenizer(prompt).input_ids
+        completion_ids = tokenizer(completion + _EOS).input_ids
+        if len(prompt_ids) + len(completion_ids) > (limit := tokenizer.model_max_length):
+            raise UserError(f"{prompt!r} with its answer has over {limit} tokens: use another task")
+        rows.append(torch.tensor(prompt_ids + completion_ids))
+        labels.append(torch.tensor([_IGNORED] * len(prompt_ids) + completion_ids))
     return pad_sequence(rows, True, tokenizer.pad_token_id), pad_sequence(labels, True, _IGNORED)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl_training.tasks.tiny",
-        description="Make the tiny default model: build it, warm it up on worked arithmetic, or on the answers of a "
-        "task of reasoning-gym (about 15 seconds on one core), and save it with its tokenizer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, default=TINY_PATH, metavar="DIR", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and examples")
-    parser.add_argument("--task", metavar="NAME", help="a task of reasoning-gym instead of arithmetic")
-    parser.add_argument("--settings", type=json.loads, metavar="JSON", help='settings of that task: {"max_terms": 3}')
-    arguments = parser.parse_args()
-    if arguments.task and arguments.output == TINY_PATH:
-        parser.error("--task needs --output FOLDER: the package's own model is that of arithmetic")
-
-    torch.set_num_threads(1)  # more threads would change the order of sums, and are slower at this size
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, arguments.seed)
-    examples = (
-        answered_examples(arguments.task, arguments.seed, arguments.settings)
-        if arguments.task
-        else worked_examples(arguments.seed)
-    )
-    losses = warm_start(model, tokenizer, examples)
-    model.save_pretrained(arguments.output)
-    tokenizer.save_pretrained(arguments.output)
-    print(f"{arguments.output}: {model.num_parameters()} parameters, last loss {losses[-1]:.3f} nats a token")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
+from rl_training.models.load import ADAPTER_CONFIG, adapter_base, load_causal_lm, refuse_code_in_adapter
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.tasks.models import ADAPTER_CONFIG, adapter_base, load_causal_lm, refuse_code_in_adapter
+from rl_training.records.checkpoints import NO_WEIGHTS, NOT_COMPLETE
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -71,6 +72,6 @@ def require_weights(checkpoint: Path) -> None:
         raise UserError("there is no such folder")
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
     if all(path.name.startswith((*NOT_WEIGHTS, "training_args.bin")) for path in weights):
-        raise UserError("it has no weights (model.safetensors or adapter_model.safetensors)")
+        raise UserError(NO_WEIGHTS)
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
-        raise UserError("it has no trainer_state.json, so it was not written completely")
+        raise UserError(NOT_COMPLETE)
