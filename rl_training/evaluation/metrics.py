@@ -27,7 +27,7 @@ from torch import Tensor
 from rl_training.errors import UserError
 from rl_training.evaluation.pass_at_k import majority_vote, pass_at_k
 from rl_training.evaluation.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
-from rl_training.evaluation.responses import GREEDY, Response
+from rl_training.evaluation.responses import Response
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 
@@ -102,9 +102,9 @@ def group_by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response
     ordered = sorted(responses, key=lambda r: (r.row, r.number))
     sampled: dict[int, list[Response]] = {}
     for response in ordered:
-        if response.number != GREEDY:
+        if not response.is_greedy:
             sampled.setdefault(response.row, []).append(response)
-    return sampled, {r.row: r for r in ordered if r.number == GREEDY}
+    return sampled, {r.row: r for r in ordered if r.is_greedy}
 
 
 def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:

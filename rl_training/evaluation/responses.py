@@ -1,4 +1,4 @@
-"""Responses to the rows of a task: chooses rows, forms batches, generates, scores and judges.
+"""Responses to the rows of a task: chooses rows, forms batches, generates, scores and rewards.
 
 The batches do not depend on the number of processes: process r of R takes batches r, r + R, …, so R processes produce
 exactly the same responses as one.
@@ -20,7 +20,16 @@ from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy, uniforms_of
 from rl_training.tasks.task import Task
 
-GREEDY = -1  # number of the greedily decoded response
+
+@dataclass(frozen=True)
+class Batch:
+    """Responses that are generated at once: all sampled, or all greedy."""
+
+    places: tuple[tuple[int, int], ...]  # of each response: the row of the evaluation split, and its number
+    is_greedy: bool
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Response:
     """One response, scored and judged. The score arrays have one entry per token, in nats."""
 
     row: int  # index in the task's evaluation split
-    number: int  # 0, 1, … among the sampled responses to this row; GREEDY for the greedy one
+    number: int  # 0, 1, … among the sampled responses to this row; 0 for the greedy one
     text: str
     reward: float
     truncated: bool
@@ -36,19 +45,24 @@ class Response:
     logps: np.ndarray
     entropies: np.ndarray
     kl: np.ndarray | None
+    is_greedy: bool = False
 
     @property
     def length(self) -> int:
         return len(self.logps)
 
 
-def make_batches(
-    rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int
-) -> list[list[tuple[int, int]]]:
-    """Return each batch as (row, number) pairs. Greedy responses, one per row, have batches of their own."""
-    sampled = [(row, number) for row in rows for number in range(responses_per_prompt)]
-    parts = (sampled, [(row, GREEDY) for row in rows] if greedy else [])
-    return [part[start : start + batch_size] for part in parts for start in range(0, len(part), batch_size)]
+def make_batches(rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int) -> list[Batch]:
+    """Return the batches of sampled responses, then those of greedy ones, one per row."""
+    places = tuple((row, number) for row in rows for number in range(responses_per_prompt))
+    sampled = [Batch(part, is_greedy=False) for part in _split(places, batch_size)]
+    if not greedy:
+        return sampled
+    return sampled + [Batch(part, is_greedy=True) for part in _split(tuple((row, 0) for row in rows), batch_size)]
+
+
+def _split(places: tuple[tuple[int, int], ...], size: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    return (places[start : start + size] for start in range(0, len(places), size))
 
 
 def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
@@ -58,30 +72,26 @@ def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
 
 
 def generate_responses(
-    policy: CheckpointPolicy,
-    task: Task,
-    batches: Sequence[Sequence[tuple[int, int]]],
-    seed: int,
-    seconds: dict[str, float],
-) -> Iterator[list[Response]]:
-    """Yield the responses of each batch, and add the time taken to generate, score and judge them to `seconds`."""
+    policy: CheckpointPolicy, task: Task, batches: Sequence[Batch], seed: int
+) -> Iterator[tuple[list[Response], dict[str, float]]]:
+    """Yield the responses of each batch, and the seconds that it took to generate, score and judge them."""
     for batch in batches:
-        rows = [task.held_out[row] for row, _ in batch]
+        rows = [task.held_out[row] for row, _ in batch.places]
         prompts = [tokenize(policy, row["prompt"]) for row in rows]
         uniforms = None
-        if batch[0][1] != GREEDY:
-            uniforms = torch.stack([uniforms_of(seed, *pair, policy.max_completion_length) for pair in batch])
+        if not batch.is_greedy:
+            uniforms = torch.stack([uniforms_of(seed, *place, policy.max_completion_length) for place in batch.places])
         start = time.perf_counter()
         completions = policy.generate(prompts, uniforms)
         generated = time.perf_counter()
         scores = policy.score(prompts, completions)
         scored = time.perf_counter()
         texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-        rewards = judge(task, rows, texts, completions)
+        rewards = reward_responses(task, rows, texts, completions)
         eos_ids = torch.tensor(policy.eos_token_ids)
         responses = [
             Response(
-                *pair,
+                *place,
                 text,
                 reward,
                 truncated=not bool(torch.isin(ids[-1:], eos_ids).any()),
@@ -89,13 +99,12 @@ def generate_responses(
                 logps=score.logps.numpy(),
                 entropies=score.entropies.numpy(),
                 kl=None if score.kl is None else score.kl.numpy(),
+                is_greedy=batch.is_greedy,
             )
-            for pair, text, reward, ids, score in zip(batch, texts, rewards, completions, scores, strict=True)
+            for place, text, reward, ids, score in zip(batch.places, texts, rewards, completions, scores, strict=True)
         ]
-        now = time.perf_counter()
-        spent = {"generate": generated - start, "score": scored - generated, "judge": now - scored}
-        seconds.update({name: seconds.get(name, 0.0) + value for name, value in spent.items()})
-        yield responses
+        judged = time.perf_counter()
+        yield responses, {"generate": generated - start, "score": scored - generated, "judge": judged - scored}
 
 
 def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
@@ -119,7 +128,9 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     return torch.tensor(ids)
 
 
-def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], token_ids: Sequence[Tensor]) -> list[float]:
+def reward_responses(
+    task: Task, rows: Sequence[dict[str, Any]], texts: list[str], token_ids: Sequence[Tensor]
+) -> list[float]:
     """Return the task's reward of each response.
 
     Raises:

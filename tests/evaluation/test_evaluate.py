@@ -30,7 +30,7 @@ from tqdm import tqdm
 from rl_training.errors import UserError
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
+from rl_training.evaluation.responses import Batch, Response, choose_rows, generate_responses, reward_responses
 from rl_training.evaluation.workers import run_in_process
 from rl_training.job.objects.checkpoint_policy import load_policy, require_weights
 from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
@@ -43,9 +43,11 @@ from rl_training.tasks.arithmetic import arithmetic
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
 
 
-def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
+def sampled_at(checkpoint: Path, places: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
+    """Return responses that are sampled in batches of these rows and numbers."""
     loaded = load_policy(checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36)
-    return [response for part in generate_responses(loaded, arithmetic(), batches, 0, {}) for response in part]
+    batches = [Batch(tuple(part), is_greedy=False) for part in places]
+    return [response for part, _ in generate_responses(loaded, arithmetic(), batches, 0) for response in part]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
         evaluation.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
     with pytest.raises(ValueError, match=r"tokenizer .*'A user asks .*data=…"):
-        list(generate_responses(loaded, evaluation.task, [[(0, 0)]], 0, {}))
+        list(generate_responses(loaded, evaluation.task, [Batch(((0, 0),), is_greedy=False)], 0))
 
 
 def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:
@@ -313,7 +315,10 @@ def test_truncated_means_without_an_end_token_not_of_maximum_length() -> None:
     model, tokenizer = load_tiny()
     end = tokenizer.eos_token_id
     answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
-    (answered,) = generate_responses(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
+    batch = Batch(((0, 0), (1, 0), (2, 0)), is_greedy=True)
+    ((answered, seconds),) = generate_responses(answering, arithmetic(), [batch], 0)
+    assert seconds.keys() == {"generate", "score", "judge"}
+    assert all(r.is_greedy for r in answered)
     assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 
 
@@ -409,9 +414,11 @@ def test_the_reference_of_an_adapter_is_its_base_model(run: Path, tmp_path: Path
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def response(row: int, number: int, reward: float, entropies: list[float], answer: str | None) -> Response:
-    values = np.array(entropies)
-    return Response(row, number, f"{answer}", reward, len(entropies) == 3, answer, -values, values, 2 * values)
+def response(
+    row: int, number: int, reward: float, entropies: list[float], answer: str | None, is_greedy: bool = False
+) -> Response:
+    values, is_cut = np.array(entropies), len(entropies) == 3
+    return Response(row, number, f"{answer}", reward, is_cut, answer, -values, values, 2 * values, is_greedy)
 
 
 def given() -> list[Response]:
@@ -419,10 +426,10 @@ def given() -> list[Response]:
     return [
         response(0, 0, 1.0, [0.5, 0.1], "3"),
         response(0, 1, 0.0, [0.9, 0.3, 0.6], None),
-        response(0, GREEDY, 1.0, [0.2], "3"),
+        response(0, 0, 1.0, [0.2], "3", is_greedy=True),
         response(4, 0, 0.0, [0.4], "7"),
         response(4, 1, 0.0, [0.2, 0.2], "8"),
-        response(4, GREEDY, 0.0, [0.2], "7"),
+        response(4, 0, 0.0, [0.2], "7", is_greedy=True),
     ]
 
 
@@ -460,17 +467,17 @@ def test_the_printed_table_has_the_number_of_prompts_and_an_interval_where_all_v
 def test_a_reward_outside_the_range_of_its_task_is_an_error() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [2.0 for _ in completions])
     with pytest.raises(ValueError, match=r"2\.0 .* between 0 and 1"):
-        judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
+        reward_responses(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
 
 
 def test_too_few_rewards_are_refused_with_their_number() -> None:
     task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [1.0])
     with pytest.raises(UserError, match="1 rewards for 2 responses"):
-        judge(task, [task.eval_dataset[0]] * 2, ["6", "7"], [torch.tensor([5])] * 2)
+        reward_responses(task, [task.eval_dataset[0]] * 2, ["6", "7"], [torch.tensor([5])] * 2)
 
 
 def test_metrics_that_were_not_requested_are_nan_with_a_reason() -> None:
-    sampled = [r for r in given() if r.number != GREEDY]
+    sampled = [r for r in given() if not r.is_greedy]
     metrics = response_metrics(sampled, max_k=1, right_reward=1.0, can_read_answers=False)
     answers = dict.fromkeys(("majority", "format"), "no_given_answer")
     for name, code in {"greedy_accuracy": "no_greedy", **answers}.items():

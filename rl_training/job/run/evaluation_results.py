@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from rl_training.errors import UserError
 from rl_training.evaluation.metrics import BUILT_IN, Metric, custom_metrics, group_by_row, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response, choose_rows, make_batches
+from rl_training.evaluation.responses import Batch, Response, choose_rows, make_batches
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.configuration.nested import describe_differences
 from rl_training.job.configuration.stored import unmarked
@@ -96,7 +96,7 @@ class Evaluation:
         """All settings that must be equal for results to share a table."""
         return {str(key): value for key, value in self.options.items() if key not in NOT_COMPARED} | self.settings
 
-    def batches(self, share: int = 0, num_shares: int = 1) -> list[list[tuple[int, int]]]:
+    def batches(self, share: int = 0, num_shares: int = 1) -> list[Batch]:
         """Return the batches of process number `share` out of `num_shares`."""
         options = self.options
         batches = make_batches(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
@@ -180,7 +180,7 @@ class Evaluation:
             "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
         }
         prompts = {row: dataset[row]["prompt"] for row in self.rows}
-        responses = sorted(result.responses, key=lambda r: (r.row, r.number))
+        responses = sorted(result.responses, key=lambda r: (r.row, not r.is_greedy, r.number))
         lines = [_line(response, prompts[response.row]) for response in responses]
         write_step(self.folder, step, about, metrics, lines, options.gzip)
         consolidate(self.folder)
@@ -224,7 +224,7 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
     """Return the line of responses.jsonl for a response. Means are over its tokens, in nats."""
     return {
         "row": response.row,
-        "response_index": "greedy" if response.number == GREEDY else response.number,
+        "response_index": "greedy" if response.is_greedy else response.number,
         "prompt": prompt,
         "response": response.text,
         "reward": response.reward,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import rl_training.job.silence  # noqa: F401
 from omegaconf import DictConfig
 from transformers.utils import logging
 
-from rl_training.evaluation.responses import Response, generate_responses
+from rl_training.evaluation.responses import Batch, Response, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.objects.checkpoint_policy import load_policy
 from rl_training.job.objects.make import make, make_task
@@ -31,6 +31,12 @@ class CheckpointResponses:
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
 
+    def add(self, responses: Sequence[Response], seconds: Mapping[str, float]) -> None:
+        """Add the responses of one batch, with the seconds that they took by phase."""
+        self.responses += responses
+        for phase, taken in seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + taken
+
 
 @dataclass(frozen=True)
 class Work:
@@ -41,7 +47,7 @@ class Work:
     options: DictConfig  # `evaluation` of conf/evaluate.yaml, with a temperature and a length
     checkpoint: Path
     device: str
-    batches: Sequence[Sequence[tuple[int, int]]]  # (row, number) of the responses generated at once
+    batches: Sequence[Batch]
 
     def run(self, on_responses: Callable[[int], object]) -> CheckpointResponses:
         """Generate the responses in a process of their own, and return them.
@@ -52,9 +58,8 @@ class Work:
         result = CheckpointResponses()
 
         def receive(sent: tuple[list[Response], dict[str, float]]) -> None:
-            responses, result.seconds = sent
-            result.responses += responses
-            on_responses(len(responses))
+            result.add(*sent)
+            on_responses(len(sent[0]))
 
         start = time.perf_counter()
         result.reason = run_in_process(self._send_responses, receive, imports=[__name__])
@@ -62,7 +67,7 @@ class Work:
         return result
 
     def _send_responses(self, send: Send) -> None:
-        """Send the responses batch by batch, each with the seconds used so far, by phase."""
+        """Send the responses of each batch with the seconds that they took, by phase; loading is sent first."""
         logging.disable_progress_bar()
         start = time.perf_counter()
         policy = load_policy(
@@ -76,9 +81,9 @@ class Work:
             quantization=self.model.get("quantization"),
         )
         task = make_task(self.data)
-        seconds = {"load": time.perf_counter() - start}
-        for responses in generate_responses(policy, task, self.batches, self.options.seed, seconds):
-            send((responses, seconds))
+        send(([], {"load": time.perf_counter() - start}))
+        for responses_and_seconds in generate_responses(policy, task, self.batches, self.options.seed):
+            send(responses_and_seconds)
 
 
 def merge_results(parts: Sequence[CheckpointResponses]) -> CheckpointResponses:

@@ -220,8 +220,8 @@ def _responses(
         result.seconds["load"] = time.perf_counter() - start
         batches = evaluation.batches()
         seed = evaluation.options.seed
-        for responses in generate_responses(policy, evaluation.task, batches, seed, result.seconds):
-            result.responses += responses
+        for responses, seconds in generate_responses(policy, evaluation.task, batches, seed):
+            result.add(responses, seconds)
             on_responses(len(responses))
     except UserError as error:
         result.reason = reason_of(error)
