@@ -133,8 +133,8 @@ class RecordsClaim(AbstractContextManager[None]):
 def holds_run(folder: Path, logs: str = LOGS_FOLDER) -> bool:
     """Return whether a folder holds a training that another one must not write into.
 
-    It holds one with the first record of a step. A job's folder does with its config.yaml: nothing has been written
-    yet where `attach` has left only that.
+    It does from the first record on, and a job's folder from its config.yaml on. With no record, an attached run's
+    config.yaml has nothing to lose.
     """
     files = [folder / logs / name for name in (METRICS_FILE, PROBES_FILE)]
     if any(file.is_file() and file.stat().st_size for file in files):

@@ -1,4 +1,4 @@
-"""A run's records and checkpoint analyses as pandas DataFrames, for notebooks and your own analyses.
+"""A run's records as pandas DataFrames, for notebooks and your own analyses. analyses.py has its checkpoint analyses.
 
 For several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
 """

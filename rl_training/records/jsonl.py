@@ -204,7 +204,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 
 
 def has_records(run: Path) -> bool:
-    """Return whether a folder holds the records of a run, of no step yet perhaps."""
+    """Return whether a folder holds the records of a run, which may be of no step yet."""
     return (run / LOGS_FOLDER / METRICS_FILE).is_file()
 
 

@@ -1,7 +1,7 @@
 """What made a run: `made_by` in its config.yaml or, without one, in its logs/settings.json.
 
-Whoever writes settings says so: a job's config.yaml can be made a trainer of again, and advice is given in the words of
-whatever trained.
+Whoever writes settings records it. Only from a job's settings can a trainer be made again, and a report gives advice in
+the words of whatever trained.
 """
 
 from __future__ import annotations

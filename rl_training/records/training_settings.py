@@ -8,8 +8,8 @@ REPORTING_FIELDS = (
     *("restore_callback_states_from_checkpoint", "skip_memory_metrics", "num_completions_to_print", "load_best_model"),
     *("report_to", "deepspeed_plugin", "distributed_state", "torch_empty_cache_steps", "vllm_server_", "vllm_gpu_"),
 )
-# Prefixes of the other fields that do not affect the steps: where and how often something is written, and the number
-# of steps, by which no run differs from a longer one.
+# Prefixes of the other fields that do not affect the steps: where and how often something is written, and max_steps: a
+# longer run takes the same steps first.
 WRITING_FIELDS = (
     *("output_dir", "max_steps", "save_", "logging_", "disable_tqdm", "run_name", "project", "ddp_timeout", "eval_"),
     "dataloader_",
