@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rl_training.hosts.trl import attach as attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
-    from rl_training.job.run.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
-    from rl_training.job.run.own_evaluation import evaluate as evaluate
+    from rl_training.job.api.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
+    from rl_training.job.api.own_evaluation import evaluate as evaluate
     from rl_training.offline.own_trainer import analyze as analyze
     from rl_training.policy.rollout import Rollout as Rollout
     from rl_training.policy.rollout import take_rows as take_rows
@@ -43,8 +43,8 @@ _NAMES = {  # by module that defines them; a name …Probe is looked up in `prob
     "hosts.trl": "attach",
     "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
     "offline.own_trainer": "analyze",
-    "job.run.own_evaluation": "evaluate",
-    "job.run.offline_probe": "OfflineEntropyProbe",
+    "job.api.own_evaluation": "evaluate",
+    "job.api.offline_probe": "OfflineEntropyProbe",
     "statistics.estimate": "Estimate",
     "records.jsonl": "Records",
     "records.report": "print_summary write_report",

@@ -36,9 +36,9 @@ ByRow = Mapping[int, Sequence[Response]]
 
 BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
 NO_ANSWER = Unavailable("no_given_answer", "the task does not define how to read an answer (Task.given_answer)")
-NO_GREEDY = Unavailable("no_greedy", "greedy decoding is off (evaluation.greedy)")
+NO_GREEDY = Unavailable("no_greedy", "greedy decoding is off (the option greedy)")
 NO_REFERENCE = Unavailable(
-    "no_reference", "no first model to compare with (evaluation.kl is off, or the run is unknown)"
+    "no_reference", "no first model to compare with (the option kl is off, or the run is unknown)"
 )
 
 

@@ -75,7 +75,7 @@ def reason_of(error: BaseException) -> str:
     """Return an error as one line: a UserError's message, or any other error's type, message and location."""
     message = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in message.lower():
-        return f"it ran out of memory: lower evaluation.batch_size ({message or type(error).__name__})"
+        return f"it ran out of memory: lower the option batch_size ({message or type(error).__name__})"
     if isinstance(error, UserError):
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]

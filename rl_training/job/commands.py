@@ -72,9 +72,9 @@ def evaluate() -> None:
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
     prepared = prepare_evaluation(cfg)
     with fast_imports():
-        from rl_training.job.run.evaluation import evaluate_run_checkpoints
+        from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
 
-    sys.exit(evaluate_run_checkpoints(prepared))
+    sys.exit(1 if evaluate_run_checkpoints(prepared) else 0)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate checkpoints in forks of this process, which has imported everything; their work is pickled."""
     from rl_training.evaluation.workers import run_in_process
-    from rl_training.job.run import evaluation_worker
+    from rl_training.job.evaluation import worker
 
     fork = multiprocessing.get_context("fork")
 
@@ -50,4 +50,4 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_in_process(pickle.loads(pickle.dumps(work)), receive, imports)
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: fork)
-    monkeypatch.setattr(evaluation_worker, "run_in_process", in_fork)
+    monkeypatch.setattr(worker, "run_in_process", in_fork)

@@ -32,15 +32,22 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import Batch, Response, choose_rows, generate_responses, reward_responses
 from rl_training.evaluation.workers import run_in_process
+from rl_training.job.evaluation.announcements import print_table
+from rl_training.job.evaluation.evaluation import Evaluation
+from rl_training.job.evaluation.request import read_request
+from rl_training.job.evaluation.result_folder import fingerprint
+from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
 from rl_training.job.objects.checkpoint_policy import load_policy, require_weights
-from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
-from rl_training.job.run.evaluation_results import fingerprint, print_table
 from rl_training.models.load import load_tiny
 from rl_training.records import evaluated
 from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.arithmetic import arithmetic
 
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
+
+
+def evaluation_of(*overrides: str) -> Evaluation:
+    return read_request(prepared_evaluation(*overrides)).evaluation
 
 
 def sampled_at(checkpoint: Path, places: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
@@ -77,7 +84,7 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
     raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
     (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
     asked = [f"run={run}", *QUICK, "metric=entropy_by_position", "+metrics.mine._target_=my_metrics.characters"]
-    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 1
+    assert evaluate_run_checkpoints(prepared_evaluation(*asked))
     shown = capsys.readouterr().out
     assert "step 2 failed: its model cannot be loaded" in shown
     table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
@@ -92,7 +99,7 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
     before = (table.parent / "step_1" / evaluated.STEP_METRICS_FILE).stat().st_mtime_ns
     weights = run / "training_state" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes((run / "whole").read_bytes())
-    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 0
+    assert not evaluate_run_checkpoints(prepared_evaluation(*asked))
     assert (table.parent / "step_1" / evaluated.STEP_METRICS_FILE).stat().st_mtime_ns == before, (
         "what was finished is skipped"
     )
@@ -115,7 +122,7 @@ def test_a_damaged_checkpoint_is_reported_and_retried_on_the_next_call_while_oth
         "evaluation.batch_size=7",
         "evaluation.gzip=true",
     ]
-    assert evaluate_run_checkpoints(prepared_evaluation(*anew)) == 1
+    assert evaluate_run_checkpoints(prepared_evaluation(*anew))
     assert "metric bad raised at row" in capsys.readouterr().out
     again = [*evaluated.read_table(run / "evaluations" / "anew").itertuples()]
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
@@ -144,12 +151,12 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
 
     with monkeypatch.context() as patched:
         patched.setattr(tqdm, "update", kill_at_the_first_batch)
-        assert evaluate_run_checkpoints(prepared) == 1
+        assert evaluate_run_checkpoints(prepared)
     assert second
     assert "step 1 failed: its process was killed by SIGKILL" in capsys.readouterr().out
     folder = tmp_path / "evaluations" / "arithmetic"
     assert [path.name for path in folder.iterdir()] == ["settings.json"]
-    assert evaluate_run_checkpoints(prepared) == 0
+    assert not evaluate_run_checkpoints(prepared)
     assert set(evaluated.read_table(folder)["step"]) == {1}
 
 
@@ -164,26 +171,28 @@ def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: s
 def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     with pytest.raises(ValueError, match=rf"^run={tmp_path} .*trainer\.save_steps"):
-        read_evaluation(prepared_evaluation(f"run={tmp_path}"))
+        evaluation_of(f"run={tmp_path}")
 
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    evaluation = read_evaluation(prepared_evaluation(*asked))
-    evaluation.start()
-    evaluated.write_step(evaluation.folder, 1, {}, {}, [])
+    evaluation = evaluation_of(*asked)
+    evaluation.folder.start()
+    evaluated.write_step(evaluation.folder.path, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
-        read_evaluation(prepared_evaluation(*asked, "evaluation.temperature=0.5")).start()
-    read_evaluation(prepared_evaluation(*asked, "evaluation.batch_size=1")).start()
+        evaluation_of(*asked, "evaluation.temperature=0.5").folder.start()
+    evaluation_of(*asked, "evaluation.batch_size=1").folder.start()
 
 
 def test_an_evaluation_without_any_result_does_not_block_the_corrected_command(run, tmp_path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_evaluation(prepared_evaluation(*asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
-    evaluation = read_evaluation(prepared_evaluation(*asked))
-    evaluation.start()
+    evaluation_of(*asked, "evaluation.temperature=9").folder.start()  # every checkpoint then fails
+    evaluation = evaluation_of(*asked)
+    evaluation.folder.start()
     assert (
-        json.loads((evaluation.folder / evaluated.EVALUATION_SETTINGS_FILE).read_text(encoding="utf-8"))["temperature"]
+        json.loads((evaluation.folder.path / evaluated.EVALUATION_SETTINGS_FILE).read_text(encoding="utf-8"))[
+            "temperature"
+        ]
         == 1.0
     )
 
@@ -193,37 +202,33 @@ def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) ->
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    evaluation = read_evaluation(prepared_evaluation(f"run={tmp_path}"))
-    evaluated.write_step(evaluation.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
-    assert evaluation.pending() == {}
+    evaluation = evaluation_of(f"run={tmp_path}")
+    evaluated.write_step(evaluation.folder.path, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
+    assert evaluation.folder.pending() == {}
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
-    assert evaluation.pending() == {1: checkpoint}
+    assert evaluation.folder.pending() == {1: checkpoint}
 
 
 def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenizer(run: Path, tmp_path: Path) -> None:
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    evaluation = read_evaluation(
-        prepared_evaluation(f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
-    )
-    assert (evaluation.folder.name, evaluation.prefix, evaluation.options.max_completion_length) == (
-        "gsm8k",
-        "evaluation/gsm8k/",
-        512,
-    )
+    evaluation = evaluation_of(f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
+    assert (evaluation.folder.path.name, evaluation.announcements.prefix) == ("gsm8k", "evaluation/gsm8k/")
+    assert evaluation.spec.options.max_completion_length == 512
     loaded = load_policy(
-        evaluation.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
+        evaluation.spec.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
     with pytest.raises(ValueError, match=r"tokenizer .*'A user asks .*data=…"):
-        list(generate_responses(loaded, evaluation.task, [Batch(((0, 0),), is_greedy=False)], 0))
+        list(generate_responses(loaded, evaluation.spec.task, [Batch(((0, 0),), is_greedy=False)], 0))
 
 
 def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
-    evaluation = read_evaluation(prepared_evaluation(*asked))
-    assert evaluation.checkpoints == {0: bare}
-    assert (evaluation.options.max_completion_length, evaluation.options.temperature, evaluation.run) == (36, 1.0, None)
+    evaluation = evaluation_of(*asked)
+    assert evaluation.spec.checkpoints == {0: bare}
+    options = evaluation.spec.options
+    assert (options.max_completion_length, options.temperature, evaluation.announcements.run) == (36, 1.0, None)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])
@@ -243,7 +248,7 @@ def test_a_checkpoint_that_is_unfinished_or_has_no_weights_is_named(run: Path, t
     ("work", "reason"),
     [
         (kill_itself, "killed by SIGKILL"),
-        (run_out_of_memory, "lower evaluation.batch_size"),
+        (run_out_of_memory, "lower the option batch_size"),
         (leave, "exit code 3"),
     ],
 )

@@ -18,8 +18,9 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import attach, evaluate
 from rl_training.errors import UserError
 from rl_training.evaluation.responses import tokenize
-from rl_training.job.run.evaluation import evaluate_run_checkpoints, read_evaluation
-from rl_training.job.run.own_evaluation import policy_of
+from rl_training.job.api.own_evaluation import policy_of
+from rl_training.job.evaluation.request import read_request
+from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
 from rl_training.models.load import load_tiny
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
@@ -52,11 +53,11 @@ def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives
                 refusals.append(str(error))
         return {}
 
-    assert evaluate_run_checkpoints(prepared_evaluation(*asked)) == 1
-    expected_of, task = read_evaluation(prepared_evaluation(*asked)), arithmetic()
+    assert len(evaluate_run_checkpoints(prepared_evaluation(*asked))) == 1
+    expected_of, task = read_request(prepared_evaluation(*asked)).evaluation, arithmetic()
     trainer = make_trainer(
-        **PLAIN | {"max_completion_length": expected_of.options.max_completion_length},
-        temperature=expected_of.options.temperature,
+        **PLAIN | {"max_completion_length": expected_of.spec.options.max_completion_length},
+        temperature=expected_of.spec.options.temperature,
         reward=task.reward,
         trainer_arguments={"eval_dataset": task.eval_dataset},
     )
@@ -65,7 +66,7 @@ def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives
     with pytest.raises(ValueError, match=r"\bstep 2\b"):
         evaluate(
             trainer,
-            [*expected_of.checkpoints.values()],
+            [*expected_of.spec.checkpoints.values()],
             tmp_path / "own",
             given_answer=task.given_answer,
             reward_range=task.reward_range,
@@ -77,7 +78,7 @@ def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives
     assert f"{tmp_path / 'own' / 'evaluations'} is being written to by" in refusal
     assert torch.equal(trained_weights(trainer), before)
     assert trainer.model.training
-    expected, table = read_table(expected_of.folder), read_table(tmp_path / "own" / "evaluations" / "default")
+    expected, table = read_table(expected_of.folder.path), read_table(tmp_path / "own" / "evaluations" / "default")
     assert {"kl/token", "majority", "pass_at_4"} <= {*table["metric"]}
     assert table["metric"].tolist() == expected["metric"].tolist()
     assert table["value"].tolist() == expected["value"].tolist()

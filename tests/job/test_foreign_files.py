@@ -64,7 +64,7 @@ def analyze_into(run: Path) -> object:
 
 
 def evaluate_into(run: Path) -> object:
-    return evaluate(run).start()
+    return evaluate(run).folder.start()
 
 
 def resume(run: Path) -> object:

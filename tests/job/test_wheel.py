@@ -33,7 +33,8 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_con
 # Each command, and each of its processes, runs in a fork of one process that has done the slow imports.
 COMMANDS = """
 import gc, json, multiprocessing, os, sys
-import rl_training.__main__, rl_training.job.silence, rl_training.job.run.training, rl_training.job.run.evaluation
+import rl_training.__main__, rl_training.job.silence, rl_training.job.run.training
+import rl_training.job.evaluation.run_checkpoints
 gc.freeze()  # what no fork has to walk through
 fork = multiprocessing.get_context("fork")
 multiprocessing.get_context = lambda kind=None: fork

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
+from rl_training.job.api.offline_probe import CHOICES, SETTINGS
 from rl_training.job.configuration.nested import flatten
 from rl_training.job.configuration.prepare import prepare_analysis, prepare_run
 from rl_training.job.configuration.shipped import PROBE_CONFIGS
 from rl_training.job.run.analysis import analyze_checkpoints
-from rl_training.job.run.offline_probe import CHOICES, SETTINGS
 from rl_training.job.run.training import build_run
 from rl_training.offline.results import statistics_of
 from rl_training.records import probe_logs, read_probe_log

@@ -16,8 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, analyze, attach
 from rl_training.job.configuration.prepare import prepare_analysis
+from rl_training.job.evaluation.request import read_request
 from rl_training.job.run.analysis import result_files
-from rl_training.job.run.evaluation import read_evaluation
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import EvaluationSettings, MemorySettings, Settings, UpdateSettings
@@ -107,4 +107,4 @@ def test_commands_refuse_an_attached_run_with_the_function_to_call(
         with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
             result_files(prepare_analysis(composed("offline", f"checkpoint={named}")))
     with pytest.raises(ValueError, match=r"evaluate\(trainer, CHECKPOINTS, "):
-        read_evaluation(prepared_evaluation(f"run={tmp_path / 'run'}"))
+        read_request(prepared_evaluation(f"run={tmp_path / 'run'}"))

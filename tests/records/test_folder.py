@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_training.job.run.evaluation import checkpoints_by_step
+from rl_training.job.evaluation.checkpoints import checkpoints_by_step
 from rl_training.records.claim import holds_run
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.jsonl import LOGS_FOLDER, Records

@@ -18,9 +18,9 @@ from rl_training import OfflineEntropyProbe
 from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.prepare import prepare_evaluation
 from rl_training.job.configuration.run_settings import resolve_branch, run_settings
+from rl_training.job.evaluation.evaluation import Evaluation
+from rl_training.job.evaluation.request import read_request
 from rl_training.job.objects.trainer import build_restored
-from rl_training.job.run.evaluation import read_evaluation
-from rl_training.job.run.evaluation_results import Evaluation
 
 SECRET = "hf_of_the_reader"
 TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # the code that an attack would run
@@ -86,7 +86,7 @@ def analyze(run: Path, *words: str) -> object:
 
 def evaluate(run: Path, *words: str) -> Evaluation:
     cfg = OmegaConf.merge(typed("evaluate", *map(force_add, words)), {"run": str(run)})
-    return read_evaluation(prepare_evaluation(cfg))
+    return read_request(prepare_evaluation(cfg)).evaluation
 
 
 def branch(run: Path, *words: str) -> DictConfig:

@@ -146,7 +146,7 @@ def check_evaluation_options(options: Mapping[str, Any], prefix: str = "evaluati
 
     Args:
         options: All options, as in `evaluation` of conf/evaluate.yaml.
-        prefix: What the user types before the name of an option: "" in Python.
+        prefix: What the user types before the name of an option: see job/evaluation/spelling.py.
     """
     check_kinds(options, load_plain(CONF / "evaluate.yaml")["evaluation"], prefix)
     for key, allowed in ranges("evaluate").items():

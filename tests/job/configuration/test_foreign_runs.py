@@ -175,7 +175,7 @@ def test_code_named_by_a_foreign_run_is_used_once_typed_on_the_command_line(
     for command, word in ((evaluate, named[0]), (branch, named[0]), (branch, named[1])):
         line = said(command, run)
         assert f"add to this command line: {word}" in line or word == named[1]
-    assert evaluate(run, named[0]).rows == tuple(range(24))
+    assert evaluate(run, named[0]).spec.rows == tuple(range(24))
     assert branch(run, *named).data == {"_target_": "a_task_of_mine.task", "rows": 24}
     write_config(run, {"intervention": ["a_task_of_mine:f", r"my\own.py:f"]})
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_a_tilde_in_a_foreign_run_is_not_the_home_of_the_reader(
     write_config(run, {"data": {"_target_": "rl_training.tasks.gsm8k.gsm8k", "path": "~/secret.jsonl"}})
     with pytest.raises(UserError, match=re.escape(f"{Path.cwd()}/~/secret.jsonl")):
         evaluate(run)
-    assert len(evaluate(run, "data.path='~/secret.jsonl'").task.train_dataset) == 1
+    assert len(evaluate(run, "data.path='~/secret.jsonl'").spec.task.train_dataset) == 1
 
 
 def test_a_config_file_of_the_offline_probe_cannot_approve_code(run: Path, tmp_path: Path) -> None:

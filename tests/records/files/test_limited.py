@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_training.errors import UserError
-from rl_training.job.run.evaluation_results import fingerprint
+from rl_training.job.evaluation.result_folder import fingerprint
 from rl_training.models.load import refuse_code_in_adapter
 from rl_training.records.analyses import read_analysis, read_probe_log
 from rl_training.records.checkpoints import find_weights_flaw, steps_taken

@@ -36,9 +36,13 @@ from rl_training.hosts.trl.versions import generation_calls_code, has_images, to
 from rl_training.job.configuration.checks import check_evaluation_options
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
-from rl_training.job.run.evaluation import checkpoints_by_step
-from rl_training.job.run.evaluation_results import Evaluation
-from rl_training.job.run.evaluation_worker import CheckpointResponses
+from rl_training.job.evaluation.announcements import RunAnnouncements
+from rl_training.job.evaluation.checkpoints import checkpoints_by_step
+from rl_training.job.evaluation.evaluation import Evaluation
+from rl_training.job.evaluation.result_folder import ResultFolder
+from rl_training.job.evaluation.spec import EvaluationSpec
+from rl_training.job.evaluation.spelling import PYTHON
+from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.options import did_you_mean
 from rl_training.records.checkpoints import find_weights_flaw
@@ -98,9 +102,7 @@ def evaluate(
         raise UserError("nothing to evaluate: give evaluate folders checkpoint-N of the trainer's output_dir")
     refuse_links_out(Path(folder), EVALUATIONS)
     weights = map(float, trainer.reward_weights)
-    evaluation = Evaluation(
-        root=Path(folder),
-        name=name,
+    spec = EvaluationSpec(
         checkpoints=checkpoints_by_step(paths),
         task=Task(dataset, dataset, _reward_of(trainer), given_answer, reward_range),
         metrics=metrics or {},
@@ -110,21 +112,21 @@ def evaluate(
             "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
             "prompts": hashlib.sha256(repr(dataset["prompt"][:]).encode()).hexdigest(),
         },
-        run=Path(folder),
-        ways_out=("name=NAME", "overwrite=True"),
     )
-    with evaluation.locked():
-        pending = evaluation.start()
+    results = ResultFolder(Path(folder), name, spec, PYTHON)
+    evaluation = Evaluation(spec, results, RunAnnouncements(Path(folder), config={}, prefix=""))
+    with results.locked():
+        pending = results.start()
         with _restoring_weights(trainer.model), evaluation.progress(pending) as progress:
-            reference = _initial_model(trainer.model) if evaluation.options.kl and pending else None
+            reference = _initial_model(trainer.model) if spec.options.kl and pending else None
             for step, checkpoint in pending.items():
-                result = _responses(trainer, checkpoint, reference, evaluation, progress.add_responses)
+                result = _responses(trainer, checkpoint, reference, spec, progress.add_responses)
                 evaluation.finish(step, result)
                 progress.add_checkpoint()
         evaluation.close()
     if evaluation.problems:
         raise UserError("; ".join(evaluation.problems))
-    return read_table(evaluation.folder)
+    return read_table(results.path)
 
 
 def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
@@ -149,7 +151,7 @@ def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
         if key not in choices:
             raise UserError(f"evaluate({key}=...): there are {', '.join(choices)}{did_you_mean(key, choices)}")
     values = {**defaults, **given}
-    check_evaluation_options(values, prefix="")
+    check_evaluation_options(values, PYTHON.prefix)
     return values | sampling
 
 
@@ -200,7 +202,7 @@ def _responses(
     trainer: GRPOTrainer,
     checkpoint: Path,
     reference: PreTrainedModel | None,
-    evaluation: Evaluation,
+    spec: EvaluationSpec,
     on_responses: Callable[[int], None],
 ) -> CheckpointResponses:
     """Return the responses of one checkpoint, or the reason why there are none.
@@ -218,9 +220,8 @@ def _responses(
         trainer._load_from_checkpoint(str(checkpoint))
         policy = policy_of(trainer, reference)
         result.seconds["load"] = time.perf_counter() - start
-        batches = evaluation.batches()
-        seed = evaluation.options.seed
-        for responses, seconds in generate_responses(policy, evaluation.task, batches, seed):
+        batches = spec.batches()
+        for responses, seconds in generate_responses(policy, spec.task, batches, spec.options.seed):
             result.add(responses, seconds)
             on_responses(len(responses))
     except UserError as error:
