@@ -141,10 +141,10 @@ def test_evaluation_renders_messages_with_the_template_of_training(make_trainer:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"response_per_prompt": 2}, "did you mean responses_per_prompt"), ({"k": 9}, "needs at least k responses"),
-     ({}, "has no eval_dataset: give"), ({"fraction": 0.0}, "fraction=0.0 must be above 0")],
+    [({"response_per_prompt": 2}, "did you mean responses_per_prompt"), ({}, "has no eval_dataset: give"),
+     ({"k": 9}, "^k=9 is above responses_per_prompt=8"), ({"fraction": 0.0}, "^fraction=0.0 must be above 0")],
 )  # fmt: skip
-def test_invalid_evaluations_are_refused_before_anything_is_written(
+def test_invalid_evaluations_are_refused_as_they_are_typed_in_python_before_anything_is_written(
     make_trainer: Callable[..., Any], tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     dataset = arithmetic(num_train=8, num_eval=8).eval_dataset if options else None

@@ -131,18 +131,8 @@ def test_import_permissions_of_layers_are_transitive() -> None:
 
 
 def test_job_packages_import_only_earlier_stages() -> None:
-    order = [
-        "silence",
-        "errors",
-        "fetch_smollm2",
-        "make_tiny",
-        "configuration",
-        "objects",
-        "evaluation",
-        "run",
-        "api",
-        "commands",
-    ]
+    commands = ["fetch_smollm2", "make_tiny", "commands"]
+    order = ["silence", "errors", "configuration", "objects", "evaluation", "run", "api", *commands]
     for path in (PACKAGE / "job").glob("[!_]*"):
         files = [path] if path.is_file() else path.glob("*.py")
         imported = {name for file in files for name in imports_of(file) if name.startswith("rl_training.job.")}
