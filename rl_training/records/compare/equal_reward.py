@@ -33,7 +33,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import difference, mean_of
 
-MIN_STEPS = 8  # logged steps of a path
+MIN_PATH_STEPS = 8  # logged steps of a path
 SMOOTHED = 10  # the running mean covers this part of a run: a tenth
 MIN_WINDOW = 5  # steps that it covers at least
 RISES = 4.0  # standard errors of its slope by which reward must rise in the window
@@ -91,9 +91,9 @@ class EqualReward:
 
 
 def path_of(run: Run) -> RewardPath | None:
-    """Return a run's path; None if fewer than MIN_STEPS steps have both numbers."""
+    """Return a run's path; None if fewer than MIN_PATH_STEPS steps have both numbers."""
     rewards, entropies = run.logged("reward").align(run.token_entropy(), join="inner")
-    if len(rewards) < MIN_STEPS:
+    if len(rewards) < MIN_PATH_STEPS:
         return None
     window = max(MIN_WINDOW, len(rewards) // SMOOTHED // 2 * 2 + 1)
     smooth_rewards, smooth_entropies = (
@@ -151,7 +151,7 @@ def at_equal_reward(first: Group, second: Group) -> EqualReward:
     paths = [[(member, path_of(member.run)) for member in group.members] for group in (first, second)]
     missing = [member for group in paths for member, path in group if path is None]
     if missing:
-        reason = _about(missing[0], NO_PATH.formatted(least=MIN_STEPS))
+        reason = _about(missing[0], NO_PATH.formatted(least=MIN_PATH_STEPS))
         return EqualReward(math.nan, (reason, reason), reason)
     level = min(path.reached for group in paths for _, path in group if path)
     entropies = [[(member, entropy_at(path, level)) for member, path in group if path] for group in paths]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rl_training.records.compare.equal_reward import MIN_STEPS, RewardPath, path_of
+from rl_training.records.compare.equal_reward import MIN_PATH_STEPS, RewardPath, path_of
 from rl_training.records.compare.final import Difference
 from rl_training.records.compare.groups import Group
 from rl_training.records.report.charts import Chart, Series
@@ -33,7 +33,7 @@ def draw_paths(groups: Sequence[Group], looks: Mapping[str, tuple[str, tuple[int
         for path in paths:
             series += _path(group.name, color, stroke, path)
         if not paths:
-            missing.append(f"{group.name} – fewer than {MIN_STEPS} steps have both reward and entropy")
+            missing.append(f"{group.name} – fewer than {MIN_PATH_STEPS} steps have both reward and entropy")
     if not series:
         return None
     marked = next((pair for pair in pairs if not math.isnan(pair.equal_reward.gap.value)), None)

@@ -11,24 +11,13 @@ from rl_training.records.report.measured import of_steps
 from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import PSR, SetUp
-from rl_training.records.report.standing_out.line import (
-    BONUS,
-    CUT_OFF,
-    DECAY,
-    ENDLESS,
-    EQUAL,
-    JUMP,
-    LARGE_STEP,
-    NO_STEP,
-    NOISE,
-    REFERENCE,
-    SAMPLER,
-    UNMIXED,
-    Line,
-)
+from rl_training.records.report.standing_out import rule_of
+from rl_training.records.report.standing_out.line import LARGE_STEP, Line
 from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.trends import MIN_STEPS, RECENT
-from rl_training.records.report.verdict import (
+from rl_training.records.report.verdict import Verdict
+from rl_training.records.report.verdict.holds import LARGE_LOSS
+from rl_training.records.report.verdict.kinds import (
     ERUPTS,
     FALLEN,
     FLAT,
@@ -36,23 +25,15 @@ from rl_training.records.report.verdict import (
     HELD_OUT,
     LEARNED,
     LOST,
-    NOTHING_TO_DO,
     PART,
     SOLVED,
     UNKNOWN,
-    Verdict,
 )
-from rl_training.records.report.verdict.holds import LARGE_LOSS
 from rl_training.records.report.wording import Advice, Wording, wording_of
 from rl_training.records.report.writing import format_estimate, percent, share_left
 
-# Lines that explain a bad verdict, in this order: their settings come before a change of the loss.
-CAUSES = (
-    DECAY, BONUS, LARGE_STEP, JUMP, NO_STEP, EQUAL, ENDLESS, CUT_OFF, UNMIXED, SAMPLER, NOISE, REFERENCE,
-)  # fmt: skip
 HARDLY_EARNED = 0.05  # of the highest possible reward
 MIXED_ENOUGH = 0.5  # share of prompts with unequal rewards
-SYMPTOMS = (EQUAL, UNMIXED)  # causes, unless reward or entropy was lost before
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
 LITTLE_ENTROPY_LEFT = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 
@@ -83,20 +64,18 @@ def advise(run: Run, verdict: Verdict, lines: Sequence[Line]) -> Advice:
 
     A line that explains the verdict comes first, then the verdict's own action, then any other line.
     """
-    by_name = {line.name: line for line in lines}
     action = ACTIONS.get(verdict.kind)
-    if LARGE_STEP in by_name and action is None:
+    if action is None and any(line.name == LARGE_STEP for line in lines):
         return wording_of(run).bounded_step().followed_by(", since steps are too large").as_a_change()
     if action is not None:
-        causes = (by_name[name] for name in CAUSES if name in by_name)
-        cause = next((line for line in causes if not is_a_symptom(line, verdict)), None)
-        return action(Situation(run, verdict, cause))
+        causes = [line for line in lines if rule_of(line).cause and not is_a_symptom(line, verdict)]
+        return action(Situation(run, verdict, min(causes, key=lambda line: rule_of(line).cause, default=None)))
     yet, unseen = " yet" * (verdict.kind == UNKNOWN), _what_one_reward_hides(run, verdict)
     if lines:
         change = lines[0].advice.as_a_change("To change because of what stands out")
         return Advice.to_do(f"About entropy there is nothing to do{yet}. {change.text}{unseen}", change)
     start = "About entropy there is nothing to do" if hindrance(run) else "There is nothing to do"
-    return Advice.to_do(f"{start}{yet}: {NOTHING_TO_DO[verdict.kind]}.{unseen}")
+    return Advice.to_do(f"{start}{yet}: {verdict.nothing_to_do}.{unseen}")
 
 
 def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
@@ -118,7 +97,7 @@ def is_a_symptom(line: Line, verdict: Verdict) -> bool:
     Where all responses fail, are right, or are alike, they earn the same.
     """
     entropy = verdict.story.entropy
-    if line.name not in SYMPTOMS:
+    if not rule_of(line).is_symptom:
         return False
     if verdict.kind == SOLVED:
         return True

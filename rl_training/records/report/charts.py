@@ -26,8 +26,8 @@ WIDTH, HEIGHT = 640, 280
 MAX_MARKS = 20  # a line with more points has no marks
 MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
-COLUMNS = ("x", "y", "low", "high", "left", "right", "base")
-STYLES = ("line", "mark", "band", "opacity", "text", "text_offset", "text_side")
+SERIES_COLUMNS = ("x", "y", "low", "high", "left", "right", "base")
+SERIES_STYLES = ("line", "mark", "band", "opacity", "text", "text_offset", "text_side")
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
 
@@ -125,8 +125,8 @@ class Series:
     def to_record(self, series_number: int) -> dict[str, Any]:
         """Return the style of the series, and its points by column, thinned to MAX_POINTS."""
         every = max(1, math.ceil(len(self.x) / MAX_POINTS))
-        columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in COLUMNS}
-        styles = {name: getattr(self, name) for name in STYLES}
+        columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in SERIES_COLUMNS}
+        styles = {name: getattr(self, name) for name in SERIES_STYLES}
         return {"part": series_number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}
 
 

@@ -22,8 +22,8 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.trends import MIN_POINTS, scaled
 from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
 
-TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
-STYLES = {  # by key of a result: label, colour and marker
+SWEEP_TABLE_FILE, ANALYSES_PAGE_FILE = "sweep.csv", "analyses.html"
+RESULT_STYLES = {  # by key of a result: label, colour and marker
     "deltaH1": ("predicted", BLUE, "circle"),
     "deltaH_true": ("measured", TEXT, "diamond"),
     "paired_error": ("predicted − measured", ORANGE, "triangle"),
@@ -31,7 +31,7 @@ STYLES = {  # by key of a result: label, colour and marker
     "paired_error_odd": ("predicted − odd", GREEN, "triangle-down"),
     "deltaH_snis": ("measured (SNIS)", GREY, "diamond"),
 }
-IN_TABLE = list(STYLES)[:5]
+IN_TABLE = list(RESULT_STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
 KEYS = ("deltaH1", "deltaH_true", "paired_error")  # for the verdict
 MISLEADING = 0.5  # of the prediction: a difference from which on first order fails
@@ -41,7 +41,7 @@ MAX_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, 
 def write_analyses_page(folder: Path, section: Section) -> Path:
     """Write the page of the analyses in RUN/offline/NAME, with a CSV table next to it, and return its path."""
     table = as_csv(analysis_results(folder))
-    return write_page(folder / PAGE_FILE, "analyses.html", {TABLE_FILE: table}, section=section)
+    return write_page(folder / ANALYSES_PAGE_FILE, "analyses.html", {SWEEP_TABLE_FILE: table}, section=section)
 
 
 def analyses_of(run: Run) -> list[Section]:
@@ -77,7 +77,7 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     charts = [
         replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}") for chart in charts
     ]
-    headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
+    headings = ["step", "U", *(RESULT_STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
     return Section(name, verdicts, [headings, *map(_cells, shown.to_dict("records"))], charts)
 
 
@@ -169,7 +169,7 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
     finite_results = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
     }
-    rows = [(key, STYLES[key]) for key in IN_TABLE if key in finite_results]
+    rows = [(key, RESULT_STYLES[key]) for key in IN_TABLE if key in finite_results]
     for split, words in SPLITS.items():
         keys = [key for key in finite_results if key.startswith(f"deltaH1/{split}/")]
         parts = [key for key in keys if not key.endswith(("_se", "_sequence"))]
@@ -193,7 +193,7 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
     series = []
     for truth in ("deltaH_true", "deltaH_odd"):
         rows = shown.dropna(subset=[truth])
-        series.append(Series.cloud(*STYLES[truth], estimated(rows, truth), estimated(rows, "deltaH1"), MILLI))
+        series.append(Series.cloud(*RESULT_STYLES[truth], estimated(rows, truth), estimated(rows, "deltaH1"), MILLI))
     rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
     if len(rows) >= MIN_POINTS:
         x, y = rows["deltaH_true"].to_numpy(), rows["covariance"].to_numpy()
@@ -211,7 +211,7 @@ def _relative_error(table: pd.DataFrame) -> Chart:
     sizes, whole = table[table["kind"] == "size"], table[table["kind"] == "whole"].set_index("step")
     truth = sizes["step"].map(whole["deltaH_odd"].fillna(whole["deltaH_true"]).abs())
     series = []
-    for key, (label, color, mark) in STYLES.items():
+    for key, (label, color, mark) in RESULT_STYLES.items():
         error = (Z_95 * sizes[f"{key}_se"] / truth).groupby(sizes["evaluation_size"]).mean().dropna()
         series.append(Series(label, color, error.index, error, mark=mark))
     return draw("sizes", series)
@@ -235,7 +235,7 @@ def _step_size(table: pd.DataFrame) -> Chart:
         of_step = shown[shown["step"] == step]
         first = step == shown["step"].min()
         for key in ("deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd"):
-            label, color, mark = STYLES[key]
+            label, color, mark = RESULT_STYLES[key]
             rows = of_step.dropna(subset=[key])
             etas, changes = rows["eta"].to_numpy(), rows[key].to_numpy()
             if first and len(rows) >= MIN_POINTS and key != "deltaH1":
@@ -251,7 +251,7 @@ def _evolution(whole: pd.DataFrame, run: Run | None) -> Chart:
     if run is not None and len(run.finite_rows("delta_h/forward")):
         series.append(Series.of_rows("in training: forward", GREY, run.rows("delta_h/forward"), "circle"))
     for key, offset in (("deltaH1", -0.15), ("deltaH_true", 0.15)):
-        label, color, mark = STYLES[key]
+        label, color, mark = RESULT_STYLES[key]
         steps = whole["step"] + 1 + offset
         series.append(Series.cloud(f"{label} offline", color, mark, steps, estimated(whole, key)))
     return draw("checkpoints", series)

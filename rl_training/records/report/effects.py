@@ -17,8 +17,10 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
-# Metrics of an intervention, in the order of the fields of Effect.
-QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
+METRICS = {  # by field of Effect
+    "delta_h": "mean_delta_h", "delta_reward": "mean_delta_reward", "price": "mean_price", "at_last_step": "delta_h",
+    "kept": "mean_delta_h_kept", "halves_at": "kept_halves_at",
+}  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
 NO_EFFECT = "the interval of its effect in one step includes 0"
 
@@ -63,17 +65,18 @@ def effects_of(run: Run) -> list[Effect]:
     """
     effects, falls = [], is_falling(run)
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
-        metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
-        delta_h, delta_reward, price, at_last_step, kept, halves_at = (
-            last_of(run.rows(metric)) or Estimate.missing("it was not recorded") for metric in metrics
-        )
-        if math.isfinite(halves_at.value) and not falls:
-            halves_at = Estimate.missing(NO_FALL)
-        elif math.isfinite(halves_at.value) and not is_significant(delta_h):
-            halves_at = Estimate.missing(NO_EFFECT)
-        steps, strength = run.measured_steps(metrics[0]), run.rows(metrics[0])["strength"].dropna().tolist()[-1:]
-        numbers = delta_h, delta_reward, price, at_last_step, kept, halves_at
-        effects.append(Effect(name, *numbers, steps, *strength))
+        numbers = {
+            field: last_of(run.rows(f"intervention/{name}/{metric}")) or Estimate.missing("it was not recorded")
+            for field, metric in METRICS.items()
+        }
+        if math.isfinite(numbers["halves_at"].value) and not falls:
+            numbers["halves_at"] = Estimate.missing(NO_FALL)
+        elif math.isfinite(numbers["halves_at"].value) and not is_significant(numbers["delta_h"]):
+            numbers["halves_at"] = Estimate.missing(NO_EFFECT)
+        mean = f"intervention/{name}/{METRICS['delta_h']}"
+        strengths = run.rows(mean)["strength"].dropna()
+        strength = float(strengths.iloc[-1]) if len(strengths) else math.nan
+        effects.append(Effect(name, **numbers, steps=run.measured_steps(mean), strength=strength))
     return sorted(effects, key=_place)
 
 

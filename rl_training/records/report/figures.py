@@ -27,7 +27,7 @@ MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart
 # Okabe and Ito's further colours, for reward functions.
 FUNCTIONS = ("#E69F00", "#56B4E9", "#CC79A7", "#8C8C8C", "#B3A000")
-HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
+HELD_OUT_LOOKS = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 
 def draw_figures(run: Run) -> list[Chart]:
@@ -113,7 +113,7 @@ def _reward(run: Run) -> Chart:
         series.append(Series(f"{name}", color, smooth.index, smooth))
     series += [
         Series.of_rows(f"held out: {at}", color, rewards, mark)
-        for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
+        for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT_LOOKS))
     ]
     shown = pd.concat([rows, *held_out.values(), *(pd.DataFrame({"value": curve.y}) for curve in series[1:])])
     return draw("reward", series, ends=axis_limits(shown), window=window, held_out=held_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rl_training.records.report.charts import Section
 from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
@@ -11,8 +11,10 @@ from rl_training.records.report.estimates import last_of
 from rl_training.records.report.plane import plane
 from rl_training.records.report.rates import entropy_now, is_falling
 from rl_training.records.report.series import Run
-from rl_training.records.report.verdict import ENTROPY_IS_FINE, FLAT, RISES, STEADY, UNKNOWN, judge
+from rl_training.records.report.verdict import Verdict, judge
+from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.report.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
+from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
 HEADINGS = [
@@ -37,10 +39,10 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     effects = effects_of(run)
     if not effects:
         return None
-    kind, steps = judge(run).kind, max(effect.steps for effect in effects)
-    commands = () if is_fine(run, kind) else commands
+    verdict, steps = judge(run), max(effect.steps for effect in effects)
+    commands = () if is_fine(run, verdict) else commands
     said = non_empty_lines(
-        _whether_needed(run, kind),
+        _whether_needed(run, verdict),
         _plain_step(run, steps),
         _halving(effects),
         _keeping(effects),
@@ -54,22 +56,23 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     return Section("interventions", said, [HEADINGS, _plain_cells(run), *map(_cells, effects)], [drawn], commands)
 
 
-def is_fine(run: Run, kind: str) -> bool:
+def is_fine(run: Run, verdict: Verdict) -> bool:
     """Return whether nothing need be done to keep entropy, by the verdict and by single steps."""
-    return kind in ENTROPY_IS_FINE and kind != UNKNOWN and not still_falls(run, kind)
+    return bool(verdict.entropy_is_fine) and verdict.kind != UNKNOWN and not still_falls(run, verdict)
 
 
-def still_falls(run: Run, kind: str) -> bool:
+def still_falls(run: Run, verdict: Verdict) -> bool:
     """Return whether single steps lower an entropy that, by the verdict, does not fall."""
-    return kind in (STEADY, RISES, FLAT) and is_falling(run)
+    return verdict.of_kind.says_no_fall and is_falling(run)
 
 
-def _whether_needed(run: Run, kind: str) -> str:
-    if is_fine(run, kind):
-        return f"None is needed: {ENTROPY_IS_FINE[kind]}. What each would do:"
-    if still_falls(run, kind):
+def _whether_needed(run: Run, verdict: Verdict) -> str:
+    if is_fine(run, verdict):
+        return f"None is needed: {verdict.entropy_is_fine}. What each would do:"
+    if still_falls(run, verdict):
         return f"Whether one is needed is not certain: {STILL_FALLS}. More steps will tell."
-    return f"Whether one is needed cannot be told yet: {ENTROPY_IS_FINE[kind]}." if kind == UNKNOWN else ""
+    is_unknown = verdict.kind == UNKNOWN
+    return f"Whether one is needed cannot be told yet: {verdict.entropy_is_fine}." if is_unknown else ""
 
 
 def _plain_step(run: Run, steps: int) -> str:
@@ -91,7 +94,7 @@ def _plain_step(run: Run, steps: int) -> str:
 def _halving(effects: Sequence[Effect]) -> str:
     chosen = halving(effects)
     strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in chosen)
-    order = certain_order(chosen, "bare_name")
+    order = certain_order({effect.bare_name: effect.price for effect in chosen})
     what = "By one step, extrapolated, these strengths would halve entropy's fall once the momentum has adapted"
     return f"{what}, in order of price: {strengths}. {order}" if chosen else ""
 
@@ -99,7 +102,7 @@ def _halving(effects: Sequence[Effect]) -> str:
 def _keeping(effects: Sequence[Effect]) -> str:
     chosen = keeping(effects)
     how = "as set, per step, in order of price, in thousandths of a nat"
-    order = certain_order(chosen, "name")
+    order = certain_order({effect.name: effect.price for effect in chosen})
     return f"Keeps entropy significantly (95 %) {how}: {_with_prices(chosen)}. {order}" if chosen else ""
 
 
@@ -136,12 +139,12 @@ def _at_price(effect: Effect) -> str:
     return "" if math.isnan(effect.price.value) else f" (price {format_estimate(effect.price)})"
 
 
-def certain_order(effects: Sequence[Effect], name: str) -> str:
+def certain_order(prices: Mapping[str, Estimate]) -> str:
     """Return the sentence on how certain the order of the prices is; "" if fewer than two prices are known.
 
     Two prices differ if their 95 % intervals do not overlap. This is cautious, because they share part of their noise.
     """
-    ends = {getattr(effect, name): effect.price.bounds() for effect in effects if math.isfinite(effect.price.value)}
+    ends = {name: price.bounds() for name, price in prices.items() if math.isfinite(price.value)}
     if len(ends) < 2:
         return ""
     dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}

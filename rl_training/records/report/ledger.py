@@ -42,7 +42,7 @@ SECOND_ORDER = "second order"
 REST = "not explained"
 MEASURED = "measured"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward")
-MIN_STEPS = 2  # predicted steps of a ledger
+MIN_PREDICTED_STEPS = 2  # predicted steps of a ledger
 MIN_BATCHES = 8  # for a variance from the differences between neighbouring batches
 ROW_HEIGHT = 24  # pixels
 
@@ -83,12 +83,12 @@ class Ledger:
 
 
 def ledger_of(run: Run) -> Ledger | None:
-    """Return the ledger of a run; None if fewer than MIN_STEPS steps have both predictions."""
+    """Return the ledger of a run; None if fewer than MIN_PREDICTED_STEPS steps have both predictions."""
     levels, forward, backward = (run.finite_rows(name) for name in ("entropy/token", *PREDICTIONS))
     backward = by_about_step(backward)
     steps = forward.index.intersection(backward.index).intersection(levels.index)
     steps = steps[steps + 1 <= max(levels.index, default=0)]
-    if len(steps) < MIN_STEPS:
+    if len(steps) < MIN_PREDICTED_STEPS:
         return None
     first, last = int(levels.index[0]), int(levels.index[-1])
     measured = _measured(run, levels, first, last)

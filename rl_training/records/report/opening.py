@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rl_training.records.failure import read_failure
+from rl_training.records.failure import FAILURE_FILE, read_failure
 from rl_training.records.files.printable import escape_surrogates
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report.advice import advise, is_a_symptom
 from rl_training.records.report.predictions import hindrance, whether_they_hold
 from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import JUMP, Line
-from rl_training.records.report.verdict import FALLEN, HELD_OUT, PART, Verdict, judge
+from rl_training.records.report.verdict import Verdict, judge
 from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import non_empty_lines, on_one_line
 
-FALLS = (FALLEN, HELD_OUT, PART)  # verdicts that stand beside it: it explains them, or is no part of them
 SYMPTOM = Advice.to_do("This follows from what the first line says.")
 
 
@@ -65,14 +65,14 @@ def opening(run: Run) -> Opening:
 def _comes_first(line: Line, run: Run, verdict: Verdict) -> bool:
     """Return whether a line says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
     if line.name == JUMP:
-        return verdict.kind not in FALLS
+        return not verdict.of_kind.is_fall
     return bool(line.headline) and line.since <= run.steps[0] and line.advice != SYMPTOM
 
 
 def _early_end(run: Run) -> str:
     """Return why measuring ended early, or "". A report says it first."""
     failure = str(escape_surrogates(read_failure(run.folder)))
-    return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt." if failure else ""
+    return f"{failure[:1].upper()}{failure[1:]}: see {LOGS_FOLDER}/{FAILURE_FILE}." if failure else ""
 
 
 def _until(run: Run, jump: Line) -> tuple[str, str]:

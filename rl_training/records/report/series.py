@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 # measured_steps: number of steps that a running mean averages. code: of a reason; "" if it has none.
 # strength: of an intervention whose name does not say it.
 NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps", "strength"]
-COLUMNS = ["file", "evaluation", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "code", "probe"]
+RUN_COLUMNS = ["file", "evaluation", "name", "step", "about_step", *NUMBERS, "is_interval", "reason", "code", "probe"]
 
 
 class Source(NamedTuple):
@@ -58,7 +58,7 @@ class Run:
 
     folder: Path
     steps: list[int]  # logged steps
-    table: pd.DataFrame  # with COLUMNS
+    table: pd.DataFrame  # with RUN_COLUMNS
     config: str | None  # text of config.yaml, secrets masked; None if there is none
     top_tokens: pd.DataFrame = field(default_factory=pd.DataFrame)  # rows of top_token/…, with their details
 
@@ -223,7 +223,7 @@ def read_run(folder: Path) -> Run:
             file=np.where(is_trainers, EVALUATIONS_FILE, ""), evaluation=evaluated["evaluation"].mask(is_trainers, "")
         ),
     ]
-    table = pd.concat(sources, ignore_index=True).reindex(columns=COLUMNS)
+    table = pd.concat(sources, ignore_index=True).reindex(columns=RUN_COLUMNS)
     table = table.drop_duplicates(["file", "evaluation", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)

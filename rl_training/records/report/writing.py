@@ -96,10 +96,10 @@ def _rounded(number: float, decimals: int) -> float:
     return round(number, decimals) + 0.0 if math.isfinite(number) else number
 
 
-def level(value: float) -> str:
+def format_level(value: float) -> str:
     """Return a level with two digits behind the point, or two significant ones if it is small.
 
-    >>> level(0.876), level(0.0123)
+    >>> format_level(0.876), format_level(0.0123)
     ('0.88', '0.012')
     """
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"

@@ -22,7 +22,7 @@ from rl_training.records.report.opening import opening
 from rl_training.records.report.plane import plane
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
-from rl_training.records.report.verdict import NOTHING_TO_DO
+from rl_training.records.report.verdict import judge
 from rl_training.records.report.wording import PSR_PAGE
 from rl_training.statistics.estimate import Estimate
 
@@ -215,8 +215,9 @@ def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(t
         (found,) = (row for row in summarize(run) if row.label == "interventions")
         if "none needed" in found.value:
             first = opening(run)
-            assert NOTHING_TO_DO[first.kind] in first.advice
-            assert told(folder).sentences[0] == f"None is needed: {NOTHING_TO_DO[first.kind]}. What each would do:"
+            why = judge(run).nothing_to_do
+            assert why in first.advice
+            assert told(folder).sentences[0] == f"None is needed: {why}. What each would do:"
             assert "Try them, and compare:" not in told(folder).sentences
         assert bool(told(folder).commands) == ("lr" in found.value)
         return found.value, found.note

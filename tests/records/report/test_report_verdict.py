@@ -24,24 +24,22 @@ from rl_training.records.report.story import Story
 from rl_training.records.report.story.curves import Reward
 from rl_training.records.report.story.reward_functions import highest_reward
 from rl_training.records.report.trends import line_through
-from rl_training.records.report.verdict import (
+from rl_training.records.report.verdict import STATES, Verdict, judge
+from rl_training.records.report.verdict.kinds import (
     ERUPTS,
     FALLEN,
     FLAT,
     GONE,
     HELD_OUT,
+    KINDS,
     LEARNED,
     LOST,
-    NOTHING_TO_DO,
     PART,
     RISES,
     SOLVED,
     SPENT,
-    STATES,
     STEADY,
     UNKNOWN,
-    Verdict,
-    judge,
 )
 from rl_training.records.report.writing import plus_minus
 
@@ -269,15 +267,15 @@ def test_little_entropy_is_left_and_one_reward_cannot_show_a_hack_of_itself(tmp_
 
 
 def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_has_an_action(tmp_path: Path) -> None:
-    assert (
-        {state.kind for state in STATES} - set(ACTIONS) == {LEARNED, SPENT, RISES, STEADY, UNKNOWN} == {*NOTHING_TO_DO}
-    )
+    idle = {LEARNED, SPENT, RISES, STEADY, UNKNOWN}
+    assert idle == {kind for kind, follows in KINDS.items() if follows.nothing_to_do} == {*KINDS} - {*ACTIONS}
+    assert {state.kind for state in STATES} == {*KINDS}
     for name, (kind, entropy, reward) in CASES.items():
         folder = log_run(tmp_path / name, entropy=noisy(entropy, 0.002, 1), reward=noisy(reward, 0.01, 2))
         first = opening(read_run(folder))
         assert first.advice.startswith("There is nothing to do") == (kind not in ACTIONS), (name, first)
         if kind not in ACTIONS:
-            assert NOTHING_TO_DO[kind] in first.advice
+            assert judge(read_run(folder)).nothing_to_do in first.advice
 
 
 def test_a_task_that_was_solved_from_the_first_step_is_not_called_learned(tmp_path: Path) -> None:

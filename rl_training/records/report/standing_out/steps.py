@@ -29,7 +29,7 @@ MIN_REWARD_MOVE = 0.02  # of the reward's range: steps that all together move it
 MIN_SURVIVING_SHARE = 0.5  # share of a step that must survive rounding
 TOO_FAR = 0.1  # a step's KL over entropy, both per token; ten times target_kl_share="auto"
 LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
-NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
+MIN_KL_OF_RESPONSE = 0.05  # KL per response, in nats, below which no step counts as large
 MIN_FAR_SHARE = 0.2  # share of steps
 MIN_BREAK = 0.2  # standard deviations of the rewards that one step must have cost
 MIN_OF_LARGEST = 0.2  # of the largest KL: where other steps moved far more, no single one is to blame
@@ -163,7 +163,7 @@ def _is_far(records: RunRecords) -> pd.Series[bool]:
     rows, entropy = _moved(records)
     left = records.run.values("measured/ess").reindex(of_one_step(records.run, "measured/kl").index).to_numpy()
     of_responses = rows["value"] * records.length.reindex(rows.index).fillna(0.0)
-    return (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > NOTABLE) | (left < LEFT)
+    return (rows["value"] > TOO_FAR * entropy.clip(lower=1e-12)) & (of_responses > MIN_KL_OF_RESPONSE) | (left < LEFT)
 
 
 def _one_broke_it(records: RunRecords) -> Line | None:

@@ -40,15 +40,16 @@ MIN_BEND = 2.0  # standard errors of the quadratic term of a line that levels of
 class BrokenLine:
     """A curve without its noise.
 
-    If it was fitted to logarithms, `values` and `noise` are logarithmic, and with them `now_error` and `slope`.
+    A bin is a place in its arrays; a step is one of the run.
 
     Args:
         steps: First step of each bin.
         last: Last step.
-        values: The curve in each bin, before the fit.
-        fitted: The pieces, at each bin.
+        values: The curve in each bin, before the fit, or its logarithm.
+        fitted: The pieces, at each bin. Never a logarithm.
         pieces: First bin of each piece, and the number of bins last.
-        noise: Standard deviation of a bin's noise, enlarged by its correlation with that of its neighbours.
+        noise: Standard deviation of the noise of `values`, enlarged by its correlation with that of its neighbours.
+        is_logarithmic: Whether it was fitted to logarithms: `values`, `noise` and `slope` are shares of the level then.
     """
 
     steps: np.ndarray
@@ -57,6 +58,7 @@ class BrokenLine:
     fitted: np.ndarray
     pieces: list[int]
     noise: float
+    is_logarithmic: bool = False
 
     @functools.cached_property
     def edge(self) -> int:
@@ -82,19 +84,20 @@ class BrokenLine:
         count = len(self.fitted)
         error = self.noise / math.sqrt(min(count - self.pieces[-2], max(count // 4, MIN_PIECE)))
         degrees = count - 2 if count < 2 * MIN_PIECE else (count - 2) / 2
-        return error * (float(stdtrit(degrees, 0.975)) / Z_95 if count < FEW else 1.0)
+        error *= float(stdtrit(degrees, 0.975)) / Z_95 if count < FEW else 1.0
+        return error * self.now if self.is_logarithmic else error
 
     def at(self, share: float) -> float:
         """Return the curve at a share of the run, from 0 to 1."""
         return float(self.fitted[min(int(share * len(self.fitted)), len(self.fitted) - 1)])
 
-    def since(self, holds: np.ndarray) -> int | None:
+    def first_bin(self, holds: np.ndarray) -> int | None:
         """Return the first bin from which a condition on all bins holds to the end; None if it does not hold there."""
         fails = np.flatnonzero(~holds)
         start = int(fails[-1]) + 1 if len(fails) else 0
         return start if start < len(holds) else None
 
-    def step(self, place: int) -> int:
+    def step_of(self, place: int) -> int:
         """Return the first step of a bin."""
         return int(self.steps[place])
 
@@ -115,7 +118,7 @@ class BrokenLine:
         return np.convolve(padded, np.full(width, 1 / width), mode="valid")
 
     def slope(self, first: int) -> tuple[float, float]:
-        """Return the change over all bins from `first` on by a straight line, and its standard error."""
+        """Return the change over all bins from the bin `first` on by a straight line, and its standard error."""
         y = self.values[first:]
         if len(y) < 2:
             return 0.0, math.inf
@@ -146,7 +149,7 @@ def broken_line(values: pd.Series[float], logarithmic: bool = False) -> BrokenLi
         noise = max(float(np.linalg.norm(binned - fitted)) / math.sqrt(len(binned) - 2), least)
     fitted, pieces = _bent(binned, fitted, pieces, noise)
     back = np.exp if logarithmic else np.asarray
-    return BrokenLine(steps[edges[:-1]], int(steps[-1]), binned, back(fitted), pieces, noise)
+    return BrokenLine(steps[edges[:-1]], int(steps[-1]), binned, back(fitted), pieces, noise, logarithmic)
 
 
 def _shortest(number: int) -> int:

@@ -1,5 +1,7 @@
 """What a curve of rewards or of entropy does: where it started, where it is, and which way it goes.
 
+Times are steps of the run, except where a name says that they are bins of the broken line.
+
 Each curve is read from its broken line (broken_line.py), which alone decides what is noise. Here is only what matters:
 sizes of changes, in standard deviations of the rewards and in shares of the first entropy. "Now" is the last quarter of
 the run, however long it is.
@@ -85,12 +87,12 @@ class Reward:
         return self.now >= share * self.top
 
     @property
-    def stands_from(self) -> int:
+    def stands_from_bin(self) -> int:
         """The first bin since which it has not risen by more than BAND."""
         band = max(BAND * self.spread, 2 * self.line.now_error)
-        return self.line.since(self.line.fitted >= self.now - band) or 0
+        return self.line.first_bin(self.line.fitted >= self.now - band) or 0
 
-    def gain_since(self, place: int) -> float:
+    def gain_since_bin(self, place: int) -> float:
         """Return the upper end of its change since a bin."""
         change, error = self.line.slope(place)
         return max(change + 2 * error, 0.0)
@@ -127,19 +129,19 @@ class Entropy:
 
     @property
     def reach(self) -> float:
-        """Largest change that the last half allows, as a share of the level."""
+        """Largest change that the last half allows, as a share of the level; the slope is one of logarithms."""
         change, error = self.line.slope(len(self.line.values) // 2)
         return math.expm1(min(abs(change) + 2 * error, 50.0))
 
     @property
     def highest_at(self) -> int:
         """The step at which it was highest, and from which on it was lost."""
-        return self.line.step(int(self.line.fitted.argmax()))
+        return self.line.step_of(int(self.line.fitted.argmax()))
 
     def since_below(self, share: float) -> int:
         """Return the step since which less than a share of the first entropy is left."""
-        place = self.line.since(self.line.fitted < share * self.start)
-        return self.line.step(place if place is not None else len(self.line.steps) - 1)
+        place = self.line.first_bin(self.line.fitted < share * self.start)
+        return self.line.step_of(place if place is not None else len(self.line.steps) - 1)
 
     def lost_since(self, step: int) -> float:
         """Return the share of entropy that was lost since a step."""
@@ -154,20 +156,19 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
         return None
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
-    smooth, levels = line.smooth(), levels_of(values, line)
+    levels = levels_of(values, line)
     untrained = _untrained(values, line, top if math.isfinite(top) else spread)
-    best, highest = max(float(smooth.max()), line.start, untrained), float(values.max())
+    best, highest = max(float(line.smooth().max()), line.start, untrained), float(values.max())
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
-    if not fall > least or _oscillates(-smooth, fall):
+    if not fall > least or _oscillates(-line.smooth(), fall):
         return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
     if best == untrained:
         return Reward(name, line, spread, top, fall, int(values.index[1]), best, levels)
-    since = line.since(line.fitted < line.now + 0.9 * fall) or 0
-    first = (
-        float(line.values[: max(since, 1)].mean()) if since < MIN_PIECE else best
-    )  # before a fall in the first steps
-    return Reward(name, line, spread, top, fall, line.step(since), min(max(best, first), highest), levels)
+    fell_at = line.first_bin(line.fitted < line.now + 0.9 * fall) or 0
+    if fell_at < MIN_PIECE:  # in the first steps, before which no piece shows how high it was
+        best = max(best, float(line.values[: max(fell_at, 1)].mean()))
+    return Reward(name, line, spread, top, fall, line.step_of(fell_at), min(best, highest), levels)
 
 
 def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float:
@@ -187,7 +188,7 @@ def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
     """Return what entropy does; None for too few values, or if it starts at 0."""
     start = float(first_values(entropies).mean()) if len(entropies) else 0.0
     line = broken_line(entropies.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
-    return Entropy(line, levels_of(entropies, line, line.now_error * line.now)) if line else None
+    return Entropy(line, levels_of(entropies, line)) if line else None
 
 
 def _oscillates(curve: np.ndarray, size: float) -> bool:

@@ -4,15 +4,56 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import pandas as pd
 
 from rl_training.records.report.story.broken_line import BrokenLine
 from rl_training.records.report.trends import MAX_WINDOW
-from rl_training.records.report.writing import ROUNDING, level, plus_minus, steps_of
+from rl_training.records.report.writing import ROUNDING, format_level, plus_minus, steps_of
 
 FIRST_STEPS = 5  # logged steps whose mean is the level at the start; in short runs one in twenty
+
+
+class WindowKind(Enum):
+    """What the numbers at both ends are."""
+
+    SINGLE = auto()  # one value, at the start
+    MEANS = auto()  # of the first and of the last values
+    SMOOTHED = auto()  # a mean, and the end of the broken line
+    CONSTANT = auto()  # the same at all steps
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps that the numbers at both ends of a run cover.
+
+    Args:
+        kind: What these numbers are.
+        first: First and last step of the first number.
+        last: Of the last one.
+    """
+
+    kind: WindowKind
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+    @property
+    def text(self) -> str:
+        """The window in words."""
+        start = steps_of(self.first)
+        if self.kind is WindowKind.CONSTANT:
+            return f"the same at all steps up to {self.last[1]}"
+        if self.kind is WindowKind.SINGLE:
+            return f"{start} alone"
+        is_single = self.first[0] == self.first[1]
+        if self.kind is WindowKind.SMOOTHED:
+            head = start if is_single else f"mean of {start}"
+            return f"{head} → smoothed level at step {self.last[1]}, ± two standard errors"
+        if is_single:
+            return f"steps {self.first[0]} and {self.last[0]}"
+        return f"means of {start} and {self.last[0]}–{self.last[1]}"
 
 
 @dataclass(frozen=True)
@@ -23,50 +64,45 @@ class Levels:
         start: Mean of the first logged steps.
         now: The level at the last step, within the range of the values; None if there is only one value.
         error: Standard error of `now`; nan if unknown, 0 for a number that never changes.
-        window: The steps that they cover, in words.
+        window: The steps that they cover.
     """
 
     start: float
     now: float | None
     error: float
-    window: str
+    window: Window
 
     @property
     def text(self) -> str:
         if self.now is None:
-            return level(self.start)
-        return f"{level(self.start)} → {self.text_now}"
+            return format_level(self.start)
+        return f"{format_level(self.start)} → {self.text_now}"
 
     @property
     def text_now(self) -> str:
         assert self.now is not None
-        return plus_minus(self.now, 2 * self.error) if self.error > 0 else level(self.now)
+        return plus_minus(self.now, 2 * self.error) if self.error > 0 else format_level(self.now)
 
 
-def levels_of(values: pd.Series[float], line: BrokenLine | None, error: float = math.nan) -> Levels:
+def levels_of(values: pd.Series[float], line: BrokenLine | None) -> Levels:
     """Return the levels of a number with at least one value; without a line, the means of its first and last values.
 
     Args:
         values: Finite values by step.
         line: Their broken line, if there are enough of them for one.
-        error: Standard error of its last level, if it is not `line.now_error`.
     """
     if line is None:
         (start, *first), *rest = first_and_last_means(values)
         if not rest:
-            return Levels(start, None, math.nan, f"step {first[0]} alone")
+            return Levels(start, None, math.nan, Window(WindowKind.SINGLE, (first[0], first[1]), (first[0], first[1])))
         now, *last = rest[0]
-        at = f"steps {first[0]} and {last[0]}"
-        if first[0] < first[1]:
-            at = f"means of steps {first[0]}–{first[1]} and {last[0]}–{last[1]}"
-        return Levels(start, now, math.nan, at)
+        return Levels(start, now, math.nan, Window(WindowKind.MEANS, (first[0], first[1]), (last[0], last[1])))
     head = first_values(values)
-    at = f"mean of {steps_of(head)}" if len(head) > 1 else steps_of(head)
+    start, ends = float(head.mean()), (int(head.index[0]), int(head.index[-1]))
     if float(np.ptp(values)) <= ROUNDING * float(values.abs().max()):  # a constant has no noise
-        return Levels(float(head.mean()), float(values.iloc[-1]), 0.0, f"the same at all steps up to {line.last}")
-    window = f"{at} → smoothed level at step {line.last}, ± two standard errors"
+        return Levels(start, float(values.iloc[-1]), 0.0, Window(WindowKind.CONSTANT, ends, (line.last, line.last)))
     now = min(max(line.now, float(values.min())), float(values.max()))  # a line's end may lie beyond all values
-    return Levels(float(head.mean()), now, line.now_error if math.isnan(error) else error, window)
+    return Levels(start, now, line.now_error, Window(WindowKind.SMOOTHED, ends, (line.last, line.last)))
 
 
 def first_values(values: pd.Series[float]) -> pd.Series[float]:

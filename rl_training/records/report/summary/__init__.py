@@ -1,7 +1,7 @@
 """The summary table of a report: what changed, how it was measured, and what that cost.
 
 row.py            a row
-levels.py         rewards and entropy at both ends of the run
+level_rows.py     rewards and entropy at both ends of the run
 changes.py        the change of entropy
 batch.py          the batch
 step_numbers.py   what one step does: a table of its own
@@ -20,9 +20,10 @@ from rl_training.records.report.rates import is_falling
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary.batch import effective_sample, noise_scale
 from rl_training.records.report.summary.changes import entropy_changes
-from rl_training.records.report.summary.levels import levels
+from rl_training.records.report.summary.level_rows import level_rows
 from rl_training.records.report.summary.row import Link, Row
-from rl_training.records.report.verdict import ENTROPY_IS_FINE, UNKNOWN, Verdict, judge
+from rl_training.records.report.verdict import Verdict, judge
+from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.report.wording import wording_of
 from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
 from rl_training.vocabulary import BUILT_IN_NAMES
@@ -40,7 +41,7 @@ def summarize(run: Run) -> list[Row]:
     """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     verdict = judge(run)
     lines = [
-        *levels(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
+        *level_rows(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
         *noise_scale(run, verdict), *effective_sample(run), *entropy_changes(run), _cost(run),
     ]  # fmt: skip
     return [
@@ -75,12 +76,12 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
     halve, keep = halving(effects), keeping(effects)
     if not effects:
         return
-    if still_falls(run, verdict.kind):
+    if still_falls(run, verdict):
         yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
-    elif is_fine(run, verdict.kind) or verdict.kind == UNKNOWN:
+    elif is_fine(run, verdict) or verdict.kind == UNKNOWN:
         listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
         value = "cannot be told yet" if verdict.kind == UNKNOWN else "none needed"
-        yield Row("interventions", value, ENTROPY_IS_FINE[verdict.kind] + listed)
+        yield Row("interventions", value, verdict.entropy_is_fine + listed)
     elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
         how = "would halve the fall, extrapolated from one step"

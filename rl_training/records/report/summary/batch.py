@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from rl_training.records.report.estimates import last_of
 from rl_training.records.report.series import Run
-from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import EQUAL, JUMP, LARGE_STEP, NO_STEP, NOISE, NOT_A_NUMBER
+from rl_training.records.report.standing_out import rule_of, standing_out
+from rl_training.records.report.standing_out.line import NOISE
 from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import RECENT
-from rl_training.records.report.verdict import FALLEN, GONE, LEARNED, SOLVED, Verdict
+from rl_training.records.report.verdict import Verdict
+from rl_training.records.report.verdict.kinds import FALLEN
 from rl_training.records.report.writing import MISSING, percent, steps_of
 
-IN_THE_WAY = {NOT_A_NUMBER, EQUAL, NO_STEP, LARGE_STEP, JUMP}  # lines that come before the size of the batch
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
@@ -40,10 +40,11 @@ def noise_scale(run: Run, verdict: Verdict) -> Iterator[Row]:
 def _nothing_to_gain(run: Run, verdict: Verdict) -> str:
     """Return why no batch is called for: nothing is left to learn, or something else is in the way of it; else ""."""
     mixed = 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
-    lines = {line.name for line in standing_out(run)}
-    if verdict.kind == GONE or lines & IN_THE_WAY or (verdict.kind == FALLEN and NOISE not in lines):
+    lines = standing_out(run)
+    is_in_the_way = verdict.of_kind.precedes_batch_size or any(rule_of(line).precedes_batch_size for line in lines)
+    if is_in_the_way or (verdict.kind == FALLEN and all(line.name != NOISE for line in lines)):
         return "what the first lines say comes before the size of the batch"
-    if verdict.kind in (LEARNED, SOLVED):
+    if verdict.of_kind.leaves_nothing:
         return "it grows as the reward's highest value is reached, and calls for no other batch"
     if mixed < FEW_MIXED:
         return f"only {percent(mixed)} of the prompts have unequal rewards: that calls for other prompts"

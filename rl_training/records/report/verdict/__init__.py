@@ -4,6 +4,7 @@ STATES is the whole of it: the first state that holds for a run's story is its v
 whatever entropy does. docs/how_to/entropy_is_falling.md has this table, with what to do about each state.
 
     holds.py       when a state holds
+    kinds.py       what follows from each kind of state
     sentences.py   what is said of it
 """
 
@@ -15,36 +16,24 @@ from dataclasses import dataclass
 from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.story import Story
 from rl_training.records.report.verdict import holds, sentences
-
-# The kinds of states. Of reward:
-FALLEN = "fallen"
-HELD_OUT = "held_out"  # reward on held-out prompts has fallen
-PART = "part"  # one of several reward functions has fallen
-SOLVED = "solved"  # from the first step
-LEARNED = "learned"
-FLAT = "flat"  # it has hardly risen, and entropy does not fall
-# Of entropy:
-SPENT = "spent"
-GONE = "gone"
-LOST = "lost"
-ERUPTS = "erupts"
-RISES = "rises"
-STEADY = "steady"
-UNKNOWN = "unknown"
-# The kinds in which there is nothing to do, and why.
-NOTHING_TO_DO = {
-    LEARNED: "reward is at 80% or more of its highest possible value",
-    SPENT: "entropy that falls while reward rises is no fault",
-    RISES: "entropy does not fall",
-    STEADY: "entropy has no trend in the last quarter of the run",
-    UNKNOWN: "more steps are needed to tell",
-}
-# The kinds in which nothing need be done to keep entropy, and why.
-ENTROPY_IS_FINE = {
-    **NOTHING_TO_DO,
-    SOLVED: "the task was solved from the first step",
-    FLAT: "entropy does not fall",
-}
+from rl_training.records.report.verdict.kinds import (
+    ERUPTS,
+    FALLEN,
+    FLAT,
+    GONE,
+    HELD_OUT,
+    KINDS,
+    LEARNED,
+    LOST,
+    PART,
+    RISES,
+    SOLVED,
+    SPENT,
+    STEADY,
+    UNKNOWN,
+    Kind,
+)
+from rl_training.records.report.writing import percent
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,21 @@ class Verdict:
     evidence: str
     since: int
     story: Story
+
+    @property
+    def of_kind(self) -> Kind:
+        """What follows from its kind."""
+        return KINDS[self.kind]
+
+    @property
+    def nothing_to_do(self) -> str:
+        """Why there is nothing to do, "" if there is."""
+        return self.of_kind.nothing_to_do.format(ceiling=percent(holds.ceiling(self.story)))
+
+    @property
+    def entropy_is_fine(self) -> str:
+        """Why nothing need be done to keep entropy, "" if that is not so."""
+        return self.of_kind.entropy_is_fine or self.nothing_to_do
 
 
 STATES = (
@@ -107,18 +111,4 @@ def judge(run: Run) -> Verdict:
     state = next(state for state in STATES if state.holds(story))
     part = holds.fallen_part(story)
     headline = state.headline.format(part=part.name if part else "")
-    return Verdict(state.kind, headline, state.evidence(story), _since(state.kind, story), story)
-
-
-def _since(kind: str, story: Story) -> int:
-    reward, entropy = story.reward, story.entropy
-    if kind == FALLEN and reward:
-        return reward.since
-    fallen = {HELD_OUT: story.held_out, PART: story.parts}.get(kind, [])
-    if fallen:
-        return max(fallen, key=holds.relative_fall).since
-    if kind == GONE and entropy:
-        return entropy.since_below(holds.ALMOST_NOTHING)
-    if kind == LOST and reward and entropy:
-        return max(reward.line.step(reward.stands_from), entropy.highest_at)
-    return story.first
+    return Verdict(state.kind, headline, state.evidence(story), KINDS[state.kind].since(story), story)

@@ -9,7 +9,7 @@ from rl_training.records.report.story.curves import BAND, RISE, Reward
 from rl_training.records.report.trends import MIN_STEPS
 
 ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
-NOTABLE = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight
+MIN_COST_OF_FALL = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight
 MIN_LOSS = 0.1  # share of entropy that must be lost while reward is flat
 LARGE_LOSS = 0.5  # likewise; with so much lost, entropy need not fall any more
 MIN_REWARD_GAIN = 0.5  # least gain in reward for all of the entropy, in standard deviations
@@ -59,7 +59,7 @@ def cost_next_to_nothing(part: Reward, paid: Reward | None) -> bool:
     if paid is None or not paid.has_risen or not part.weight > 0:
         return False
     loss = part.weight * part.fall
-    return loss < NOTABLE * (paid.now - paid.start + loss)
+    return loss < MIN_COST_OF_FALL * (paid.now - paid.start + loss)
 
 
 def reward_rises(story: Story) -> bool:
@@ -101,9 +101,13 @@ def gained_little(story: Story) -> bool:
     return reward.now - reward.start < max(MIN_REWARD_GAIN * reward.spread, 2 * reward.line.now_error)
 
 
+def ceiling(story: Story) -> float:
+    """Return the share of the highest possible reward from which on a run has learned."""
+    return CEILING_IF_GONE if is_gone(story) else CEILING
+
+
 def has_learned(story: Story) -> bool:
-    ceiling = CEILING_IF_GONE if is_gone(story) else CEILING
-    return story.reward is not None and story.reward.is_at_ceiling(ceiling)
+    return story.reward is not None and story.reward.is_at_ceiling(ceiling(story))
 
 
 def was_solved(story: Story) -> bool:
@@ -120,10 +124,10 @@ def is_lost(story: Story) -> bool:
     reward, entropy = story.reward, story.entropy
     if reward is None or entropy is None:
         return False
-    since = reward.line.step(reward.stands_from)
+    since = reward.line.step_of(reward.stands_from_bin)
     lost, (low, high) = entropy.lost_since(since), story.effect_since(since).bounds()
     price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
-    has_gained_less = reward.gain_since(reward.stands_from) < price and not (low > 0 and high > price)
+    has_gained_less = reward.gain_since_bin(reward.stands_from_bin) < price and not (low > 0 and high > price)
     return has_gained_less and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
 
 

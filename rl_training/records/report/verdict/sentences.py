@@ -8,7 +8,7 @@ from rl_training.records.report.story.curves import NOW, Entropy, Reward
 from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict import holds
 from rl_training.records.report.verdict.holds import ALMOST_NOTHING, STEADY_WITHIN
-from rl_training.records.report.writing import level, percent, share_left
+from rl_training.records.report.writing import format_level, percent, share_left
 
 NO_ENTROPY = "entropy was 0 from the first step: every response to a prompt is the same"
 
@@ -22,7 +22,7 @@ def so_far(story: Story) -> str:
     if not known:
         return f": {few}."
     texts = [f"reward {reward.text}" if reward else "", f"token entropy {entropy.text} nats" if entropy else ""]
-    return f": {few}. So far: {', '.join(filter(None, texts))} ({known[0].window})."
+    return f": {few}. So far: {', '.join(filter(None, texts))} ({known[0].window.text})."
 
 
 def why_unknown(story: Story) -> str:
@@ -40,7 +40,7 @@ def why_unknown(story: Story) -> str:
 def fall(story: Story) -> str:
     reward = story.reward
     assert reward is not None
-    parts = [f"{part.name} {level(part.best)} → {part.levels.text_now}" for part in story.parts if part.fall]
+    parts = [f"{part.name} {format_level(part.best)} → {part.levels.text_now}" for part in story.parts if part.fall]
     of_parts = f" ({'; '.join(parts)})" if parts else ""
     return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
 
@@ -61,7 +61,7 @@ def what_is_left(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
     said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
-    said += f"{level(entropy.start)} nats is left"
+    said += f"{format_level(entropy.start)} nats is left"
     if reward is None:
         return f"{said}."
     little = "and it bought next to nothing: " if holds.gained_little(story) else ""
@@ -72,7 +72,7 @@ def loss(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert reward is not None
     assert entropy is not None
-    since = reward.line.step(reward.stands_from)
+    since = reward.line.step_of(reward.stands_from_bin)
     lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
     return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_of_entropy(entropy)}"
 
@@ -116,7 +116,7 @@ def _both(story: Story, name: str = "Reward") -> str:
 
 
 def _how_it_fell(reward: Reward) -> str:
-    return f"since step {reward.since}: from {level(reward.best)} at its best to {reward.levels.text_now}"
+    return f"since step {reward.since}: from {format_level(reward.best)} at its best to {reward.levels.text_now}"
 
 
 def _of_reward_now(reward: Reward) -> str:
@@ -147,4 +147,4 @@ def _now_or_as_a_whole(line: BrokenLine, sign: float, verb: str) -> str:
     first = line.pieces[-2]
     if line.moves_lately(NOW, sign) or first >= NOW * len(line.fitted):
         return f"now it {verb}"
-    return f"it {verb} over steps {line.step(first)}–{line.last} as a whole"
+    return f"it {verb} over steps {line.step_of(first)}–{line.last} as a whole"

@@ -14,19 +14,19 @@ from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions, reward_weights
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.trends import MIN_STEPS
-from rl_training.records.report.verdict.holds import NOTABLE, cost_next_to_nothing
+from rl_training.records.report.verdict.holds import MIN_COST_OF_FALL, cost_next_to_nothing
 from rl_training.records.report.writing import MISSING, format_estimate, percent
 
 MAX_FUNCTIONS = 6  # reward functions with a line of their own
 
 
-def levels(run: Run, story: Story) -> Iterator[Row]:
+def level_rows(run: Run, story: Story) -> Iterator[Row]:
     logged = len(run.steps)
     yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
     accepted = run.logged("buffer/acceptance")
     drawn = "over all generated responses, with prompts drawn by difficulty; " if len(accepted) else ""
     rewards = story.reward_levels
-    yield _from_to("reward", rewards, drawn + rewards.window if rewards else "")
+    yield _from_to("reward", rewards, drawn + rewards.window.text if rewards else "")
     yield from _functions(run, story)
     yield from _hacked(run, story)
     for label, rows in held_out_rewards(run).items():
@@ -49,7 +49,7 @@ def _from_to(label: str, levels: Levels | None, note: str) -> Row:
 
 def _unless_said(levels: Levels, said: Levels | None) -> str:
     """Return the window of a number if it is not that of the line on reward, which has said it."""
-    return f"; {levels.window}" if said is None or levels.window != said.window else ""
+    return f"; {levels.window.text}" if said is None or levels.window != said.window else ""
 
 
 def _functions(run: Run, story: Story) -> Iterator[Row]:
@@ -92,6 +92,6 @@ def _hacked(run: Run, story: Story) -> Iterator[Row]:
         aside = ", penalties aside," if len(story.parts) < len(story.functions) else ""
         note = f"none of the {number} reward functions{aside} has fallen"
         if cheap:
-            note = f"{' and '.join(cheap)} fell, at less than {percent(NOTABLE)} of what the others gained"
+            note = f"{' and '.join(cheap)} fell, at less than {percent(MIN_COST_OF_FALL)} of what the others gained"
         note += "; what all of them pay for is not seen"
         yield Row(label, "no sign of it", note, see)
