@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from scipy.special import stdtrit
 
 from rl_training.errors import UserError
 from rl_training.records import jsonl
@@ -16,6 +15,7 @@ from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, has_records, logs_of
+from rl_training.statistics.estimate import half_widths
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -48,7 +48,7 @@ def probes(run: str | Path) -> pd.DataFrame:
     table = table.reindex(columns=[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)])
     for column in ("value", "stderr"):
         table[column] = pd.to_numeric(table[column], errors="coerce")
-    table["half_width"] = stdtrit(table["num_samples"].astype(float) - 1, 0.975) * table["stderr"]
+    table["half_width"] = half_widths(table["num_samples"].to_numpy(dtype=float), table["stderr"].to_numpy())
     return table
 
 

@@ -6,12 +6,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from scipy.special import stdtrit
 
 from rl_training.statistics.unavailable import Unavailable
 
+Z_95 = 1.96  # half of a 95 % interval in standard errors, of a normal distribution
 DESCRIBES_STEP = "no error bar: it describes this step"
 NOT_FINITE_GRADIENT = Unavailable("not_finite_gradient", "a gradient or the update of the step is not finite")
+
+
+def half_widths(num_samples: np.ndarray, stderr: np.ndarray, coverage: float = 0.95) -> np.ndarray:
+    """Return `Estimate.half_width` of several estimates at once; nan without a standard error."""
+    return np.asarray(stdtrit(num_samples - 1, 0.5 + 0.5 * coverage) * stderr)
 
 
 def effective_samples(num_samples: int, batches: float) -> int:
@@ -64,7 +71,7 @@ class Estimate:
         """
         if math.isnan(self.stderr):
             return math.nan
-        return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr
+        return float(half_widths(np.asarray(self.num_samples), np.asarray(self.stderr), coverage))
 
     def bounds(self) -> tuple[float, float]:
         """Return the ends of the 95 % interval: `interval` if it is given, otherwise value ± half_width()."""

@@ -28,8 +28,7 @@ import numpy as np
 
 from rl_training.records.compare.groups import Group, Member
 from rl_training.records.report.series import Run
-from rl_training.records.report.writing import Z_95
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Z_95, Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import difference, mean_of
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import pandas as pd
@@ -81,18 +81,36 @@ def last_common_step(group: Group) -> int:
     return sorted((member.last_step for member in group.members), reverse=True)[:2][-1]
 
 
-def members_at(group: Group, step: int) -> list[Member]:
-    """Return the runs of the group that have reached this step."""
-    return [member for member in group.members if member.last_step >= step]
-
-
-def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate]:
-    """Return the group's figures at `step` by label. A figure that one of its runs lacks is left out.
+@dataclass(frozen=True)
+class Column:
+    """A group at a step, as a column of the table of final figures.
 
     Args:
         since: First step that means may cover: the one at which all compared runs have begun.
+        heading: Of the column.
     """
-    runs = [figures_of(member.run, step, since) for member in members_at(group, step)]
+
+    group: Group
+    step: int
+    since: int = 0
+    heading: str = ""
+
+    @property
+    def members(self) -> list[Member]:
+        """The runs of the group that have reached the step."""
+        return [member for member in self.group.members if member.last_step >= self.step]
+
+
+def columns_at(groups: Sequence[Group], step: int) -> list[Column]:
+    """Return the groups at this step. Means may cover steps from the first one that all of their runs have recorded."""
+    columns = [Column(group, step, heading=group.name) for group in groups]
+    since = max(member.run.steps[0] for column in columns for member in column.members)
+    return [replace(column, since=since) for column in columns]
+
+
+def final_figures(column: Column) -> dict[str, Estimate]:
+    """Return the group's figures at the step by label. A figure that one of its runs lacks is left out."""
+    runs = [figures_of(member.run, column.step, column.since) for member in column.members]
     common = {
         label: [figures[label] for figures in runs]
         for label in runs[0]
@@ -103,11 +121,6 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
         label: means.get(label, mean_over_runs)(values) if len(values) > 1 else values[0]
         for label, values in common.items()
     }
-
-
-def first_common_step(groups: Sequence[Group], step: int) -> int:
-    """Return the first step that is recorded in all runs of these groups that have reached `step`."""
-    return max(member.run.steps[0] for group in groups for member in members_at(group, step))
 
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
@@ -135,23 +148,26 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     differences = []
     for first, second in pairs:
         step = min(last_common_step(first), last_common_step(second))
-        since = first_common_step((first, second), step)
-        before, after = final_figures(first, step, since), final_figures(second, step, since)
+        columns = columns_at((first, second), step)
+        before, after = map(final_figures, columns)
         common = {label: difference(after[label], before[label]) for label in before if label in after}
-        common |= since_branching(members_at(first, step), members_at(second, step), step)
-        single_seed = any(len(members_at(group, step)) < 2 for group in (first, second))
+        common |= since_branching(columns[0].members, columns[1].members, step)
+        single_seed = any(len(column.members) < 2 for column in columns)
         task = other_task(first, second)
-        runs = [member.run for group in (first, second) for member in members_at(group, step)]
-        windows = {label: _window(runs, values, step, since) for label, values in AVERAGED.items()}
+        windows = {label: _window(columns, values) for label, values in AVERAGED.items()}
         equal = at_equal_reward(first, second)
         differences.append(Difference(first, second, step, common, single_seed, windows, task, equal))
     return differences
 
 
-def _window(runs: Sequence[Run], values: Callable[[Run], pd.Series[float]], step: int, since: int) -> tuple[int, int]:
+def _window(columns: Sequence[Column], values: Callable[[Run], pd.Series[float]]) -> tuple[int, int]:
     """Return the first and the last step that the means over the last steps of these runs cover."""
-    averaged = [last_steps(values(run), step, since).index for run in runs]
-    ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [step]
+    averaged = [
+        last_steps(values(member.run), column.step, column.since).index
+        for column in columns
+        for member in column.members
+    ]
+    ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [columns[0].step]
     return min(ends), max(ends)
 
 

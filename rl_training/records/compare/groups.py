@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.records.files.printable import escape_surrogates
@@ -43,7 +41,7 @@ class Member:
 
     run: Run
     name: str  # unique in the comparison
-    settings: dict[str, str] | None  # that affect training, dotted name → value; None if none are recorded
+    settings: dict[str, Any] | None  # that affect training, dotted name → value; None if none are recorded
     seed: str
     planned_steps: str = ""
     branch: tuple[Path, int] | None = None  # run folder and step that it branched off from
@@ -80,10 +78,11 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
         UserError: If there is no run, or its records or settings cannot be read.
     """
     paths = list(dict.fromkeys(run.resolve() for folder in folders for run in find_runs(folder)))
-    groups: dict[Any, list[Member]] = {}
+    groups: dict[str, list[Member]] = {}
     for path, name in zip(paths, distinct_names(paths), strict=True):
         member = _read_member(path, name)
-        key = path if member.settings is None else tuple(sorted(member.settings.items()))
+        # Runs without settings are not known to be alike.
+        key = str(path) if member.settings is None else repr(sorted(member.settings.items()))
         groups.setdefault(key, []).append(member)
     made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
     return [replace(group, label=label) for group, label in zip(made, _labels(made), strict=True)]
@@ -93,8 +92,15 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Return the settings that differ between groups: name → the value in each group, ABSENT if it has none."""
     settings_by_group = [group.members[0].settings or {} for group in groups]
     names = sorted({name for settings in settings_by_group for name in settings})
-    table = {name: [settings.get(name, ABSENT) for settings in settings_by_group] for name in names}
+    table = {
+        name: [_shown(settings[name]) if name in settings else ABSENT for settings in settings_by_group]
+        for name in names
+    }
     return {name: values for name, values in table.items() if len(set(values)) > 1}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -118,37 +124,41 @@ def _read_member(path: Path, name: str) -> Member:
         return Member(run, name, None, ABSENT)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
     branch = _branch(flat, path)
-    counts |= {} if branch is None else {"branch at step": str(branch[1])}
+    counts |= {} if branch is None else {"branch at step": branch[1]}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, name, counts, seed, steps, branch)
+    return Member(run, name, counts, str(seed), str(steps), branch)
 
 
-def _settings(folder: Path) -> dict[str, str]:
-    """Return a run's settings by dotted name: from config.yaml or, without one, from its records.
-
-    Empty mappings are left out, since they choose nothing.
-    """
-    rows = pd.json_normalize(settings_of_run(folder)).to_dict("records")
-    return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return a run's settings by dotted name. Empty mappings are left out, since they choose nothing."""
+    return dict(_flat(settings_of_run(folder)))
 
 
-def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | None:
+def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _branch(settings: Mapping[str, Any], folder: Path) -> tuple[Path, int] | None:
     """Return the run folder and step of the checkpoint that the setting `branch` names, or None.
 
     Args:
         folder: The run with these settings, for the error.
     """
-    named = settings.get("branch", "None")
-    if named == "None":
+    named = settings.get("branch")
+    if named is None:
         return None
-    checkpoint = Path(named)
+    checkpoint = Path(str(named))
     match = CHECKPOINT.fullmatch(checkpoint.name)
     if len(checkpoint.parents) < 2 or match is None:
         raise UserError(f"{folder / CONFIG_FILE}: branch={named} is not a checkpoint folder: fix or remove it")
     return checkpoint.parents[1], int(match[1])
 
 
-def _counts(name: str, settings: Mapping[str, str]) -> bool:
+def _counts(name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether this setting affects training."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
@@ -203,9 +213,9 @@ def _letter(index: int) -> str:
     return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 
-def _describe_setting(name: str, value: str) -> str:
+def _describe_setting(name: str, value: Any) -> str:
     last = name.rpartition(".")[2]
-    return f"no {last}" if value == "None" else f"{last}={value}"
+    return f"no {last}" if value is None else f"{last}={value}"
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:

@@ -1,52 +1,89 @@
-"""The comparison's page: its findings as sentences, and charts with the curves of all groups."""
+"""The comparison's page: what it says, its tables and its charts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from rl_training.errors import UserError
-from rl_training.records.compare import final
-from rl_training.records.compare.groups import (
-    ABSENT,
-    Group,
-    Member,
-    branching_steps,
-    differences,
-    read_groups,
-    trunks_of,
+from rl_training.records.compare.final import (
+    Column,
+    Difference,
+    columns_at,
+    compare_groups,
+    final_figures,
+    last_common_step,
 )
-from rl_training.records.compare.path_chart import draw_paths
+from rl_training.records.compare.groups import ABSENT, Group, Member, branching_steps, differences, read_groups
+from rl_training.records.compare.overlays import draw_overlays
 from rl_training.records.compare.sentences import describe, one_group
-from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
-from rl_training.records.report.charts import GREY, TEXT, Chart, Series
-from rl_training.records.report.cumulative import sum_starts
-from rl_training.records.report.drawing import axis_limits, draw
-from rl_training.records.report.estimates import finite, to_estimates, to_rows
-from rl_training.records.report.figures import running_window
+from rl_training.records.report.charts import Chart
+from rl_training.records.report.estimates import to_estimates
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.records.report.series import LOGGED, MEASURED, TRAINERS_EVALUATION, Run, Source
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
-# Okabe and Ito's colours, safe for colour-blind readers; further groups repeat them with other strokes.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
-STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
-DOTTED = (2, 2)
-EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
-SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward usually is one
-MAX_END_FACTOR = 1e3
-SUMS = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
-NO_ERROR = "a logged number has no error"
+Table = dict[str, list[Estimate | None]]  # by label, the estimate in each column; None in a column without one
 
-Quantity = Callable[[Run], pd.DataFrame]
-Mean = Callable[[Sequence[Estimate]], Estimate]
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint of a run with the largest mean reward in an evaluation."""
+
+    run: str
+    evaluation: str
+    step: int
+    reward: Estimate
+    near: list[int]  # steps whose reward is not significantly lower
+
+
+@dataclass(frozen=True)
+class ComparisonPage:
+    """The values of templates/comparison.html."""
+
+    title: str
+    sentences: list[str]
+    charts: list[Chart]
+    groups: list[Group]
+    ends: list[int]  # of each group: the last step that two of its runs have reached
+    without_settings: str  # letters of the groups whose settings are not known
+    seeds_are_recorded: bool
+    differences: dict[str, list[str]]  # settings
+    columns: list[Column]
+    final: Table
+    pairs: list[Difference]
+    pair_figures: Table
+    num_intervals: int  # of differences
+    has_single_seeds: bool
+    has_branches: bool
+    best: list[BestCheckpoint]
+
+    @classmethod
+    def of(cls, groups: list[Group], num_runs: int) -> ComparisonPage:
+        ends = [last_common_step(group) for group in groups]
+        common = min(ends)  # where all can be compared; groups that went on are shown at their own end too
+        columns = columns_at(groups, common)
+        columns += [
+            Column(group, end, heading=f"{group.letter}, later")
+            for group, end in zip(groups, ends, strict=True)
+            if end > common
+        ]
+        pairs, members = compare_groups(groups), [member for group in groups for member in group.members]
+        return cls(
+            title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
+            sentences=describe(pairs) or [one_group([member.seed for member in groups[0].members])],
+            charts=draw_overlays(groups, pairs), groups=groups, ends=ends,
+            without_settings=", ".join(group.letter for group in groups if group.members[0].settings is None),
+            seeds_are_recorded=all(member.seed != ABSENT for member in members),
+            differences=differences(groups), columns=columns, final=_by_label(list(map(final_figures, columns))),
+            pairs=pairs, pair_figures=_by_label([pair.figures for pair in pairs]),
+            num_intervals=sum(len(pair.figures) for pair in pairs),
+            has_single_seeds=any(pair.single_seed for pair in pairs), has_branches=bool(branching_steps(groups)),
+            best=[best for member in members for best in _best_checkpoints(member)],
+        )  # fmt: skip
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: str = "") -> tuple[Path, list[str]]:
@@ -66,165 +103,24 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     num_runs = sum(len(group.members) + len(group.repeats) for group in groups)
     if num_runs < 2:
         raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
-    ends = [final.last_common_step(group) for group in groups]
-    common = min(ends)  # where all can be compared; groups that went on are shown at their own end too
-    columns = [(group, common, group.name, final.first_common_step(groups, common)) for group in groups]
-    columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
-    pairs = final.compare_groups(groups)
-    findings = describe(pairs) or [one_group([member.seed for member in groups[0].members])]
-    page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    charts = [replace(chart, name=f"{page.stem}_{chart.name}") for chart in draw_overlays(groups, pairs)]
-    write_page(
-        page,
-        "comparison.html",
-        draw_pictures(charts, pictures),
-        title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
-        sentences=findings,
-        ends=ends,
-        groups=groups,
-        differences=differences(groups),
-        seeds_are_recorded=all(member.seed != ABSENT for group in groups for member in group.members),
-        columns=[(heading, f"{step}; {len(final.members_at(group, step))}") for group, step, heading, _ in columns],
-        final=_by_label([final.final_figures(group, step, since) for group, step, _, since in columns]),
-        pairs=pairs,
-        pair_figures=_by_label([pair.figures for pair in pairs]),
-        branched=bool(branching_steps(groups)),
-        best=[row for group in groups for member in group.members for row in _best_rows(member)],
-        charts=charts,
-    )
-    return page, findings
+    path = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
+    page = ComparisonPage.of(groups, num_runs)
+    page = replace(page, charts=[replace(chart, name=f"{path.stem}_{chart.name}") for chart in page.charts])
+    write_page(path, "comparison.html", draw_pictures(page.charts, pictures), page=page)
+    return path, page.sentences
 
 
-def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate | None]]:
-    """Return the rows of a table with these columns; None in a column without the label."""
+def _by_label(columns: Sequence[dict[str, Estimate]]) -> Table:
+    """Return the rows of a table with these columns."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return {label: [column.get(label) for column in columns] for label in labels}
 
 
-def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
-    """Yield the checkpoint with the largest mean reward, for each evaluation that has errors."""
+def _best_checkpoints(member: Member) -> Iterator[BestCheckpoint]:
+    """Yield the best checkpoint of each evaluation that has errors."""
     for evaluation in sorted(member.run.evaluations, key=lambda source: source.title):
         by_step = to_estimates(member.run.finite_rows("reward", evaluation).dropna(subset=["stderr"]))
         if by_step:
             best = max(by_step, key=lambda step: by_step[step].value)
             near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
-            reward = by_step[best]
-            yield {"run": member.name, "evaluation": evaluation.title, "step": best, "reward": reward, "near": near}
-
-
-# --- charts -----------------------------------------------------------------------------------------------------------
-
-
-def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = ()) -> list[Chart]:
-    """Return the chart of entropy against reward, and one for each quantity that any group has."""
-    trunks = trunks_of(groups)
-    looks = {group.letter: _look(index) for index, group in enumerate(groups)}
-    charts = [
-        draw_paths(groups, looks, pairs),
-        _overlay(groups, trunks, "reward", _reward, is_share=True),
-        _overlay(groups, trunks, "entropy", _entropy),
-        _overlay(groups, trunks, "change", _sum_of(SUMS[0]), dotted=_sum_of(SUMS[1])),
-        _overlay(groups, trunks, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
-    ]
-    for evaluation, metric in _evaluated_metrics(groups):
-        quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
-        charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=metric.startswith(SHARES), floor=floor,
-                               evaluation=evaluation.title, metric=metric))  # fmt: skip
-    return [drawn for drawn in charts if drawn is not None]
-
-
-def _recorded(metric: str, source: Source = MEASURED) -> Quantity:
-    return lambda run: run.finite_rows(metric, source)
-
-
-def _sum_of(metric: str) -> Quantity:
-    """Return a quantity: a sum over steps, without rows for a run that has only its initial 0."""
-
-    def found(run: Run) -> pd.DataFrame:
-        rows = run.finite_rows(metric)
-        return rows if len(rows) > len(sum_starts(run)) else rows.iloc[:0]
-
-    return found
-
-
-def _overlay(
-    groups: Sequence[Group], trunks: Sequence[Run], key: str, quantity: Quantity, dotted: Quantity | None = None,
-    mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
-) -> Chart | None:  # fmt: skip
-    """Return the chart with the curves of all groups; None if no run has any.
-
-    Args:
-        dotted: Quantity drawn dotted, in addition to `quantity`.
-        mean: Combines several runs at one step.
-        is_share: As in `axis_limits`.
-        floor: As in `axis_limits`.
-        words: For the chart's texts.
-    """
-    having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
-    if not having:
-        return None
-    shown = [finite(quantity(trunk)) for trunk in trunks]
-    series = [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in shown]
-    for group in having:
-        color, stroke = _look(groups.index(group))
-        curves, means = _curves(group, quantity, mean, color, stroke, group.name)
-        series += curves
-        shown.append(means)
-        if dotted:
-            series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
-    missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    finite_rows = finite(pd.concat(shown))
-    ends, branched = axis_limits(finite_rows, is_share, floor) if len(finite_rows) else None, branching_steps(groups)
-    return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
-
-
-def _curves(
-    group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
-) -> tuple[list[Series], pd.DataFrame]:
-    """Return the group's mean with its band and thin lines for its runs; and the rows of the mean."""
-    runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
-    pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
-    mean = finite(pooled)
-    highest = MAX_END_FACTOR * mean["value"].abs().max()
-    mean = mean.assign(high=mean["high"].clip(upper=highest))  # the frame cuts an infinite end
-    series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
-    singles = runs.items() if len(runs) > 1 else ()
-    series += [
-        Series(f"{label}: {name}", color, values.index, values["value"], opacity=0.35) for name, values in singles
-    ]
-    return series, pooled
-
-
-def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_runs) -> dict[int, Estimate]:
-    """Return the mean over runs at each step that all of them have, with the error between them; one run as it is."""
-    if len(runs) < 2:
-        return dict(runs[0]) if runs else {}
-    return {step: mean([run[step] for run in runs]) for step in sorted(set.intersection(*map(set, runs)))}
-
-
-def _reward(run: Run) -> pd.DataFrame:
-    rows = run.finite_rows("reward", LOGGED)
-    smooth = rows["value"].rolling(running_window(len(rows)), center=True, min_periods=1).mean()
-    return rows.assign(value=smooth, reason=NO_ERROR)
-
-
-def _entropy(run: Run) -> pd.DataFrame:
-    rows = run.token_entropy_rows()
-    return rows.assign(reason=NO_ERROR) if run.entropy_is_the_trainers else rows
-
-
-def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[Source, str]]:
-    """Return the (evaluation, metric) pairs to draw: those in EVALUATED, and pass@k with the largest k."""
-    runs = [member.run for group in groups for member in group.members]
-    sources = {source for run in runs for source in run.evaluations_of_all}
-    chosen = []
-    for source in sorted(sources, key=lambda source: source.title):
-        names = {name for run in runs for name in run.names(source) if len(run.finite_rows(name, source))}
-        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
-        wanted = ("reward",) if source == TRAINERS_EVALUATION else several
-        chosen += [(source, metric) for metric in wanted if metric in names]
-    return chosen
-
-
-def _look(index: int) -> tuple[str, tuple[int, ...]]:
-    return COLORS[index % len(COLORS)], STROKES[index // len(COLORS) % len(STROKES)]
+            yield BestCheckpoint(member.name, evaluation.title, best, by_step[best], near)

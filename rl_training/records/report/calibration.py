@@ -26,10 +26,9 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE
 from rl_training.statistics.unavailable import Unavailable
 
-MIN_PAIRS = MIN_UNITS_OFFLINE  # with fewer, any cloud of points looks like a line
+MIN_PAIRS = 8  # with fewer, any cloud of points looks like a line
 NO_NOISE_LEFT = Unavailable(
     "predictions_lost_in_noise",
     "the predictions are smaller than their own error bars: subtracting their noise leaves nothing",

@@ -20,7 +20,8 @@ from rl_training.records.report.missing import NO_REASON
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run
 from rl_training.records.report.trends import MIN_POINTS, scaled
-from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
+from rl_training.records.report.writing import MILLI, MISSING, normal_milli
+from rl_training.statistics.estimate import Z_95
 
 SWEEP_TABLE_FILE, ANALYSES_PAGE_FILE = "sweep.csv", "analyses.html"
 RESULT_STYLES = {  # by key of a result: label, colour and marker

@@ -25,6 +25,7 @@ CAVEAT = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed with "
     "the order in part, and not with the sizes; an effect that grows with distance (KL) is missed."
 )
+DEFAULTS = {"decay": 0.9, "every": 10}  # of the probe, if its settings are not recorded
 TRY = "Try them, and compare:"
 PLAIN = "the step as it is"  # the row that others are compared with
 STILL_FALLS = "the curve of entropy does not fall in the last quarter of the run, but single steps lower it"
@@ -161,7 +162,7 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
     The first is None if more would be needed than the mean remembers.
     """
-    settings = {"decay": 0.9, "every": 1} | run.probe("interventions")
+    settings = DEFAULTS | run.probe("interventions")
     is_known = all(isinstance(settings[key], int | float) for key in ("decay", "every")) and 0 <= settings["decay"] < 1
     decay = settings["decay"] ** settings["every"] if is_known else 1.0  # between two measured steps
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # largest effective number of steps in the mean

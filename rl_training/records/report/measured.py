@@ -9,6 +9,7 @@ from rl_training.records.report.series import Run
 from rl_training.statistics.estimate import Estimate
 
 SPAN = "measured/steps"
+REWARD_SUM = "measured/cumulative_reward"  # of the paid reward; of each function, with its name after a slash
 SOME_STEPS = "some_steps"  # code of the remark on a sum that lacks steps: probes/running_sum.py
 
 

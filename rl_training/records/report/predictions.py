@@ -8,12 +8,11 @@ from rl_training.records.report.estimates import finite, last_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.jackknife import FEW_FOLDS, FEW_PROMPTS
 from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"
 # Codes of reasons that begin with what the sentence says itself: "no error bar: …"
-FEW = (FEW_FOLDS.code, FEW_PROMPTS.code)
+FEW = ("few_folds", "few_prompts")  # of statistics/jackknife.py, which imports torch
 
 
 def hindrance(run: Run) -> str:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
@@ -23,7 +22,7 @@ from rl_training.records.jsonl import EVALUATIONS_FILE, METRICS_FILE, PROBES_FIL
 from rl_training.records.report.config_file import read_config, settings_of_run
 from rl_training.records.report.estimates import last_of, to_estimates
 from rl_training.records.report.missing import NO_REASON
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate, half_widths
 
 Result = TypeVar("Result")
 # file: of logs/; "" for an evaluation of checkpoints, whose name is `evaluation`.
@@ -229,9 +228,9 @@ def read_run(folder: Path) -> Run:
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
     table["reason"], table["code"] = table["reason"].fillna(""), table["code"].fillna("")
     table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = NO_REASON
-    half = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
+    half = half_widths(table["num_samples"].to_numpy(), table["stderr"].to_numpy())
     table["is_interval"] = table["low"].notna() & table["high"].notna()
-    table["low"] = table["low"].where(table["is_interval"] | table["value"].isna(), table["value"] - half)
+    table["low"] = table["low"].where(table["is_interval"], table["value"] - half)
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
     of_tokens = measured[measured["name"].str.startswith("top_token/")] if len(measured) else measured
     return Run(folder, logged.index.tolist(), table, read_config(folder), of_tokens)

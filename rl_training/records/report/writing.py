@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import Z_95, Estimate
 
 MISSING = "–"
 MILLI = 1e3  # changes of a step are shown in thousandths
-Z_95 = 1.96  # half of a 95 % interval in standard errors
 ROUNDING = 1e-6  # a value whose whole interval is closer to 0 is rounding error
 
 

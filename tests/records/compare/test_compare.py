@@ -22,6 +22,7 @@ from rl_training.records.compare.final import (
     MEASURED,
     PREDICTED,
     TOKEN_ENTROPY,
+    Column,
     compare_groups,
     figures_of,
     final_figures,
@@ -29,7 +30,8 @@ from rl_training.records.compare.final import (
     since_branching,
 )  # fmt: skip
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups, trunks_of
-from rl_training.records.compare.page import draw_overlays, pool, write_comparison
+from rl_training.records.compare.overlays import draw_overlays, pool
+from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.drawing import axis_limits
@@ -240,7 +242,7 @@ def test_a_run_and_its_late_branch_are_averaged_over_the_same_steps(
     groups = read_groups([plain, branch])
     (pair,) = compare_groups(groups)
     assert pair.figures["token entropy"].value == 0
-    assert final_figures(groups[0], 9, since=6)["token entropy"].value == pytest.approx((1 / 8 + 1 / 9) / 2)
+    assert final_figures(Column(groups[0], 9, since=6))["token entropy"].value == pytest.approx((1 / 8 + 1 / 9) / 2)
     text = write_comparison([plain, branch], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     assert "compared from the branching point on" in text.replace("\n", " ")
     assert re.findall(r"<th>([AB][^<]*)</th>", text[text.rindex("Final figures") :])[:3] == [
@@ -287,10 +289,10 @@ def test_noise_scales_have_the_interval_of_the_report_and_pooled_ones_are_not_ne
     for seed, value in enumerate((100.0, 300.0)):
         noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
     (single,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
-    alone = final_figures(single, 12)["noise scale (prompts)"]
+    alone = final_figures(Column(single, 12))["noise scale (prompts)"]
     assert (alone.value, alone.interval) == (100.0, (69.0, 1345.0))
     assert format_estimate(alone) == "100 (69 … 1345)"
-    pooled = final_figures(both, 12)["noise scale (prompts)"]
+    pooled = final_figures(Column(both, 12))["noise scale (prompts)"]
     assert pooled.value == pytest.approx(150)
     assert pooled.interval == (pytest.approx(1 / (1 / 150 + 12.7062 / 300), rel=1e-5), math.inf)
     assert format_estimate(pooled) == "150 (20 … ∞)"
@@ -393,10 +395,12 @@ def test_the_error_of_a_group_is_the_spread_between_its_seeds(tmp_path: Path) ->
     for seed, reward in enumerate((0.4, 0.5, 0.6)):
         record(tmp_path / str(seed), seed, reward=reward)
     (group,) = read_groups([tmp_path])
-    reward = final_figures(group, 12)["reward"]
+    reward = final_figures(Column(group, 12))["reward"]
     assert reward.value == pytest.approx(0.5)
     assert reward.half_width() == pytest.approx(T_2 * 0.1 / math.sqrt(3), rel=1e-6)
-    assert final_figures(group, 12)["token entropy"].value == pytest.approx(sum(1 / s for s in range(8, 13)) / 5)
+    assert final_figures(Column(group, 12))["token entropy"].value == pytest.approx(
+        sum(1 / s for s in range(8, 13)) / 5
+    )
 
 
 def test_the_difference_of_two_groups_has_welchs_interval(tmp_path: Path) -> None:
@@ -421,8 +425,8 @@ def test_finished_running_and_killed_runs_are_compared_at_their_last_common_step
         file.write('{"step": 8, "rew')
     a, b = read_groups([tmp_path])
     assert (last_common_step(a), last_common_step(b)) == (12, 7)
-    assert final_figures(a, 12)["reward"].num_samples == 2
-    assert final_figures(a, 12)["reward"].value == 0.5  # without the killed run
+    assert final_figures(Column(a, 12))["reward"].num_samples == 2
+    assert final_figures(Column(a, 12))["reward"].value == 0.5  # without the killed run
     (pair,) = compare_groups([a, b])
     assert (pair.step, pair.single_seed) == (7, True)
     assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both are taken at step 7
@@ -573,4 +577,4 @@ def test_summary_chart_and_final_figure_show_the_same_token_entropy(tmp_path: Pa
     assert row.value.startswith("1.00 → ")
     (chart,) = (chart for chart in draw_overlays([group]) if chart.name == "entropy")
     assert chart.series[-1].y.tolist() == pytest.approx([1.0 / step for step in range(1, 13)])
-    assert final_figures(group, 12)[TOKEN_ENTROPY].value < 1
+    assert final_figures(Column(group, 12))[TOKEN_ENTROPY].value < 1

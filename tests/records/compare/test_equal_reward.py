@@ -17,7 +17,7 @@ import yaml
 from rl_training.records.compare.equal_reward import RewardPath, at_equal_reward, entropy_at, path_of
 from rl_training.records.compare.final import compare_groups
 from rl_training.records.compare.groups import read_groups
-from rl_training.records.compare.page import draw_overlays
+from rl_training.records.compare.overlays import draw_overlays
 from rl_training.records.compare.sentences import change_in_words, describe
 from rl_training.records.jsonl import Records
 from rl_training.records.report.series import read_run

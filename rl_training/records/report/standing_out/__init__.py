@@ -3,6 +3,7 @@
 They state what was measured and do not guess at causes. A line that explains others comes before them.
 
 line.py                                             a line, and the records that rules look at
+noise.py                                            how noisy rewards are
 rewards.py, objective.py, sampling.py, steps.py     the rules
 """
 

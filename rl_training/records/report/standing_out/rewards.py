@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
-from scipy.special import betaln
 
 from rl_training.records.report.estimates import to_estimates
-from rl_training.records.report.measured import of_one_step, of_steps
+from rl_training.records.report.measured import REWARD_SUM, of_one_step, of_steps
 from rl_training.records.report.series import LOGGED
 from rl_training.records.report.standing_out.line import (
     EQUAL,
@@ -23,7 +23,7 @@ from rl_training.records.report.standing_out.line import (
     in_percent,
     recent,
 )
-from rl_training.records.report.story import REWARD_SUM
+from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, correlation, noise_of_a_step
 from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.wording import Advice
@@ -36,10 +36,8 @@ STOP = "Stop here, or give harder prompts, or a reward that still differs betwee
 FEW_MIXED = 0.1  # share of prompts
 VISIBLE = 0.5  # share of responses cut off from which it is mentioned along with equal rewards
 STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
-MIN_JUMP_STDERRS = 6.0  # standard errors of a jump; high, because every step is tested
 MIN_LENGTH_GROWTH = 0.15
 MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
-CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
 MIN_FALL = 0.06  # of a function's standard deviation, by which steps must have lowered it; .03 for rewards of 0 and 1
 MIN_FALL_STDERRS = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
 NOTHING_LEARNED = "Nothing has been learned from rewards"
@@ -149,76 +147,70 @@ def hardly_mixed(records: RunRecords) -> Line | None:
     return Line(UNMIXED, since or int(shares.index[0]), said, to_change)
 
 
+@dataclass(frozen=True)
+class _Jump:
+    """A change of reward between two steps that may be a jump.
+
+    Args:
+        before, after: Rewards of the averaged steps.
+        change: Of their means.
+        beyond: What is left of it without what the step in between did.
+        by_other_steps: What the other averaged steps may have done, about as much as that one.
+        between: What that one did, in words.
+    """
+
+    before: pd.Series[float]
+    after: pd.Series[float]
+    change: Estimate
+    beyond: Estimate
+    by_other_steps: float
+    between: str
+
+    @property
+    def score(self) -> float:
+        """Its size in standard errors."""
+        return (abs(self.beyond.value) - self.by_other_steps) / max(self.beyond.stderr, 1e-12)
+
+    def line(self) -> Line:
+        before, after, step = self.before, self.after, int(self.after.index[0])
+        ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
+        said = f"Reward jumped {ends}: {size_and_side(self.change, 'higher', 'lower')}. {self.between}"
+        return Line(JUMP, step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
+
+
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
+    least = 0.2 * max(float(records.spread.max()), 1e-9)
+    found = [jump for jump in _jumps(records) if jump.score > MIN_JUMP_STDERRS and abs(jump.beyond.value) > least]
+    return max(found, key=lambda jump: jump.score).line() if found else None
+
+
+def _jumps(records: RunRecords) -> Iterator[_Jump]:
+    """Yield the change at each step, if it is larger than its neighbours' and what the step itself did is known."""
     reward, noise = records.reward, noise_of_a_step(records)
-    measured_changes = to_estimates(of_one_step(records.run, "measured/delta_reward"))
-    largest: tuple[float, Line] | None = None
+    measured = to_estimates(of_one_step(records.run, "measured/delta_reward"))
     for place in range(2, len(reward) - STEPS_AFTER + 1):
         before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
         step = int(after.index[0])
         moves = pd.concat([before, after]).diff().abs()
-        if moves[step] < moves.max():  # a neighbouring step has the larger jump
+        if moves[step] < moves.max():
             continue
         error = noise * math.sqrt(1 / len(before) + 1 / len(after))
         change = Estimate(float(after.mean() - before.mean()), error, len(reward))
-        measured_change = measured_changes.get(step)
-        if measured_change is not None and math.isfinite(measured_change.stderr):
-            beyond = difference(change, measured_change)
-            between = (
-                f"The step in between was measured to change it by {format_estimate(measured_change, signed=True)}."
-            )
+        by_step = measured.get(step)
+        by_others = abs(by_step.value) if by_step is not None else 0.0
+        if by_step is not None and math.isfinite(by_step.stderr):
+            did = f"The step in between was measured to change it by {format_estimate(by_step, signed=True)}."
+            yield _Jump(before, after, change, difference(change, by_step), by_others, did)
         elif _moves_little(records, step):
-            beyond, between = change, "The policy hardly moved in the step in between."
-        else:
-            continue
-        # The other averaged steps move the reward too, by about as much as this one was measured to.
-        size = abs(beyond.value)
-        if measured_change is not None and math.isfinite(measured_change.value):
-            size -= abs(measured_change.value)
-        score = size / max(beyond.stderr, 1e-12)
-        if (
-            score > MIN_JUMP_STDERRS
-            and abs(beyond.value) > 0.2 * max(float(records.spread.max()), 1e-9)
-            and (largest is None or score > largest[0])
-        ):
-            ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
-            said = f"Reward jumped {ends}: {size_and_side(change, 'higher', 'lower')}. {between}"
-            largest = score, Line(JUMP, step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
-    return largest[1] if largest else None
-
-
-def fall_as_if_by_lot(records: RunRecords) -> bool:
-    """Return whether rewards of 0 and 1 know nothing of their prompts: those with equal rewards are as rare as by lot.
-
-    By lot, a prompt with n responses has equal rewards with the chance pⁿ + (1 − p)ⁿ. Rewards with the correlation
-    CORRELATION within a prompt (beta-binomial) must be excluded. Prompts that are all as hard look the same.
-    """
-    p, count = recent(records.reward), records.set_up.responses
-    p = p[(p > 0.03) & (p < 0.97)]
-    if len(p) < MIN_STEPS or not count > 1 or not records.set_up.prompts > 0:
-        return False
-    equal = records.set_up.prompts * float((1 - records.mixed.reindex(p.index)).sum())
-    by_lot = records.set_up.prompts * float((p**count + (1 - p) ** count).sum())
-    a, b = (share * (1 / CORRELATION - 1) for share in (p, 1 - p))
-    correlated = np.exp(betaln(a + count, b) - betaln(a, b)) + np.exp(betaln(a, b + count) - betaln(a, b))
-    expected = records.set_up.prompts * float(correlated.sum())
-    return equal <= by_lot + 2 * math.sqrt(by_lot) and equal < expected - 2 * math.sqrt(expected)
+            did = "The policy hardly moved in the step in between."
+            yield _Jump(before, after, change, change, by_others, did)
 
 
 def _moves_little(records: RunRecords, step: int) -> bool:
     """Return whether the KL per response of the update before this step is known and below a hundredth of a nat."""
     kl = of_one_step(records.run, "measured/kl")["value"].get(step)
     return kl is not None and kl * float(records.length.get(step, math.nan)) < 0.01
-
-
-def noise_of_a_step(records: RunRecords) -> float:
-    """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
-    steps = records.reward.diff().dropna()
-    scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
-    number = records.set_up.sequences
-    of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
-    return max(scatter, of_spread)
 
 
 def length_with_reward(records: RunRecords) -> Line | None:
@@ -241,15 +233,3 @@ def length_with_reward(records: RunRecords) -> Line | None:
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )
     return Line(LENGTH, int(length.index[0]), said, Advice.to_do("Check whether the reward function pays for length."))
-
-
-def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:
-    """Return the correlation with Fisher's interval."""
-    count = len(first)
-    if count < MIN_STEPS or not (first.std() > 0 and other.std() > 0):
-        return Estimate.missing("too few steps that differ")
-    r = float(np.corrcoef(first, other)[0, 1])
-    half = 1.96 / math.sqrt(count - 3)
-    middle = math.atanh(min(max(r, -0.999999), 0.999999))
-    return Estimate(r, num_samples=count, reason="its interval is not symmetric",
-                    interval=(math.tanh(middle - half), math.tanh(middle + half)))  # fmt: skip

@@ -19,7 +19,7 @@ from rl_training.records.report.standing_out.line import (
     in_percent,
     recent,
 )
-from rl_training.records.report.standing_out.rewards import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
+from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import format_estimate, milli, steps_of

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from rl_training.records.report.writing import Z_95
+from rl_training.statistics.estimate import Z_95
 
 MIN_VALUES = 5  # for anything at all
 FEW = 16  # values: with fewer, the error of the noise matters

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from rl_training.records.report.estimates import to_estimates
-from rl_training.records.report.measured import of_steps
+from rl_training.records.report.measured import REWARD_SUM, of_steps
 from rl_training.records.report.series import Run
-from rl_training.records.report.story import REWARD_SUM, Story
+from rl_training.records.report.story import Story
 from rl_training.records.report.story.broken_line import broken_line
 from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions, reward_weights

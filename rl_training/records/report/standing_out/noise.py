@@ -1,0 +1,55 @@
+"""The noise of rewards, as the rules weigh it: of a step's mean, within prompts, and in step with another number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+from scipy.special import betaln
+
+from rl_training.records.report.standing_out.line import RunRecords, recent
+from rl_training.records.report.trends import MIN_STEPS
+from rl_training.statistics.estimate import Z_95, Estimate
+
+MIN_JUMP_STDERRS = 6.0  # standard errors of a jump or a break; high, because every step is tested
+CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
+
+
+def noise_of_a_step(records: RunRecords) -> float:
+    """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
+    steps = records.reward.diff().dropna()
+    scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
+    number = records.set_up.sequences
+    of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
+    return max(scatter, of_spread)
+
+
+def fall_as_if_by_lot(records: RunRecords) -> bool:
+    """Return whether rewards of 0 and 1 know nothing of their prompts: those with equal rewards are as rare as by lot.
+
+    By lot, a prompt with n responses has equal rewards with the chance pⁿ + (1 − p)ⁿ. Rewards with the correlation
+    CORRELATION within a prompt (beta-binomial) must be excluded. Prompts that are all as hard look the same.
+    """
+    p, count = recent(records.reward), records.set_up.responses
+    p = p[(p > 0.03) & (p < 0.97)]
+    if len(p) < MIN_STEPS or not count > 1 or not records.set_up.prompts > 0:
+        return False
+    equal = records.set_up.prompts * float((1 - records.mixed.reindex(p.index)).sum())
+    by_lot = records.set_up.prompts * float((p**count + (1 - p) ** count).sum())
+    a, b = (share * (1 / CORRELATION - 1) for share in (p, 1 - p))
+    correlated = np.exp(betaln(a + count, b) - betaln(a, b)) + np.exp(betaln(a, b + count) - betaln(a, b))
+    expected = records.set_up.prompts * float(correlated.sum())
+    return equal <= by_lot + 2 * math.sqrt(by_lot) and equal < expected - 2 * math.sqrt(expected)
+
+
+def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:
+    """Return the correlation with Fisher's interval."""
+    count = len(first)
+    if count < MIN_STEPS or not (first.std() > 0 and other.std() > 0):
+        return Estimate.missing("too few steps that differ")
+    r = float(np.corrcoef(first, other)[0, 1])
+    half = Z_95 / math.sqrt(count - 3)
+    middle = math.atanh(min(max(r, -0.999999), 0.999999))
+    return Estimate(r, num_samples=count, reason="its interval is not symmetric",
+                    interval=(math.tanh(middle - half), math.tanh(middle + half)))  # fmt: skip
