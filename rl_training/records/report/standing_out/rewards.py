@@ -24,7 +24,7 @@ from rl_training.records.report.standing_out.line import (
     recent,
 )
 from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, correlation, noise_of_a_step
-from rl_training.records.report.story.reward_functions import is_penalty, reward_weights
+from rl_training.records.report.story.reward_functions import MEAN, STD, function_names, is_penalty, reward_weights
 from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.wording import Advice
 from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
@@ -47,16 +47,16 @@ FIND_CHANGE = "Find what changed at step {step}: the reward function, its servic
 
 def not_a_number(records: RunRecords) -> Line | None:
     """Report a reward that is nan, or a reward function that is."""
-    names = [name for name in records.run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/mean")]
+    functions = {MEAN.format(name): name for name in function_names(records.run)}
     last = records.reward.index.max() if len(records.reward) else math.inf
     steps = [step for step in records.run.steps if step <= last]
-    for name in [*names, "reward"]:
+    for name in [*functions, "reward"]:
         values = records.run.rows(name, LOGGED)["value"].reindex(steps)
         since = first_of_trailing(values.isna())
         missing = values[values.index >= since] if since is not None else values.iloc[:0]
         if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(LOGGED):
-            function = name.removeprefix("rewards/").removesuffix("/mean")
-            whose = "The reward" if name == "reward" else f"The reward function `{function}`"
+            function = functions.get(name, "reward")
+            whose = f"The reward function `{function}`" if name in functions else "The reward"
             said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
             correct = Advice.to_do(f"Correct what {function} returns.")
             return Line(NOT_A_NUMBER, int(missing.index[0]), said, correct, NOTHING_LEARNED)
@@ -70,7 +70,7 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         function = metric.removeprefix(f"{REWARD_SUM}/")
         if is_penalty(records.run, function):
             continue
-        spread = records.run.logged(f"rewards/{function}/std").head(MIN_STEPS).mean()
+        spread = records.run.logged(STD.format(function)).head(MIN_STEPS).mean()
         least = MIN_FALL * (spread if spread > 0 else 1.0)
         sums = records.run.estimates(metric)
         is_fallen = pd.Series(

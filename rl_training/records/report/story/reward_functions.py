@@ -10,11 +10,19 @@ from rl_training.records.report.series import LOGGED, Run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.trends import MIN_STEPS
 
+MEAN, STD = "rewards/{}/mean", "rewards/{}/std"  # what TRL logs of a reward function
+
+
+def function_names(run: Run, logged: str = MEAN) -> list[str]:
+    """Return the names of the reward functions of which the trainer logs this metric, in its order."""
+    before, after = logged.split("{}")
+    names = (name for name in run.names(LOGGED) if name.startswith(before) and name.endswith(after))
+    return [name.removeprefix(before).removesuffix(after) for name in names]
+
 
 def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
     """Return the mean reward by step of each of the trainer's reward functions, by name."""
-    names = [name for name in run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/mean")]
-    return {name.removeprefix("rewards/").removesuffix("/mean"): run.logged(name) for name in names}
+    return {name: run.logged(MEAN.format(name)) for name in function_names(run)}
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
@@ -42,10 +50,10 @@ def is_penalty(run: Run, name: str) -> bool:
     """
     if reward_weights(run).get(name, 0.0) < 0:
         return True
-    means = run.logged(f"rewards/{name}/mean")
+    means = run.logged(MEAN.format(name))
     if means.empty or means.max() > 0 or means.min() == 0:
         return False
-    spread = run.logged(f"rewards/{name}/std").head(MIN_STEPS)
+    spread = run.logged(STD.format(name)).head(MIN_STEPS)
     if spread.empty:
         return True
     mean, deviation = float(means.head(MIN_STEPS).mean()), float(spread.mean())
@@ -58,8 +66,8 @@ def _is_number(value: object) -> bool:
 
 def spreads(run: Run) -> pd.Series[float]:
     """Return the standard deviation of all rewards, by step; within prompts if TRL logs no other."""
-    names = [name for name in run.names(LOGGED) if name.startswith("rewards/") and name.endswith("/std")]
-    return run.logged(names[0] if len(names) == 1 else "reward_std")
+    names = function_names(run, STD)
+    return run.logged(STD.format(names[0]) if len(names) == 1 else "reward_std")
 
 
 def spread_of_rewards(run: Run) -> float:
@@ -69,7 +77,7 @@ def spread_of_rewards(run: Run) -> float:
 
 
 def spread_of_function(run: Run, name: str, otherwise: float) -> float:
-    spread = run.logged(f"rewards/{name}/std")
+    spread = run.logged(STD.format(name))
     return float(spread[spread >= spread.median()].mean()) if len(spread) else otherwise
 
 
