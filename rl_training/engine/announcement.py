@@ -27,9 +27,10 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
         return [loop.opening] if loop.opening else []
     num_folds, is_recomputed = requirements.folds_of_full_step(loop)
     num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
+    least, most = min(loop.sizes), max(loop.sizes)
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
-        f"{_pluralize(loop.microbatches, 'microbatch')} of {loop.microbatch_size} sequences on "
+        f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
         f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
         f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )

@@ -39,11 +39,12 @@ class Loop:
     # What is known of all steps at the start of training. `reused` may hold for some steps only.
     reasons: Reasons = field(default_factory=Reasons)
     opening: str = ""  # the host's part of the announcement, which precedes what will be measured
+    first_sizes: Sequence[int] = ()  # sequences in each microbatch of the first step, if not always `microbatch_size`
 
     @property
     def sizes(self) -> list[int]:
         """Number of sequences in each microbatch of a full step."""
-        return [self.microbatch_size] * self.microbatches
+        return list(self.first_sizes) or [self.microbatch_size] * self.microbatches
 
     def one_fold_reason(self, probes: Sequence[Probe], other_terms: Unavailable | None = None) -> Unavailable:
         """Return why a step of one fold is not enough for these probes, and what to type for more folds."""
@@ -57,7 +58,7 @@ class Loop:
             other_terms: Set if the step's loss has other terms, with which folds cannot be recomputed.
         """
         size, group_size, num_ranks, fixes = (
-            self.microbatch_size,
+            max(self.sizes),
             self.responses_per_prompt,
             self.ranks.count,
             self.fixes,
@@ -73,7 +74,7 @@ class Loop:
         def setting(size: int, count: int) -> str:
             return fixes.batch_setting.format(size=size, **step_of(size, count))
 
-        local_size = size * self.microbatches
+        local_size = sum(self.sizes)
         local_prompts = local_size // group_size
         num_prompts = local_prompts * num_ranks
         # Sizes of whole prompts, or of equal parts of one.

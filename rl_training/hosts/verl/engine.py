@@ -45,14 +45,12 @@ class ProbedEngine(FSDPEngineWithLMHead):
         if settings is None:
             return super().train_batch(data, loss_function)
         if self._measurement is None:
-            loop = loop_of(self, settings, loss_function, data)
+            loop = loop_of(self, settings, loss_function, data, self._sizes_of_microbatches(data))
             self._measurement = Measurement(loop, settings, self._resumed_from)
         self._active_measurement = self._measurement
         try:
             if self._active_measurement.begin(settings):
-                # verl cuts the batch later, in this way. If it cut otherwise, numbers would be nan with `other_sizes`.
-                microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
-                self._active_measurement.plan([len(part) for part in microbatches])
+                self._active_measurement.plan(self._sizes_of_microbatches(data))
             outputs = super().train_batch(data, loss_function)
             outputs["metrics"] |= self._active_measurement.finish(outputs)
         except BaseException:
@@ -61,6 +59,14 @@ class ProbedEngine(FSDPEngineWithLMHead):
         finally:
             self._active_measurement = None
         return outputs
+
+    def _sizes_of_microbatches(self, data: TensorDict) -> list[int]:
+        """Return the numbers of sequences in the microbatches of a step. Collective.
+
+        verl cuts the batch later, in this way. If it cut otherwise, numbers would be nan with `other_sizes`.
+        """
+        microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
+        return [len(part) for part in microbatches]
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable[..., Any], forward_only: bool) -> Any:
         """Run a microbatch's forward pass and its loss. verl runs its backward next."""

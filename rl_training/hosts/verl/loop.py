@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,22 @@ FIXES = Fixes(
     dr_grpo="set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff",
 )
+# With use_dynamic_bsz=True, verl ignores the size of microbatches.
+DYNAMIC_FIXES = dataclasses.replace(
+    FIXES, batch_setting=f"{ACTOR}.ppo_max_token_len_per_gpu=<the tokens of {{size}} sequences> {STEPS_FIX}"
+)
+CUT_BY_TOKENS = "verl cuts microbatches by tokens: these are the first step's"
 NO_SAMPLE = Unavailable(
     "server_sleeps", "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
 )
 
 
 def loop_of(
-    engine: FSDPEngineWithLMHead, settings: RolloutSettings, loss_function: Callable[..., Any], data: TensorDict
+    engine: FSDPEngineWithLMHead,
+    settings: RolloutSettings,
+    loss_function: Callable[..., Any],
+    data: TensorDict,
+    sizes: Sequence[int],
 ) -> Loop:
     """Return what the driver must know about a training that is about to make its first step.
 
@@ -44,28 +53,30 @@ def loop_of(
         settings: What only the trainer knows.
         loss_function: verl's loss, which has its settings.
         data: This rank's rows of the first optimizer step.
+        sizes: Sequences in each microbatch into which verl cuts them.
     """
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
     shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
     scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, run_inside_forward=True)
-    config, group = engine.engine_config, int(settings["responses_per_prompt"])
-    # Dynamic microbatches differ in size. The driver is told of each step's; the announcement assumes one prompt each.
-    size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
+    group, is_dynamic = int(settings["responses_per_prompt"]), engine.engine_config.use_dynamic_bsz
+    size = group if is_dynamic else sizes[0]  # of the probes' own passes too; must not depend on what was sampled
     loss = dr_grpo_settings(loss_function, data) if settings["has_plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return Loop(
         responses_per_prompt=group,
         microbatch_size=size,
-        microbatches=max(1, len(data) // size),
+        microbatches=len(sizes),
+        first_sizes=tuple(sizes) if is_dynamic else (),
         shard=shard,
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=all_ranks(),
         is_dr_grpo=loss is not None,
         loss_settings=loss,
         reasons=Reasons(sampling_mismatch=reason_of_loop(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE),
-        fixes=dataclasses.replace(FIXES, whole_prompts=settings["whole_prompts_fix"]),
+        fixes=dataclasses.replace(DYNAMIC_FIXES if is_dynamic else FIXES, whole_prompts=settings["whole_prompts_fix"]),
+        opening=CUT_BY_TOKENS if is_dynamic else "",
     )
 
 

@@ -242,6 +242,7 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
     measured = worker.engine._measurement
     return {
         "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT),
+        "sizes": [] if measured is None else measured._loop.sizes,
         "latest": {} if measured is None else dict(measured._writer.latest),
         "seconds": (time.perf_counter() - started) / STEPS,
     }  # fmt: skip

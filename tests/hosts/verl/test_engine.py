@@ -89,9 +89,12 @@ def test_the_fold_gradients_add_up_to_the_gradient_of_the_optimizer(name: str, r
 
 
 def test_microbatches_by_token_count_have_unequal_sizes_and_whole_prompts(ranks: Callable[..., Any]) -> None:
+    """The announcement describes those of the first step."""
     sizes = [step["sizes"] for step in ranks("groups_1")[0]["kept"]]
     assert any(len(set(sizes_of_step)) > 1 for sizes_of_step in sizes)
     assert all(size % G == 0 for sizes_of_step in sizes for size in sizes_of_step)
+    assert ranks("groups_1")[0]["sizes"] == sizes[0]
+    assert ranks("plain_2")[0]["sizes"] == [MICROBATCH] * (PROMPTS * G // 2 // MICROBATCH)
 
 
 def test_prompts_of_different_processes_have_different_numbers(ranks: Callable[..., Any]) -> None:
