@@ -45,6 +45,20 @@ def add_note_on_error(what: str, hint: Callable[[], str] = str) -> Iterator[None
         raise
 
 
+def one_line(error: BaseException, if_out_of_memory: str = "") -> str:
+    """Return an error as one line: a UserError's message, or any other error's type, message and location.
+
+    Args:
+        if_out_of_memory: What to do about an error that says that memory ran out.
+    """
+    message = " ".join(str(error).split())
+    if if_out_of_memory and (isinstance(error, MemoryError) or "out of memory" in message.lower()):
+        return f"it ran out of memory: {if_out_of_memory} ({message or type(error).__name__})"
+    if isinstance(error, UserError):
+        return message
+    return f"{type(error).__name__}: {message} ({_location(error)})"
+
+
 def _location(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"

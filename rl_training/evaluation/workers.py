@@ -5,25 +5,30 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
-from rl_training.errors import UserError
+from rl_training.errors import one_line
 
 Send = Callable[[Any], None]
 
 
-def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
+def run_in_process(
+    work: Callable[[Send], None],
+    receive: Callable[[Any], None],
+    imports: Sequence[str] = (),
+    if_out_of_memory: str = "",
+) -> str:
     """Run `work` in a separate process and pass every object that it sends to `receive` as it arrives.
 
     The process inherits nothing, no CUDA context and no threads. It ends when this process ends.
 
     Args:
         imports: Modules that are slow to import. On Linux a fork server imports them once for all processes.
+        if_out_of_memory: What the user can do about work that runs out of memory, for the reason.
 
     Returns:
         Why the work failed, in one line. Empty if it succeeded.
@@ -33,7 +38,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, sender))
+    process = context.Process(target=_run, args=(work, sender, if_out_of_memory))
     resource_tracker.ensure_running()  # before SIGINT is blocked: starting the tracker unblocks it
     # Only this process handles Ctrl-C: the server and its forks ignore it from the start, even during their imports.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -60,7 +65,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
         receiver.close()
 
 
-def _run(work: Callable[[Send], None], connection: Connection) -> None:
+def _run(work: Callable[[Send], None], connection: Connection, if_out_of_memory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server may have been started elsewhere, with SIGINT on
     try:
         work(lambda content: connection.send(("sent", content)))
@@ -68,18 +73,7 @@ def _run(work: Callable[[Send], None], connection: Connection) -> None:
     except BrokenPipeError:  # the parent is gone
         return
     except BaseException as error:  # the parent reports any error
-        connection.send(("ended", reason_of(error)))
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error as one line: a UserError's message, or any other error's type, message and location."""
-    message = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or "out of memory" in message.lower():
-        return f"it ran out of memory: lower the option batch_size ({message or type(error).__name__})"
-    if isinstance(error, UserError):
-        return message
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+        connection.send(("ended", one_line(error, if_out_of_memory)))
 
 
 def _how_it_ended(exit_code: int | None) -> str:

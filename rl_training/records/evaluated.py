@@ -13,7 +13,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,44 @@ RESPONSES_FILE = "responses.jsonl"
 EVALUATION_SETTINGS_FILE = "settings.json"
 COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # low and high: Estimate.interval
 RERUN_FIX = "make room, and run the same command again; nothing that was finished is lost"
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """How a metric is shown.
+
+    Args:
+        title: Of its column in the printed table; a comparison draws the metrics that have one.
+        is_share: Whether its values usually lie between 0 and 1, and an axis of them does.
+    """
+
+    title: str = ""
+    is_share: bool = False
+
+
+# By name, the metrics that every evaluation has; pass_at stands for pass_at_1, pass_at_2, … with k in place of {}.
+BUILT_IN_METRICS = {
+    "reward": MetricInfo("reward", is_share=True),
+    "greedy_accuracy": MetricInfo("greedy", is_share=True),
+    "pass_at": MetricInfo("pass@{}", is_share=True),
+    "majority": MetricInfo("majority", is_share=True),
+    "entropy/token": MetricInfo("entropy/token"),
+    "entropy/sequence": MetricInfo(),
+    "kl/token": MetricInfo("KL/token"),
+    "kl/sequence": MetricInfo(),
+    "length": MetricInfo("length"),
+    "truncated": MetricInfo(is_share=True),
+    "format": MetricInfo(is_share=True),
+}
+
+
+def metric_info(name: str) -> MetricInfo:
+    """Return how a metric is shown; one of the user's own has no title, and may have any values.
+
+    >>> metric_info("pass_at_8").is_share, metric_info("format_errors/mean").is_share
+    (True, False)
+    """
+    return BUILT_IN_METRICS.get(re.sub(r"^pass_at_\d+$", "pass_at", name), MetricInfo())
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fork = multiprocessing.get_context("fork")
 
-    def in_fork(work: Any, receive: Any, imports: Any) -> str:
-        return run_in_process(pickle.loads(pickle.dumps(work)), receive, imports)
+    def in_fork(work: Any, *more: Any, **options: Any) -> str:
+        return run_in_process(pickle.loads(pickle.dumps(work)), *more, **options)
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: fork)
     monkeypatch.setattr(worker, "run_in_process", in_fork)

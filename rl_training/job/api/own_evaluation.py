@@ -24,11 +24,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, one_line
 from rl_training.evaluation.metrics import Metric
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import generate_responses
-from rl_training.evaluation.workers import reason_of
 from rl_training.hosts.trl.batches import rewards_of
 from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.trainer import GRPOTrainer
@@ -225,6 +224,6 @@ def _responses(
             result.add(responses, seconds)
             on_responses(len(responses))
     except UserError as error:
-        result.reason = reason_of(error)
+        result.reason = one_line(error)
     result.seconds["total"] = time.perf_counter() - start
     return result

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
-from rl_training.records.evaluated import TABLE_FILE, estimates_in, largest_pass_at, read_table
+from rl_training.records.evaluated import BUILT_IN_METRICS, TABLE_FILE, estimates_in, largest_pass_at, read_table
 from rl_training.records.files.printable import printable
 from rl_training.records.jsonl import has_records
 from rl_training.records.report import write_report
@@ -18,10 +18,7 @@ from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 
 # Column titles of the table in the terminal, by metric.
-COLUMNS = {
-    "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
-    "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
-}  # fmt: skip
+COLUMNS = {name: info.title for name, info in BUILT_IN_METRICS.items() if info.title}
 
 
 class RunAnnouncements:

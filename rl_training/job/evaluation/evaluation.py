@@ -8,9 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, one_line
 from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
-from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation.announcements import RunAnnouncements, print_table
 from rl_training.job.evaluation.progress import EvaluationProgress
 from rl_training.job.evaluation.result_folder import ResultFolder
@@ -42,7 +41,7 @@ class Evaluation:
             try:
                 self._measure_and_write(step, result)
             except UserError as error:
-                reason = reason_of(error)
+                reason = one_line(error)
         if reason:
             self._report(f"step {step} failed: {reason} ({self.spec.checkpoints[step]})")
 

@@ -62,7 +62,9 @@ class Work:
             on_responses(len(sent[0]))
 
         start = time.perf_counter()
-        result.reason = run_in_process(self._send_responses, receive, imports=[__name__])
+        result.reason = run_in_process(
+            self._send_responses, receive, imports=[__name__], if_out_of_memory="lower the option batch_size"
+        )
         result.seconds["total"] = time.perf_counter() - start
         return result
 

@@ -10,7 +10,7 @@ import pandas as pd
 from rl_training.records.compare import final
 from rl_training.records.compare.groups import Group, branching_steps, trunks_of
 from rl_training.records.compare.path_chart import draw_paths
-from rl_training.records.evaluated import largest_pass_at
+from rl_training.records.evaluated import BUILT_IN_METRICS, largest_pass_at, metric_info
 from rl_training.records.report.charts import GREY, TEXT, Chart, Series
 from rl_training.records.report.cumulative import sum_starts
 from rl_training.records.report.drawing import axis_limits, draw
@@ -23,8 +23,6 @@ from rl_training.statistics.estimate import Estimate
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
 STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
 DOTTED = (2, 2)
-EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
-SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward usually is one
 MAX_END_FACTOR = 1e3
 SUMS = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
 NO_ERROR = "a logged number has no error"
@@ -46,7 +44,8 @@ def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = (
     ]
     for evaluation, metric in _evaluated_metrics(groups):
         quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
-        charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=metric.startswith(SHARES), floor=floor,
+        is_share = metric_info(metric).is_share
+        charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=is_share, floor=floor,
                                evaluation=evaluation.title, metric=metric))  # fmt: skip
     return [drawn for drawn in charts if drawn is not None]
 
@@ -132,14 +131,17 @@ def _entropy(run: Run) -> pd.DataFrame:
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[Source, str]]:
-    """Return the (evaluation, metric) pairs to draw: those in EVALUATED, and pass@k with the largest k."""
+    """Return the (evaluation, metric) pairs to draw: those with a title, pass@1 and pass@k with the largest k."""
     runs = [member.run for group in groups for member in group.members]
     sources = {source for run in runs for source in run.evaluations_of_all}
     chosen = []
     for source in sorted(sources, key=lambda source: source.title):
         names = {name for run in runs for name in run.names(source) if len(run.finite_rows(name, source))}
-        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
-        wanted = ("reward",) if source == TRAINERS_EVALUATION else several
+        passes = {"pass_at": ["pass_at_1", largest_pass_at(names)]}
+        several = [
+            metric for name, info in BUILT_IN_METRICS.items() if info.title for metric in passes.get(name, [name])
+        ]
+        wanted = ["reward"] if source == TRAINERS_EVALUATION else dict.fromkeys(several)
         chosen += [(source, metric) for metric in wanted if metric in names]
     return chosen
 
