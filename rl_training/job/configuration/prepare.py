@@ -30,7 +30,7 @@ from rl_training.offline.settings import Settings
 class PreparedRun:
     """Settings of a training."""
 
-    cfg: DictConfig  # nobody else's: it may be changed
+    cfg: DictConfig
     num_microbatches: int  # per step on each process
 
 
