@@ -28,8 +28,8 @@ from real_truth import (
 from scipy.stats import t as student
 from torch import Tensor
 
-from rl_training.records.report.charts import BLUE, GREY
-from rl_training.records.report.page import VEGA_LITE
+from rl_training.records.pages.charts import BLUE, GREY
+from rl_training.records.pages.page import VEGA_LITE
 
 FILE = "truth.pt"  # in a run's folder: its Samples by state
 AUTOCAST_FILE = "truth_autocast.pt"  # the same, drawn and scored under bf16 autocast

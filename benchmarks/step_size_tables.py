@@ -11,8 +11,8 @@ from typing import Any
 
 import vl_convert
 
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE
-from rl_training.records.report.page import VEGA_LITE
+from rl_training.records.pages.charts import BLUE, GREEN, GREY, ORANGE
+from rl_training.records.pages.page import VEGA_LITE
 
 Lines = Sequence[Mapping[str, Any]]
 BOUNDED = {

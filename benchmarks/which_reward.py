@@ -40,8 +40,8 @@ from rl_training import Records, attach
 from rl_training.models.load import load_causal_lm
 from rl_training.probes import MeasuredStepProbe
 from rl_training.records.jsonl import read_estimates, read_metrics
-from rl_training.records.report.measured import REWARD_SUM
 from rl_training.records.report.standing_out.rewards import MIN_FALL, MIN_FALL_STDERRS
+from rl_training.records.table.measured import REWARD_SUM
 
 STEPS, FIRST_STEPS, SEEDS = 30, 3, 6
 TASKS = {"default": "1", "gcd": "1", "spelling": "e"}  # settings of step_size_settings.py, and what `guess` pays for

@@ -17,8 +17,8 @@ from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import has_records
 from rl_training.records.report import write_report
-from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
-from rl_training.records.report.series import read_run
+from rl_training.records.report.sections.checkpoint_analyses import describe_analyses, write_analyses_page
+from rl_training.records.table.series import read_run
 
 
 def analyze_and_write(

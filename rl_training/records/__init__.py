@@ -8,7 +8,8 @@ Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), c
 Read:            frames.py and analyses.py (a run and its checkpoint analyses as pandas DataFrames: the names that this
                  package exports), checkpoints.py (finds checkpoints, and checks that they are complete),
                  made_by.py (what made a run), training_settings.py (which of its settings affect training)
-Shown:           report/ (the page of one run), compare/ (the page of several), report_command.py (makes either),
+Shown:           table/ (a run's records as one table), pages/ (how any page is made), report/ (the page of one run),
+                 compare/ (the page of several), report_command.py (makes either),
                  dashboard.py (a W&B dashboard), core_metrics.py (what is shown where there is no room for all)
 files/           safe access to single files: atomic writes, locks, masked secrets, readers that run no code
 """

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Imported here, so that --help does not wait for slow imports.
     from rl_training.records.frames import find_runs
     from rl_training.records.report import print_summary, write_report
-    from rl_training.records.report.series import read_run
+    from rl_training.records.table.series import read_run
 
     first = Path(chosen.runs[0])
     if len(chosen.runs) == 1 and find_runs(first) == [first]:

@@ -34,7 +34,7 @@ def spare_trainings() -> None:
     - The process keeps the memory that tensors free, so the system does not reclaim it and return it zeroed.
     """
     _keep_freed_memory()
-    if page := sys.modules.get("rl_training.records.report.page"):
+    if page := sys.modules.get("rl_training.records.pages.page"):
         ask, run = start_drawing(), page._run
         page._run = lambda program, text="": ask(program, page.VEGA_LITE, text) or run(program, text)
         for name in page.PAGES.list_templates(["html"]):  # for the forks

@@ -40,8 +40,8 @@ class Alerts(TrainerCallback):
         if not isinstance(run, AttachedRun):
             raise UserError("alerts=True reads the records of a run: attach(trainer, FOLDER, alerts=True)")
         with require_extra():
-            from rl_training.records.report.series import read_run
             from rl_training.records.report.standing_out import standing_out
+            from rl_training.records.table.series import read_run
         self._find: Callable[[], list[Line]] = lambda: standing_out(read_run(run.folder))
         self._sent: set[tuple[str, str]] = set()  # names of a line and of the tracker that has it
         self._next = FIRST

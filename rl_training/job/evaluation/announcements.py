@@ -13,8 +13,8 @@ from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.records.evaluated import BUILT_IN_METRICS, TABLE_FILE, estimates_in, largest_pass_at, read_table
 from rl_training.records.files.printable import printable
 from rl_training.records.jsonl import has_records
+from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report import write_report
-from rl_training.records.report.writing import format_estimate
 from rl_training.statistics.estimate import Estimate
 
 # Column titles of the table in the terminal, by metric.

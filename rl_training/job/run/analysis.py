@@ -25,7 +25,7 @@ from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import OFFLINE, has_settings
 from rl_training.records.made_by import is_of_attached_run
-from rl_training.records.report.checkpoint_analyses import core_numbers
+from rl_training.records.report.sections.checkpoint_analyses import core_numbers
 
 
 def analyze_checkpoints(prepared: PreparedAnalysis) -> list[Path]:

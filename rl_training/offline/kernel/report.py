@@ -35,10 +35,10 @@ from rl_training.offline.kernel.structure import (
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.json_values import to_json
-from rl_training.records.report.charts import BLUE, Chart, Series
-from rl_training.records.report.drawing import diagonal, draw, heatmap
-from rl_training.records.report.page import pictures as draw_pictures
-from rl_training.records.report.page import write_page
+from rl_training.records.pages.charts import BLUE, Chart, Series
+from rl_training.records.pages.drawing import diagonal, draw, heatmap
+from rl_training.records.pages.page import pictures as draw_pictures
+from rl_training.records.pages.page import write_page
 
 PAGE = "kernel.html"
 EVOLUTION = "evolution.html"

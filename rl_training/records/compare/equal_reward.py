@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_training.records.compare.groups import Group, Member
-from rl_training.records.report.series import Run
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Z_95, Estimate
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import difference, mean_of

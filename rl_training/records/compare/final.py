@@ -37,10 +37,10 @@ import pandas as pd
 
 from rl_training.records.compare.equal_reward import EqualReward, at_equal_reward
 from rl_training.records.compare.groups import Group, Member, common_steps, other_task
-from rl_training.records.report.cumulative import sum_starts
-from rl_training.records.report.estimates import finite, last_of
-from rl_training.records.report.series import TRAINERS_EVALUATION, Run
-from rl_training.records.report.trends import MAX_WINDOW
+from rl_training.records.table.cumulative import sum_starts
+from rl_training.records.table.estimates import finite, last_of
+from rl_training.records.table.series import TRAINERS_EVALUATION, Run
+from rl_training.records.table.trends import MAX_WINDOW
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of

@@ -18,8 +18,8 @@ from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, has_records
-from rl_training.records.report.config_file import settings_of_run
-from rl_training.records.report.series import Run, read_run
+from rl_training.records.table.config_file import settings_of_run
+from rl_training.records.table.series import Run, read_run
 from rl_training.records.training_settings import affects_training
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings

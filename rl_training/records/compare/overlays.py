@@ -11,12 +11,12 @@ from rl_training.records.compare import final
 from rl_training.records.compare.groups import Group, branching_steps, trunks_of
 from rl_training.records.compare.path_chart import draw_paths
 from rl_training.records.evaluated import BUILT_IN_METRICS, largest_pass_at, metric_info
-from rl_training.records.report.charts import GREY, TEXT, Chart, Series
-from rl_training.records.report.cumulative import sum_starts
-from rl_training.records.report.drawing import axis_limits, draw
-from rl_training.records.report.estimates import finite, to_estimates, to_rows
-from rl_training.records.report.figures import running_window
-from rl_training.records.report.series import LOGGED, MEASURED, TRAINERS_EVALUATION, Run, Source
+from rl_training.records.pages.charts import GREY, TEXT, Chart, Series
+from rl_training.records.pages.drawing import axis_limits, draw
+from rl_training.records.table.cumulative import sum_starts
+from rl_training.records.table.estimates import finite, to_estimates, to_rows
+from rl_training.records.table.series import LOGGED, MEASURED, TRAINERS_EVALUATION, Run, Source
+from rl_training.records.table.trends import running_window
 from rl_training.statistics.estimate import Estimate
 
 # Okabe and Ito's colours, safe for colour-blind readers; further groups repeat them with other strokes.

@@ -19,10 +19,10 @@ from rl_training.records.compare.groups import ABSENT, Group, Member, branching_
 from rl_training.records.compare.overlays import draw_overlays
 from rl_training.records.compare.sentences import describe, one_group
 from rl_training.records.folder import COMPARISON_FILE
-from rl_training.records.report.charts import Chart
-from rl_training.records.report.estimates import to_estimates
-from rl_training.records.report.page import pictures as draw_pictures
-from rl_training.records.report.page import write_page
+from rl_training.records.pages.charts import Chart
+from rl_training.records.pages.page import pictures as draw_pictures
+from rl_training.records.pages.page import write_page
+from rl_training.records.table.estimates import to_estimates
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from rl_training.records.compare.equal_reward import MIN_PATH_STEPS, RewardPath, path_of
 from rl_training.records.compare.final import Difference
 from rl_training.records.compare.groups import Group
-from rl_training.records.report.charts import Chart, Series
-from rl_training.records.report.drawing import draw
-from rl_training.records.report.estimates import to_rows
+from rl_training.records.pages.charts import Chart, Series
+from rl_training.records.pages.drawing import draw
+from rl_training.records.table.estimates import to_rows
 
 END, EQUAL = "circle", "square"
 

@@ -1,23 +1,17 @@
 """The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
-    series.py           the records of a run as one table: estimates.py, its rows; missing.py, why some are missing
-    config_file.py      the run's settings: set_up.py reads them, wording.py says what to change in its trainer's words
-    measured.py, cumulative.py    what steps were measured to do, one by one and summed up
-    trends.py, rates.py a line through the table, and entropy's rate now
+    set_up.py           how the run is set up; wording.py: what to change, in the words of whichever trainer made it
     story/              what reward and entropy do, without their noise
     verdict/            what that means, in one sentence
     standing_out/       rules that each detect one fault
     advice.py           the one thing to change, from these
     opening.py          the first lines; predictions.py: do they hold, or why are there none; as_json.py: for programs
     summary/            the table below them
-    effects.py          what interventions do: interventions.py in words, plane.py as a chart, branches.py to try them
-    ledger.py           where the entropy went: a sum that closes
-    tokens.py, own_probes.py, sampler.py, checkpoint_analyses.py, appendix.py    further sections
-    figures.py          the charts of a run: charts.py, drawing.py, labels.py; calibration.py: predictions against truth
-    writing.py          how numbers are written
-    run_page.py         all parts of a run's page, in their order
-    page.py             any page, by environment.py's templates; preview.py: a chart at once
+    interventions/      what interventions would do
+    sections/           further parts of the page
+    run_page.py         all parts, in their order
 
+It reads a run from records/table/, and records/pages/ draws what it says. Of several runs: records/compare/.
 Records alone are enough, whether the run is finished, killed or still going. A missing value is "–" with its reason.
 """
 
@@ -34,13 +28,13 @@ from rich.text import Text
 
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
+from rl_training.records.pages.page import pictures as draw_pictures
+from rl_training.records.pages.page import write_page
 from rl_training.records.report.opening import Opening, opening
-from rl_training.records.report.page import pictures as draw_pictures
-from rl_training.records.report.page import write_page
 from rl_training.records.report.run_page import RunPage, comparison_command
-from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
+from rl_training.records.table.series import Run, read_run
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_training.records.folder import checkpoints_of, step_of
-from rl_training.records.report.effects import effects_of, halving, keeping
-from rl_training.records.report.measured import of_steps
+from rl_training.records.pages.writing import format_estimate, percent, share_left
+from rl_training.records.report.interventions.effects import effects_of, halving, keeping
 from rl_training.records.report.predictions import hindrance, predictions_fail
-from rl_training.records.report.series import Run
 from rl_training.records.report.set_up import PSR, SetUp
 from rl_training.records.report.standing_out import rule_of
 from rl_training.records.report.standing_out.line import LARGE_STEP, Line
 from rl_training.records.report.story.reward_functions import reward_functions
-from rl_training.records.report.trends import MIN_STEPS, RECENT
 from rl_training.records.report.verdict import Verdict
 from rl_training.records.report.verdict.holds import LARGE_LOSS
 from rl_training.records.report.verdict.kinds import (
@@ -30,7 +28,9 @@ from rl_training.records.report.verdict.kinds import (
     UNKNOWN,
 )
 from rl_training.records.report.wording import Advice, Wording, wording_of
-from rl_training.records.report.writing import format_estimate, percent, share_left
+from rl_training.records.table.measured import of_steps
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import MIN_STEPS, RECENT
 
 HARDLY_EARNED = 0.05  # of the highest possible reward
 MIXED_ENOUGH = 0.5  # share of prompts with unequal rewards

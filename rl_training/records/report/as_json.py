@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_training.records.files.printable import all_printable
 from rl_training.records.report.opening import opening
-from rl_training.records.report.series import Run
+from rl_training.records.table.series import Run
 
 VERSION = 1
 

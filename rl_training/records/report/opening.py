@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from rl_training.records.failure import FAILURE_FILE, read_failure
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.pages.writing import non_empty_lines, on_one_line
 from rl_training.records.report.advice import advise, is_a_symptom
 from rl_training.records.report.predictions import hindrance, whether_they_hold
-from rl_training.records.report.series import Run
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import JUMP, Line
 from rl_training.records.report.verdict import Verdict, judge
 from rl_training.records.report.wording import Advice
-from rl_training.records.report.writing import non_empty_lines, on_one_line
+from rl_training.records.table.series import Run
 
 SYMPTOM = Advice.to_do("This follows from what the first line says.")
 

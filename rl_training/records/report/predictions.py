@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report.estimates import finite, last_of
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import format_estimate
+from rl_training.records.pages.writing import format_estimate
+from rl_training.records.table.estimates import finite, last_of
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_training.records.report import ledger, tokens
-from rl_training.records.report.appendix import (
+from rl_training.records.pages.charts import Chart, Section
+from rl_training.records.report.interventions.branches import branch_commands
+from rl_training.records.report.interventions.section import interventions_of_run
+from rl_training.records.report.opening import Opening, opening
+from rl_training.records.report.sections import ledger, tokens
+from rl_training.records.report.sections.appendix import (
     Cost,
     EvaluationTable,
     Gap,
@@ -17,18 +21,14 @@ from rl_training.records.report.appendix import (
     probe_costs,
     samples_over_time,
 )
-from rl_training.records.report.branches import branch_commands
-from rl_training.records.report.charts import Chart, Section
-from rl_training.records.report.checkpoint_analyses import analyses_of
-from rl_training.records.report.figures import draw_figures
-from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.opening import Opening, opening
-from rl_training.records.report.own_probes import own_metrics
-from rl_training.records.report.sampler import sampler_and_trainer
-from rl_training.records.report.series import Run
+from rl_training.records.report.sections.checkpoint_analyses import analyses_of
+from rl_training.records.report.sections.figures import draw_figures
+from rl_training.records.report.sections.own_probes import own_metrics
+from rl_training.records.report.sections.sampler import sampler_and_trainer
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.row import Row
 from rl_training.records.report.summary.step_numbers import step_numbers
+from rl_training.records.table.series import Run
 
 ON_TOP = ("reward", "token_entropy")  # charts of the first screen
 OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after the interventions

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_training.records.made_by import made_by
-from rl_training.records.report.effects import Effect
-from rl_training.records.report.series import Run
+from rl_training.records.report.interventions.effects import Effect
+from rl_training.records.table.series import Run
 from rl_training.vocabulary import AUTO, AUTO_SHARE
 
 PSR = "psr"  # the intervention that trains on positive advantages only

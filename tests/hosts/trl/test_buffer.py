@@ -33,8 +33,8 @@ from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import find_flaw
-from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.records.table.series import read_run
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 
 ROOT = Path(__file__).parents[3]

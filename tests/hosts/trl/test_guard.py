@@ -20,7 +20,7 @@ from rl_training.hosts.trl import attachment
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
-from rl_training.records.report.series import read_run
+from rl_training.records.table.series import read_run
 from rl_training.step.exchange import Exchange
 from rl_training.step.needs import Need
 

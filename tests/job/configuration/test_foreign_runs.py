@@ -41,7 +41,7 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "a shell by another name": {
         "data": {**SHELL, "_target_": "rl_training.job.configuration.shipped.shutil.os.system"}
     },
-    "the package's own interpreter": {"data": {"_target_": "rl_training.records.report.page._run", "program": TOUCH}},
+    "the package's own interpreter": {"data": {"_target_": "rl_training.records.pages.page._run", "program": TOUCH}},
     "the package's own import": {
         "data": {"_target_": "rl_training.interventions.custom.load_custom", "place": OWN, "name": "f"}
     },
@@ -109,7 +109,7 @@ GADGETS: dict[str, dict[str, Any] | str] = {
 OF_TRAINING: dict[str, dict[str, Any]] = {
     "a probe": {"probes.mine": SHELL},
     "settings that are made within a probe": {"probes.simple.every": SHELL},
-    "a probe of the package, run otherwise": {"probes.mine": {"_target_": "rl_training.records.report.page._run"}},
+    "a probe of the package, run otherwise": {"probes.mine": {"_target_": "rl_training.records.pages.page._run"}},
     "an intervention in a file, for a probe": {
         "probes.interventions": {"_target_": "rl_training.probes.InterventionsProbe", "which": [OWN + ":f"]}
     },
@@ -278,5 +278,5 @@ def test_settings_are_instantiated_in_one_place_only() -> None:
         "pickle": {"records/files/pickles.py"},  # an error's name
         "torch.load": {"records/files/pickles.py", "offline/restored.py"},  # both with weights_only=True
         "yaml.safe_load": {"records/files/stored_yaml.py", "records/dashboard.py"},  # after plain_yaml; its own file
-        "yaml.load": {"records/report/charts.py"},  # the package's own templates
+        "yaml.load": {"records/pages/charts.py"},  # the package's own templates
     }

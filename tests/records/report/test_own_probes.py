@@ -10,11 +10,11 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
-from rl_training.records.report.appendix import gaps
-from rl_training.records.report.missing import missing_notes
-from rl_training.records.report.own_probes import SHOWN, own_metrics
-from rl_training.records.report.series import read_run
+from rl_training.records.report.sections.appendix import gaps
+from rl_training.records.report.sections.own_probes import SHOWN, own_metrics
 from rl_training.records.report.summary import summarize
+from rl_training.records.table.missing import missing_notes
+from rl_training.records.table.series import read_run
 from rl_training.vocabulary import BUILT_IN_NAMES
 
 LONG = "a remark that is longer than a row of the table is wide, " * 4

@@ -26,24 +26,24 @@ from rl_training.probes.running_sum import SOME_STEPS
 from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.pages.charts import BLUE, Series
+from rl_training.records.pages.drawing import draw, heatmap
+from rl_training.records.pages.page import pictures
+from rl_training.records.pages.preview import preview
+from rl_training.records.pages.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.appendix import gaps
-from rl_training.records.report.charts import BLUE, Series
-from rl_training.records.report.cumulative import BEGAN_ELSEWHERE, naive_sums
-from rl_training.records.report.drawing import draw, heatmap
-from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
-from rl_training.records.report.missing import ending_reason
 from rl_training.records.report.opening import opening
-from rl_training.records.report.page import pictures
 from rl_training.records.report.predictions import hindrance
-from rl_training.records.report.preview import preview
-from rl_training.records.report.sampler import sampler_and_trainer
-from rl_training.records.report.series import read_run
+from rl_training.records.report.sections.appendix import gaps
+from rl_training.records.report.sections.figures import _noise_scale, _predictors, _reward, draw_figures
+from rl_training.records.report.sections.sampler import sampler_and_trainer
 from rl_training.records.report.story.reward_functions import held_out_rewards
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.step_numbers import step_numbers
-from rl_training.records.report.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.records.report_command import main
+from rl_training.records.table.cumulative import BEGAN_ELSEWHERE, naive_sums
+from rl_training.records.table.missing import ending_reason
+from rl_training.records.table.series import read_run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason
 from rl_training.statistics.unavailable import Unavailable

@@ -13,17 +13,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from logged_runs import Curve, log_run, noisy
 
 from rl_training.records.jsonl import Records
+from rl_training.records.pages.charts import Section
 from rl_training.records.report import write_report
-from rl_training.records.report.branches import branch_commands
-from rl_training.records.report.charts import Section
-from rl_training.records.report.effects import Effect
-from rl_training.records.report.interventions import interventions_of_run
+from rl_training.records.report.interventions.branches import branch_commands
+from rl_training.records.report.interventions.effects import Effect
+from rl_training.records.report.interventions.plane import plane
+from rl_training.records.report.interventions.section import interventions_of_run
 from rl_training.records.report.opening import opening
-from rl_training.records.report.plane import plane
-from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import judge
 from rl_training.records.report.wording import PSR_PAGE
+from rl_training.records.table.series import read_run
 from rl_training.statistics.estimate import Estimate
 
 ROOT = Path(__file__).parents[3]

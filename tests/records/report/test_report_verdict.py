@@ -16,14 +16,12 @@ from logged_runs import Curve, log_run, noisy
 
 from rl_training import Estimate
 from rl_training.records.jsonl import Records
+from rl_training.records.pages.writing import plus_minus
 from rl_training.records.report.advice import ACTIONS
 from rl_training.records.report.opening import SYMPTOM, opening
-from rl_training.records.report.rates import entropy_now, forward_and_backward
-from rl_training.records.report.series import read_run
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.curves import Reward
 from rl_training.records.report.story.reward_functions import highest_reward
-from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import STATES, Verdict, judge
 from rl_training.records.report.verdict.kinds import (
     ERUPTS,
@@ -41,7 +39,9 @@ from rl_training.records.report.verdict.kinds import (
     STEADY,
     UNKNOWN,
 )
-from rl_training.records.report.writing import plus_minus
+from rl_training.records.table.rates import entropy_now, forward_and_backward
+from rl_training.records.table.series import read_run
+from rl_training.records.table.trends import line_through
 
 
 def verdict(folder: Path, entropy: Curve, reward: Curve, steps: int = 40, **curves: Curve) -> Verdict:

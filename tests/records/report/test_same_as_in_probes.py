@@ -8,8 +8,11 @@ from rl_training.probes import measured as measured_probe
 from rl_training.probes.interventions import InterventionsProbe
 from rl_training.probes.running_sum import SOME_STEPS
 from rl_training.probes.sampler import TRUNCATED_SAMPLER
-from rl_training.records.report import interventions, measured, predictions, sampler
-from rl_training.records.report.calibration import MIN_PAIRS
+from rl_training.records.report import predictions
+from rl_training.records.report.interventions import section as interventions
+from rl_training.records.report.sections import sampler
+from rl_training.records.report.sections.calibration import MIN_PAIRS
+from rl_training.records.table import measured
 from rl_training.statistics.jackknife import FEW_FOLDS, FEW_PROMPTS, MIN_UNITS_OFFLINE
 
 

@@ -19,12 +19,12 @@ from rl_training import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
-from rl_training.records.report.series import read_run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
-from rl_training.records.report.trends import share_of
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
+from rl_training.records.table.series import read_run
+from rl_training.records.table.trends import share_of
 from rl_training.step.residual import NOT_DRAWN
 
 

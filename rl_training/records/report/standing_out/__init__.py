@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rl_training.records.report.series import Run, once_per_run
 from rl_training.records.report.standing_out import objective, rewards, sampling, steps
 from rl_training.records.report.standing_out.line import (
     BONUS,
@@ -34,6 +33,7 @@ from rl_training.records.report.standing_out.line import (
     RunRecords,
 )
 from rl_training.records.report.wording import Advice
+from rl_training.records.table.series import Run, once_per_run
 
 MAX_LINES = 3
 # Consequences of large or wrong steps: left out if a line explains them.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rl_training.records.report.series import Run
+from rl_training.records.pages.writing import on_one_line
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.story.reward_functions import spreads
-from rl_training.records.report.trends import RECENT, share_of
 from rl_training.records.report.wording import Advice, Wording, wording_of
-from rl_training.records.report.writing import on_one_line
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import RECENT, share_of
 from rl_training.statistics.estimate import Estimate
 
 # Names of lines, which the JSON of a report has too, and what each says.

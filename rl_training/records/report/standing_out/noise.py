@@ -9,7 +9,7 @@ import pandas as pd
 from scipy.special import betaln
 
 from rl_training.records.report.standing_out.line import RunRecords, recent
-from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.table.trends import MIN_STEPS
 from rl_training.statistics.estimate import Z_95, Estimate
 
 MIN_JUMP_STDERRS = 6.0  # standard errors of a jump or a break; high, because every step is tested

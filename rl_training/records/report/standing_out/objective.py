@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rl_training.records.pages.writing import format_estimate, milli, steps_of
 from rl_training.records.report.standing_out.line import BONUS, DECAY, REFERENCE, Line, RunRecords, recent
-from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
-from rl_training.records.report.writing import format_estimate, milli, steps_of
+from rl_training.records.table.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.statistics.welch import is_significant, mean_of
 
 MIN_ALLOWED_GAIN = 0.25  # least gain that the KL term must allow, in standard deviations of the reward

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rl_training.records.report.estimates import to_estimates
-from rl_training.records.report.measured import REWARD_SUM, of_one_step, of_steps
-from rl_training.records.report.series import LOGGED
+from rl_training.records.pages.writing import format_estimate, size_and_side, steps_of
 from rl_training.records.report.standing_out.line import (
     EQUAL,
     JUMP,
@@ -25,9 +23,11 @@ from rl_training.records.report.standing_out.line import (
 )
 from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, correlation, noise_of_a_step
 from rl_training.records.report.story.reward_functions import MEAN, STD, function_names, is_penalty, reward_weights
-from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.records.report.wording import Advice
-from rl_training.records.report.writing import format_estimate, size_and_side, steps_of
+from rl_training.records.table.estimates import to_estimates
+from rl_training.records.table.measured import REWARD_SUM, of_one_step, of_steps
+from rl_training.records.table.series import LOGGED
+from rl_training.records.table.trends import MIN_STEPS, first_of_trailing, line_through, times
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 

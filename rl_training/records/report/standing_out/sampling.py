@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from rl_training.records.pages.writing import format_estimate, steps_of
 from rl_training.records.report.standing_out.line import (
     CUT_OFF,
     ENDLESS,
@@ -16,9 +17,8 @@ from rl_training.records.report.standing_out.line import (
     in_percent,
     recent,
 )
-from rl_training.records.report.trends import RECENT, first_of_trailing, mean_of_recent
 from rl_training.records.report.wording import Advice
-from rl_training.records.report.writing import format_estimate, steps_of
+from rl_training.records.table.trends import RECENT, first_of_trailing, mean_of_recent
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 

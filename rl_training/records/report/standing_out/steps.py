@@ -7,9 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.estimates import by_about_step, last_of, to_estimates
-from rl_training.records.report.measured import of_one_step
-from rl_training.records.report.rates import forward_and_backward, predictions_disagree
+from rl_training.records.pages.writing import format_estimate, milli, steps_of
 from rl_training.records.report.standing_out.line import (
     LARGE_STEP,
     NO_STEP,
@@ -20,9 +18,11 @@ from rl_training.records.report.standing_out.line import (
     recent,
 )
 from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
-from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.records.report.wording import Advice
-from rl_training.records.report.writing import format_estimate, milli, steps_of
+from rl_training.records.table.estimates import by_about_step, last_of, to_estimates
+from rl_training.records.table.measured import of_one_step
+from rl_training.records.table.rates import forward_and_backward, predictions_disagree
+from rl_training.records.table.trends import MIN_STEPS, first_of_trailing, line_through, mean_of_recent, share_of
 from rl_training.statistics.welch import mean_of
 
 MIN_REWARD_MOVE = 0.02  # of the reward's range: steps that all together move it less move nothing

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from rl_training.records.report.measured import REWARD_SUM
-from rl_training.records.report.series import Run
 from rl_training.records.report.story.curves import FALL_OF_PART, Entropy, Reward, read_entropy, read_reward
 from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import (
@@ -27,6 +25,8 @@ from rl_training.records.report.story.reward_functions import (
     spread_of_function,
     spread_of_rewards,
 )
+from rl_training.records.table.measured import REWARD_SUM
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 
 

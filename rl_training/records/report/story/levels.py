@@ -9,9 +9,9 @@ from enum import Enum, auto
 import numpy as np
 import pandas as pd
 
+from rl_training.records.pages.writing import ROUNDING, format_level, plus_minus, steps_of
 from rl_training.records.report.story.broken_line import BrokenLine
-from rl_training.records.report.trends import MAX_WINDOW
-from rl_training.records.report.writing import ROUNDING, format_level, plus_minus, steps_of
+from rl_training.records.table.trends import MAX_WINDOW
 
 FIRST_STEPS = 5  # logged steps whose mean is the level at the start; in short runs one in twenty
 

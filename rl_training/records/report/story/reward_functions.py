@@ -6,9 +6,9 @@ import math
 
 import pandas as pd
 
-from rl_training.records.report.series import LOGGED, Run
 from rl_training.records.report.set_up import SetUp
-from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.table.series import LOGGED, Run
+from rl_training.records.table.trends import MIN_STEPS
 
 MEAN, STD = "rewards/{}/mean", "rewards/{}/std"  # what TRL logs of a reward function
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rl_training.records.report.estimates import last_of
-from rl_training.records.report.series import Run
+from rl_training.records.pages.writing import MISSING, percent, steps_of
 from rl_training.records.report.standing_out import rule_of, standing_out
 from rl_training.records.report.standing_out.line import NOISE
 from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
-from rl_training.records.report.trends import RECENT
 from rl_training.records.report.verdict import Verdict
 from rl_training.records.report.verdict.kinds import FALLEN
-from rl_training.records.report.writing import MISSING, percent, steps_of
+from rl_training.records.table.estimates import last_of
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import RECENT
 
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 

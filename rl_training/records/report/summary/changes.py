@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rl_training.records.report.cumulative import NO_LATER_BATCH, naive_sums, sum_starts, sums_began_elsewhere
-from rl_training.records.report.estimates import finite, to_estimates
-from rl_training.records.report.missing import NO_PROBE
-from rl_training.records.report.series import Run
+from rl_training.records.pages.writing import MISSING, format_estimate
 from rl_training.records.report.summary.row import Row
-from rl_training.records.report.writing import MISSING, format_estimate
+from rl_training.records.table.cumulative import NO_LATER_BATCH, naive_sums, sum_starts, sums_began_elsewhere
+from rl_training.records.table.estimates import finite, to_estimates
+from rl_training.records.table.missing import NO_PROBE
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rl_training.records.report.estimates import to_estimates
-from rl_training.records.report.measured import REWARD_SUM, of_steps
-from rl_training.records.report.series import Run
+from rl_training.records.pages.writing import MISSING, format_estimate, percent
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.broken_line import broken_line
 from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions, reward_weights
 from rl_training.records.report.summary.row import Row, how_to
-from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict.holds import MIN_COST_OF_FALL, cost_next_to_nothing
-from rl_training.records.report.writing import MISSING, format_estimate, percent
+from rl_training.records.table.estimates import to_estimates
+from rl_training.records.table.measured import REWARD_SUM, of_steps
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import MIN_STEPS
 
 MAX_FUNCTIONS = 6  # reward functions with a line of their own
 

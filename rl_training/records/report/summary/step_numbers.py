@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from rl_training.records.report.estimates import by_about_step, finite, last_of, mean_of_rows
-from rl_training.records.report.measured import per_step
-from rl_training.records.report.series import Run
-from rl_training.records.report.trends import RECENT
-from rl_training.records.report.writing import MILLI, MISSING, format_estimate, percent, steps_of
+from rl_training.records.pages.writing import MILLI, MISSING, format_estimate, percent, steps_of
+from rl_training.records.table.estimates import by_about_step, finite, last_of, mean_of_rows
+from rl_training.records.table.measured import per_step
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import RECENT
 from rl_training.statistics.estimate import Estimate
 
 STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a step's effect

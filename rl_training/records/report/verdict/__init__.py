@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rl_training.records.report.series import Run, once_per_run
+from rl_training.records.pages.writing import percent
 from rl_training.records.report.story import Story
 from rl_training.records.report.verdict import holds, sentences
 from rl_training.records.report.verdict.kinds import (
@@ -33,7 +33,7 @@ from rl_training.records.report.verdict.kinds import (
     UNKNOWN,
     Kind,
 )
-from rl_training.records.report.writing import percent
+from rl_training.records.table.series import Run, once_per_run
 
 
 @dataclass(frozen=True)

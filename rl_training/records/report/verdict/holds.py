@@ -6,7 +6,7 @@ import math
 
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.curves import BAND, RISE, Reward
-from rl_training.records.report.trends import MIN_STEPS
+from rl_training.records.table.trends import MIN_STEPS
 
 ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
 MIN_COST_OF_FALL = 0.05  # share of what the others have gained that a fallen part must have cost, each times its weight

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from rl_training.records.pages.writing import format_level, percent, share_left
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.broken_line import BrokenLine
 from rl_training.records.report.story.curves import NOW, Entropy, Reward
-from rl_training.records.report.trends import MIN_STEPS
 from rl_training.records.report.verdict import holds
 from rl_training.records.report.verdict.holds import ALMOST_NOTHING, STEADY_WITHIN
-from rl_training.records.report.writing import format_level, percent, share_left
+from rl_training.records.table.trends import MIN_STEPS
 
 NO_ENTROPY = "entropy was 0 from the first step: every response to a prompt is the same"
 

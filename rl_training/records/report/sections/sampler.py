@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import format_estimate, non_empty_lines, size_and_side, two_digits
+from rl_training.records.pages.writing import format_estimate, non_empty_lines, size_and_side, two_digits
+from rl_training.records.table.series import Run
 
 TRUNCATED = "truncated_sampler"  # code of a remark of probes/sampler.py
 HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half

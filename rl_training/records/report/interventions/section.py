@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rl_training.records.report.charts import Section
-from rl_training.records.report.effects import NO_FALL, Effect, earned_per_nat, effects_of, halving, keeping
-from rl_training.records.report.estimates import last_of
-from rl_training.records.report.plane import plane
-from rl_training.records.report.rates import entropy_now, is_falling
-from rl_training.records.report.series import Run
+from rl_training.records.pages.charts import Section
+from rl_training.records.pages.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
+from rl_training.records.report.interventions.effects import (
+    NO_FALL,
+    Effect,
+    earned_per_nat,
+    effects_of,
+    halving,
+    keeping,
+)
+from rl_training.records.report.interventions.plane import plane
 from rl_training.records.report.verdict import Verdict, judge
 from rl_training.records.report.verdict.kinds import UNKNOWN
-from rl_training.records.report.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
+from rl_training.records.table.estimates import last_of
+from rl_training.records.table.rates import entropy_now, is_falling
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 

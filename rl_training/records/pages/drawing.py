@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.charts import GREY, HEIGHT, Chart, Series, first_by_label, load_chart
+from rl_training.records.pages.charts import GREY, HEIGHT, Chart, Series, first_by_label, load_chart
 
 # Without the expression Vega labels halves.
 WHOLE_NUMBERS = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_training.records.report.estimates import last_of
-from rl_training.records.report.rates import is_falling
-from rl_training.records.report.series import Run, once_per_run
+from rl_training.records.table.estimates import last_of
+from rl_training.records.table.rates import is_falling
+from rl_training.records.table.series import Run, once_per_run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 

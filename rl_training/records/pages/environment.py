@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rl_training.records.report.writing import format_estimate, short
+from rl_training.records.pages.writing import format_estimate, short
 from rl_training.statistics.welch import is_significant
 
 ENVIRONMENT = Environment(

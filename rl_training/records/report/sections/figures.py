@@ -11,17 +11,17 @@ import numpy as np
 import pandas as pd
 
 from rl_training.records.evaluated import largest_pass_at
-from rl_training.records.report import charts
-from rl_training.records.report.calibration import calibration
-from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
-from rl_training.records.report.cumulative import NO_LATER_BATCH, naive_sums, sum_starts
-from rl_training.records.report.drawing import axis_limits, diagonal, draw, heatmap
-from rl_training.records.report.estimates import by_about_step, finite, to_estimates
-from rl_training.records.report.missing import missing_notes
-from rl_training.records.report.series import LOGGED, MEASURED, Run, Source
+from rl_training.records.pages import charts
+from rl_training.records.pages.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
+from rl_training.records.pages.drawing import axis_limits, diagonal, draw, heatmap
+from rl_training.records.pages.writing import MILLI, format_estimate
+from rl_training.records.report.sections.calibration import calibration
 from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions
-from rl_training.records.report.trends import MIN_POINTS, scaled
-from rl_training.records.report.writing import MILLI, format_estimate
+from rl_training.records.table.cumulative import NO_LATER_BATCH, naive_sums, sum_starts
+from rl_training.records.table.estimates import by_about_step, finite, to_estimates
+from rl_training.records.table.missing import missing_notes
+from rl_training.records.table.series import LOGGED, MEASURED, Run, Source
+from rl_training.records.table.trends import MIN_POINTS, running_window, scaled
 
 MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart
@@ -65,11 +65,6 @@ def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str)
     cloud = Series.cloud(label, color, mark, values.index, values, opacity=0.35 if smooth else 1)
     means = values.rolling(window, center=True).mean().dropna()
     return [cloud, Series(mean, color, means.index, means)] if smooth else [cloud]
-
-
-def running_window(num_values: int) -> int:
-    """Return the window of a running mean, an odd number of values: 5, or about a twentieth of a long run."""
-    return max(5, num_values // 20 // 2 * 2 + 1)
 
 
 def _declared(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from rl_training.records.jsonl import PROBES_FILE
-from rl_training.records.report.estimates import finite
+from rl_training.records.table.estimates import finite
 
 NO_REASON = "no reason was recorded"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"

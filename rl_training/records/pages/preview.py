@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rl_training.records.report.charts import WIDTH, Chart
+from rl_training.records.pages.charts import WIDTH, Chart
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 6, 42  # pixels around the curves, as Vega leaves them for axes
 

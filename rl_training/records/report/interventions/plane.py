@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Chart, Series
-from rl_training.records.report.drawing import draw
-from rl_training.records.report.effects import Effect
-from rl_training.records.report.estimates import to_rows
-from rl_training.records.report.labels import label_offsets, side
-from rl_training.records.report.trends import times
-from rl_training.records.report.writing import MILLI
+from rl_training.records.pages.charts import BLUE, GREY, ORANGE, TEXT, Chart, Series
+from rl_training.records.pages.drawing import draw
+from rl_training.records.pages.labels import label_offsets, side
+from rl_training.records.pages.writing import MILLI
+from rl_training.records.report.interventions.effects import Effect
+from rl_training.records.table.estimates import to_rows
+from rl_training.records.table.trends import times
 from rl_training.statistics.estimate import Estimate
 
 PLANE_HEIGHT = 360  # pixels, the same as in charts.yaml

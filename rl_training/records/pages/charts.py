@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from rl_training.records.report.environment import ENVIRONMENT
+from rl_training.records.pages.environment import ENVIRONMENT
 
 # Okabe and Ito's colours, safe for colour-blind readers. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"

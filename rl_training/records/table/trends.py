@@ -82,3 +82,8 @@ def first_of_trailing(holds: pd.Series[bool]) -> int | None:
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Return the values times the factor that fits them to `truth` by least squares."""
     return values * (truth @ values) / (values @ values)
+
+
+def running_window(num_values: int) -> int:
+    """Return the window of a running mean, an odd number of values: 5, or about a twentieth of a long run."""
+    return max(5, num_values // 20 // 2 * 2 + 1)

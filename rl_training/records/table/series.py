@@ -19,9 +19,9 @@ from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import EVALUATIONS, checkpoints_of, step_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import EVALUATIONS_FILE, METRICS_FILE, PROBES_FILE
-from rl_training.records.report.config_file import read_config, settings_of_run
-from rl_training.records.report.estimates import last_of, to_estimates
-from rl_training.records.report.missing import NO_REASON
+from rl_training.records.table.config_file import read_config, settings_of_run
+from rl_training.records.table.estimates import last_of, to_estimates
+from rl_training.records.table.missing import NO_REASON
 from rl_training.statistics.estimate import Estimate, half_widths
 
 Result = TypeVar("Result")

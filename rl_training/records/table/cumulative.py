@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pandas as pd
 
-from rl_training.records.report.estimates import to_rows
-from rl_training.records.report.series import Run
+from rl_training.records.table.estimates import to_rows
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
-from rl_training.records.report.cumulative import sum_starts
-from rl_training.records.report.drawing import draw
-from rl_training.records.report.estimates import by_about_step, finite, to_estimates
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import milli
+from rl_training.records.pages.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series
+from rl_training.records.pages.drawing import draw
+from rl_training.records.pages.writing import milli
+from rl_training.records.table.cumulative import sum_starts
+from rl_training.records.table.estimates import by_about_step, finite, to_estimates
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

@@ -14,13 +14,13 @@ import pandas as pd
 from rl_training.records.analyses import RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.folder import OFFLINE
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series
-from rl_training.records.report.drawing import diagonal, draw
-from rl_training.records.report.missing import NO_REASON
-from rl_training.records.report.page import write_page
-from rl_training.records.report.series import Run
-from rl_training.records.report.trends import MIN_POINTS, scaled
-from rl_training.records.report.writing import MILLI, MISSING, normal_milli
+from rl_training.records.pages.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series
+from rl_training.records.pages.drawing import diagonal, draw
+from rl_training.records.pages.page import write_page
+from rl_training.records.pages.writing import MILLI, MISSING, normal_milli
+from rl_training.records.table.missing import NO_REASON
+from rl_training.records.table.series import Run
+from rl_training.records.table.trends import MIN_POINTS, scaled
 from rl_training.statistics.estimate import Z_95
 
 SWEEP_TABLE_FILE, ANALYSES_PAGE_FILE = "sweep.csv", "analyses.html"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from rl_training.records.report.estimates import finite
-from rl_training.records.report.series import Run
+from rl_training.records.table.estimates import finite
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 
 SPAN = "measured/steps"

@@ -25,9 +25,9 @@ from markupsafe import Markup
 from rl_training.errors import UserError
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.printable import all_printable, printable
-from rl_training.records.report.charts import Chart, template
-from rl_training.records.report.environment import ENVIRONMENT
-from rl_training.records.report.preview import preview
+from rl_training.records.pages.charts import Chart, template
+from rl_training.records.pages.environment import ENVIRONMENT
+from rl_training.records.pages.preview import preview
 from rl_training.version import REPOSITORY, VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering

@@ -11,10 +11,10 @@ import numpy as np
 
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
-from rl_training.records.report.estimates import finite
-from rl_training.records.report.own_probes import is_own
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import format_estimate
+from rl_training.records.pages.writing import format_estimate
+from rl_training.records.report.sections.own_probes import is_own
+from rl_training.records.table.estimates import finite
+from rl_training.records.table.series import Run
 
 SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
 OF_A_STEP = 3  # sequences shown per step, from different prompts

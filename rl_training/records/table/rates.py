@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from rl_training.records.report.estimates import by_about_step, mean_of_rows
-from rl_training.records.report.measured import per_step
-from rl_training.records.report.series import Run, once_per_run
-from rl_training.records.report.trends import MIN_STEPS, line_through
+from rl_training.records.table.estimates import by_about_step, mean_of_rows
+from rl_training.records.table.measured import per_step
+from rl_training.records.table.series import Run, once_per_run
+from rl_training.records.table.trends import MIN_STEPS, line_through
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_training.records.report.labels import LETTER_WIDTH, LINE_HEIGHT, PHONE_WIDTH, label_offsets, side
+from rl_training.records.pages.labels import LETTER_WIDTH, LINE_HEIGHT, PHONE_WIDTH, label_offsets, side
 
 HEIGHT = 360.0
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.report.estimates import last_of
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import MISSING, milli, on_one_line, percent
+from rl_training.records.pages.writing import MISSING, milli, on_one_line, percent
+from rl_training.records.table.estimates import last_of
+from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 

@@ -7,9 +7,9 @@ import math
 import pandas as pd
 
 from rl_training.records.jsonl import PROBES_FILE
-from rl_training.records.report.estimates import last_of
-from rl_training.records.report.series import Run
-from rl_training.records.report.writing import MISSING, format_estimate, on_one_line
+from rl_training.records.pages.writing import MISSING, format_estimate, on_one_line
+from rl_training.records.table.estimates import last_of
+from rl_training.records.table.series import Run
 from rl_training.vocabulary import BUILT_IN_NAMES, ENGINE, KL_BOUND
 
 SHOWN = {*BUILT_IN_NAMES, ENGINE, KL_BOUND}  # the page shows elsewhere what these measure
