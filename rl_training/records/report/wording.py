@@ -45,7 +45,7 @@ class Advice:
     Args:
         text: What to change, as part of a sentence, such as "GRPOConfig(beta=0.1)"; or else a whole sentence.
         settings: The parts of the text that can be pasted. A page marks them.
-        is_setting: Which of the two.
+        is_setting: Whether the text names what to change, and is no whole sentence.
     """
 
     text: str
@@ -240,7 +240,7 @@ class JobWording(Wording):
         return _settings([shlex.quote(f"intervention={value}")])
 
     def probes(self, *names: str) -> Advice:
-        return _settings([f"'probe=[{','.join(_with_simple(names))}]'"])
+        return _settings([_probe_override(names)])
 
     def branch_from(self, checkpoint: Path) -> str:
         return quote_override("branch", str(checkpoint))
@@ -270,7 +270,7 @@ class VerlWording(Wording):
         return _settings([VERL_KL, setting] if name == "kl" else [setting])
 
     def probes(self, *names: str) -> Advice:
-        return _settings([f"'probe=[{','.join(_with_simple(names))}]'"])
+        return _settings([_probe_override(names)])
 
 
 @once_per_run
@@ -290,6 +290,10 @@ def _settings(texts: list[str], separator: str = " ") -> Advice:
 def _argument(call: str, argument: str) -> Advice:
     """Return an argument to add to a call that the user's script has."""
     return Advice(f"{call}({OPEN}, {argument})", (argument,))
+
+
+def _probe_override(names: tuple[str, ...]) -> str:
+    return shlex.quote(f"probe={quote_list(_with_simple(names))}")
 
 
 def _with_simple(names: tuple[str, ...]) -> list[str]:

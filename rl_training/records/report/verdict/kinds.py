@@ -1,4 +1,4 @@
-"""The kinds of verdicts, and what follows from each: a new kind needs its line here, and states in STATES.
+"""The kinds of verdicts, and what follows from each. A new kind needs its line in KINDS, and states in STATES.
 
 advice.py has the action of each kind in which something is to be done.
 """
@@ -68,7 +68,7 @@ class Kind:
         is_fall: Whether some reward has fallen: a jump of reward explains that, or is no part of it.
         says_no_fall: Whether it says that entropy does not fall, which single steps may contradict.
         leaves_nothing: Whether nothing is left to learn.
-        precedes_batch_size: Whether it comes before the size of the batch, even if that is named as a cause of it.
+        precedes_batch_size: Whether what it calls for comes before the size of the batch.
     """
 
     since: Callable[[Story], int] = _first
