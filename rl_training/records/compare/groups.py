@@ -81,11 +81,16 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
     groups: dict[str, list[Member]] = {}
     for path, name in zip(paths, distinct_names(paths), strict=True):
         member = _read_member(path, name)
-        # Runs without settings are not known to be alike.
-        key = str(path) if member.settings is None else repr(sorted(member.settings.items()))
-        groups.setdefault(key, []).append(member)
+        groups.setdefault(_alike(member), []).append(member)
     made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
     return [replace(group, label=label) for group, label in zip(made, _labels(made), strict=True)]
+
+
+def _alike(member: Member) -> str:
+    """Return a text that runs have in common if they were trained alike: what a table of differences would show."""
+    if member.settings is None:  # not known to be alike
+        return str(member.run.folder)
+    return repr(sorted((name, _shown(value)) for name, value in member.settings.items()))
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
