@@ -4,9 +4,11 @@ loop.py              a loop in plain PyTorch: the shortest host, so read it firs
                      loop_progress.py tracks which call may come next, loop_policy.py samples, and loop_refusals.py
                      raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
-estimate_writer.py   writes what a step leaves, for all hosts: its estimates, sequence_rows.py, step_averages.py
-step_warnings.py     warns about steps that have ended; equal_rewards.py: about one with zero advantage, and its cause
-recorded_settings.py lists the settings; interrupt_note.py says where records lie that Ctrl-C left without a report
+estimate_writer.py   writes what a step leaves, for all hosts: estimates, sequences (sequence_rows.py), and the line of
+                     a loop that logs nothing itself (step_averages.py)
+step_warnings.py     warns about a step that has ended: estimates are missing, or advantages zero (equal_rewards.py)
+recorded_settings.py lists the settings
+interrupt_note.py    says below the traceback of Ctrl-C where records without a report are
 loop_claim.py        the folder of a plain loop; first_rank.py decides it for all processes
 probes.py            the probes of a loop, as its user gives them
 after_import.py      calls a function once a library is imported
