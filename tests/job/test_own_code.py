@@ -67,11 +67,12 @@ def test_built_in_targets_are_never_looked_up_in_the_working_folder(folder: Path
     assert str(folder) not in sys.path
 
 
-def test_custom_code_cannot_come_from_a_run_folder_or_shadow_a_library(folder: Path) -> None:
+@pytest.mark.parametrize("file", ["config.yaml", "logs/metrics.jsonl"])
+def test_custom_code_cannot_come_from_a_run_folder_or_shadow_a_library(folder: Path, file: str) -> None:
     with pytest.raises(ValueError, match=rf"peft\.IA3Config: .*{folder}"):
         add_custom_code_to_path(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
-    (folder / "config.yaml").touch()
     (folder / "logs").mkdir()
+    (folder / file).touch()
     with pytest.raises(ValueError, match=rf"a_task_of_mine\.task: .*\brun, .*{folder}"):
         add_custom_code_to_path(composed("train", "data._target_=a_task_of_mine.task"))
     assert str(folder) not in sys.path
