@@ -68,6 +68,6 @@ def test_a_change_that_a_prediction_of_0_does_not_have_is_not_said_to_agree_with
     told = first_order_verdict(5, {**nothing, "paired_error": 0.05, "paired_error_se": 0.001})
     assert told == (
         True,
-        "Step 5: the first order is 0, and higher orders are not: do not trust forward here. Measured -50.000 ± 1.960 "
-        "(1e-3 nats per token, 95 %).",
+        "Step 5: the first order is as good as 0, and higher orders are not: do not trust forward here. "
+        "Measured -50.000 ± 1.960 (1e-3 nats per token, 95 %).",
     )

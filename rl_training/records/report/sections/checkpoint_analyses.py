@@ -122,13 +122,13 @@ def first_order_verdict(
     if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
         return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
     said, measured, off = (f"{MILLI * numbers[key]:+.3f} ± {MILLI * Z_95 * numbers[f'{key}_se']:.3f}" for key in KEYS)
-    if not size > 0:  # no step is small enough
+    times = abs(error) / (MISLEADING * size) if size > 0 else math.inf
+    if math.isinf(times):  # no step is small enough
         return FirstOrderVerdict(
             True,
-            f"Step {step}: the first order is 0, and higher orders are not: do not trust forward here. Measured "
-            f"{measured} (1e-3 nats per token, 95 %).",
+            f"Step {step}: the first order is as good as 0, and higher orders are not: do not trust forward here. "
+            f"Measured {measured} (1e-3 nats per token, 95 %).",
         )
-    times = abs(error) / (MISLEADING * size)
     does = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(times)) + 1
     return FirstOrderVerdict(

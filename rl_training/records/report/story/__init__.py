@@ -99,8 +99,10 @@ class Story:
         held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
         effects, steps = run.estimates(REWARD_SUM), run.steps
         return cls(
-            reward, entropy, functions, held_out, _levels(rewards, reward), _levels(entropies, entropy),
-            {name: known for name, known in levels.items() if known}, effects, steps[0], steps[-1], len(steps),
+            reward=reward, entropy=entropy, functions=functions, held_out=held_out,
+            reward_levels=_levels(rewards, reward), entropy_levels=_levels(entropies, entropy),
+            function_levels={name: known for name, known in levels.items() if known},
+            effects=effects, first=steps[0], last=steps[-1], logged=len(steps),
         )  # fmt: skip
 
 
