@@ -114,59 +114,69 @@ def predict_entropy(
 ) -> EntropyPrediction:
     """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-    `previous` is only read until all else is done. Then this step's δθ takes the place of the previous one, for the
-    next step's `backward`. `test` is given the scores.
+    Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the scores.
     """
-    batch, ranks = step.batch, passes.ranks
+    prediction, update = _predict(step, passes, setup, previous, needs, test)
+    if prediction.reason and not prediction.is_seen_in_scores:
+        previous.keep_nothing(step.number, prediction.reason)
+        if test is not None:
+            test.leave_untested(prediction.reason)
+        return prediction
+    # Only now, since it may be written over the previous δθ. It does not depend on the scores.
+    intended, rounded = previous.replace(
+        step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
+    )
+    num_bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
+    peak_bytes = max(prediction.peak_bytes, num_bytes_after)
+    return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=peak_bytes)
+
+
+def _predict(
+    step: StepData,
+    passes: Passes,
+    setup: PredictionSetup,
+    previous: PreviousUpdate,
+    needs: Need,
+    test: ResidualTest | None,
+) -> tuple[EntropyPrediction, StepUpdate | None]:
+    """Return the prediction without δθ, and the step's update by the optimizer's formula. Collective.
+
+    `previous` is only read.
+    """
+    batch, ranks, layout = step.batch, passes.ranks, step.gradients.layout
     settings, labels = setup.settings, setup.attribution.all_labels
     reason = _entropy_gradient_reason(batch, ranks, step.reasons)
     if reason:
-        return _without_entropy_gradient(step, setup, previous, test, reason)
+        return EntropyPrediction(settings, labels, reason), None
     ratios = prefix_ratios(batch, ranks)
     totals = totals_of_folds(batch, ranks, ratios)
     _, entropy, length = totals.sum(dim=0).tolist()
     if not length:
-        return _without_entropy_gradient(step, setup, previous, test, NO_TOKENS)
+        return EntropyPrediction(settings, labels, NO_TOKENS), None
     update, leave_one_out = _whole_and_without_folds(step, ranks)
     products = None
     if Need.ENTROPY_CHANGE in needs:
-        layout, update_before = step.gradients.layout, previous.update_before(step.number)
-        products = FoldProducts(
-            layout, batch.fold_sizes, setup.attribution, update, leave_one_out, update_before, settings
-        )
+        sizes, update_before = batch.fold_sizes, previous.update_before(step.number)
+        products = FoldProducts(layout, sizes, setup.attribution, update, leave_one_out, update_before, settings)
     score_check = ScoreCheck(batch, passes.policy, test)
     held = _calculate_entropy_gradient(step, passes, setup, needs, ratios, entropy / length, products, score_check)
+    peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
     seen = score_check.check(ranks.reduce, step.reasons)
-    if seen:  # δθ remains valid: it does not depend on these scores
-        prediction = EntropyPrediction(settings, labels, seen, is_seen_in_scores=True)
-    else:
-        prediction = EntropyPrediction(
-            settings,
-            labels,
-            forward_reason=_forward_reason(step),
-            backward_reason=previous.reason(step.number) or step.reasons.reused,
-            totals=totals,
-            rows=held[0] if Need.ENTROPY_ROWS in needs else None,
-            leave_one_out=leave_one_out,
-        )
-        if products is not None:
-            prediction = with_quantities(prediction, step, ranks, previous.errors, products)
-    bytes_before = previous.num_bytes + _num_bytes(update, products, held)
-    intended, rounded = previous.replace(
-        step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
+    if seen:
+        return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
+    prediction = EntropyPrediction(
+        settings,
+        labels,
+        forward_reason=_forward_reason(step),
+        backward_reason=previous.reason(step.number) or step.reasons.reused,
+        totals=totals,
+        rows=held[0] if Need.ENTROPY_ROWS in needs else None,
+        leave_one_out=leave_one_out,
+        peak_bytes=peak_bytes,
     )
-    bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
-    return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=max(bytes_before, bytes_after))
-
-
-def _without_entropy_gradient(
-    step: StepData, setup: PredictionSetup, previous: PreviousUpdate, test: ResidualTest | None, reason: Unavailable
-) -> EntropyPrediction:
-    """Return the prediction of a step without X, and record that its δθ is not kept and its tokens are not tested."""
-    previous.keep_nothing(step.number, reason)
-    if test is not None:
-        test.leave_untested(reason)
-    return EntropyPrediction(setup.settings, setup.attribution.all_labels, reason)
+    if products is not None:
+        prediction = with_quantities(prediction, step, ranks, previous.errors, products)
+    return prediction, update
 
 
 def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
