@@ -60,11 +60,18 @@ class EstimateWriter:
             result: What it has left.
 
         Returns:
-            The line: what the loop knows, averages over the responses, and what was measured, as far as it is a number.
+            The line: averages over the responses and what was measured, as far as it is a number, and what the loop
+            knows, which replaces averages of the same names.
+
+        Raises:
+            UserError: If a number that the loop knows has the name of one that was measured.
         """
-        numbers = {**step_averages(result), **result.numbers}
-        measured = {name: value for name, value in numbers.items() if not math.isnan(value)}
-        line = {**known, **measured, "step_time": result.seconds}
+        measured = result.numbers
+        numbers = {"step_time": result.seconds, **step_averages(result), **measured}
+        for name in known:
+            if name in measured:
+                raise UserError(f"metrics[{name!r}] has the name of a probe's number: give the loop's own another name")
+        line = {**{name: value for name, value in numbers.items() if not math.isnan(value)}, **known}
         if self.records is not None:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
             self.records.write_metrics(number, row)

@@ -82,8 +82,8 @@ class LoopClaim:
             raise UserError(
                 f"the state is of the probes {sorted(states)}, but the loop has {sorted(initial)}: use the same probes"
             )
-        if STATE in state:
-            self._loaded_id = bytes(state[STATE]["run_id"].tolist()).decode("ascii", "replace")
+        self._run_id = ""
+        self._loaded_id = bytes(state[STATE]["run_id"].tolist()).decode("ascii", "replace") if STATE in state else ""
         return {name: from_tensors(like, states[name]) for name, like in initial.items()}
 
 

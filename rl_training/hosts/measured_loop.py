@@ -97,6 +97,10 @@ class MeasuredLoop:
 
         Yields:
             The step's line of metrics.jsonl. Add what the loop knows (loss, grad_norm); the rest is added at the end.
+            A reward or entropy that you add stays as it is.
+
+        Raises:
+            UserError: If the step cannot begin now, or if you added a number under the name of an estimate.
         """
         self._progress.require(
             Phase.BETWEEN_STEPS, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
@@ -118,6 +122,8 @@ class MeasuredLoop:
             self._progress = self._progress.after_end(is_left_out)
             self._finish_step(number)
         except BaseException:
+            if self._progress.phase in (Phase.STEPPED, Phase.SKIPPED):  # what failed came after the step itself
+                self._progress = self._progress.after_end(was_left_out=False)
             self._driver.fail_step()
             raise
         finally:
@@ -195,8 +201,8 @@ class MeasuredLoop:
 
     def _after_optimizer(self, *args: Any) -> None:
         if self._progress.phase == Phase.GRADIENTS_READY:
+            self._progress = self._progress.in_phase(Phase.STEPPED)  # the weights have moved, whatever fails below
             self._driver.stepped()
-            self._progress = self._progress.in_phase(Phase.STEPPED)
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
@@ -205,6 +211,10 @@ class MeasuredLoop:
         return self._claim.state(self._driver.states() if self._states is None else self._states)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
+        """Restore what `state_dict` returned, before `with`: the next step is the one after it.
+
+        A loop that has trained further goes back. UserError if the state belongs to other probes.
+        """
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         self._states = self._claim.load(state, self._driver.initial_states())
+        self._progress = LoopProgress()

@@ -25,6 +25,7 @@ from rl_training import (
 )
 from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.models.load import load_tiny
+from rl_training.records.jsonl import read_metrics
 
 LEARNING_RATE = 1e-3
 COUNT, FAILING, STEPS = 2, 2, 3  # microbatches per step; the step that fails; number of steps
@@ -91,7 +92,11 @@ class Training:
             self.loop.gradients_ready()
             metrics |= self.metrics
             metrics["grad_norm"] = clip_grad_norm_(self.model.parameters(), CLIP)
+            if self.place == "skipped":
+                self.loop.skip_step()
+                raise Failed
             self.optimizer.step()
+            self.fail_at("scheduler")
         self.answers.append({n: e for n, e in self.loop.latest.items() if not n.startswith("probe_cost/")})
 
     def steps(self, first: int, last: int = STEPS) -> None:
@@ -208,6 +213,25 @@ def test_a_later_step_after_a_caught_error_is_refused_in_one_line_and_the_failed
             training.steps(before + 1, before + 2)
 
 
+@pytest.mark.parametrize("place", ["scheduler", "probe", "skipped"])
+def test_a_step_that_fails_once_the_optimizer_has_made_it_counts_and_the_next_one_follows(place: str) -> None:
+    training = Training()
+    with training.loop:
+        training.place, training.breakable.fails_after = place, place == "probe"
+        with pytest.raises(Failed):
+            training.step(1)
+        training.place, training.breakable.fails_after = "", False
+        with pytest.raises(ValueError, match=r"step 1 follows step 1: number"):
+            training.step(1)
+        if place != "skipped":
+            with pytest.raises(ValueError, match="on_policy=False"), training.loop.step(2, rollout_number=1):
+                training.loop.microbatch(microbatches(1)[0], *scores_of(training.model, microbatches(1)[0]))
+        training.steps(2)
+    assert len(training.answers) == STEPS - 1
+    steps = {int(state["step"]) for state in training.optimizer.state.values()}
+    assert steps == {STEPS - (place == "skipped")}
+
+
 def test_parameters_that_are_frozen_between_microbatches_are_named_in_one_line() -> None:
     training = Training()
     first = next(training.model.parameters())
@@ -241,8 +265,8 @@ def test_bound_estimates_of_a_failed_step_are_not_reported_for_the_next_one() ->
         training.breakable.fails_after = True
         with pytest.raises(Failed):
             training.step(1)
-        with training.loop.step(1):
-            for part in microbatches(1)[:COUNT]:
+        with training.loop.step(2):
+            for part in microbatches(2)[:COUNT]:
                 logps, entropies = scores_of(training.model, part)
                 training.loop.microbatch(part, logps, entropies.detach())
                 loss_of(logps, part, COUNT).backward()
@@ -250,13 +274,21 @@ def test_bound_estimates_of_a_failed_step_are_not_reported_for_the_next_one() ->
     assert not [name for name in training.loop.latest if name.startswith("bound/")]
 
 
-def test_a_step_whose_line_could_not_be_written_need_not_be_repeated(tmp_path: Path) -> None:
+def test_a_step_whose_line_could_not_be_written_need_not_be_repeated_and_a_loops_own_numbers_stay(
+    tmp_path: Path,
+) -> None:
     training = Training()
     training.loop = training.new_loop(records=tmp_path)
     with training.loop:
         training.metrics = {"mine": object()}
         with pytest.raises(TypeError, match="JSON"):
             training.step(1)
-        training.metrics = {}
-        training.step(2)
+        training.metrics = {"entropy/token": 1.0}
+        with pytest.raises(ValueError, match=r"metrics\['entropy/token'\] .* another name"):
+            training.step(2)
+        training.metrics = {"reward": 123.0, "entropy": 77.0}
+        training.step(3)
     assert math.isfinite(training.answers[-1]["delta_h/backward"].value)
+    (row,) = read_metrics(tmp_path)
+    assert (row["step"], row["reward"], row["entropy"]) == (3, 123.0, 77.0)
+    assert row["completions/mean_length"] > 0.0

@@ -89,6 +89,9 @@ def test_a_loop_that_resumes_continues_in_its_own_folder_whatever_else_lies_besi
     state = own.measured.state_dict()
     own.train(4, 4, 3.0)  # in another `with`
     assert mine(tmp_path / "run-3" / "logs") == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0)]
+    own.measured.load_state_dict(state)  # the same loop goes back
+    own.train(4, 5, 3.5)
+    assert mine(tmp_path / "run-3" / "logs") == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.5), (5, 3.5)]
     resumed = Loop(logs)
     resumed.measured.load_state_dict(state)
     saved_again = resumed.measured.state_dict()["measured_loop"]["run_id"]  # before its first step
