@@ -113,10 +113,10 @@ class Records:
             logger.warning(f"{path}: {num_dropped} lines of steps after {after_step} are dropped")
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._append(METRICS_FILE, [{"step": step, **metrics}])
+        self._append(METRICS_FILE, [_of_step(step, metrics)])
 
     def write_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._append(EVALUATIONS_FILE, [{"step": step, **metrics}])
+        self._append(EVALUATIONS_FILE, [_of_step(step, metrics)])
 
     def write_estimates(self, step: int, world_size: int, probe: str, estimates: Mapping[str, Estimate]) -> None:
         rows = [
@@ -144,6 +144,11 @@ class Records:
             append_whole(path, _packed(path, "".join(lines)))
         except OSError as error:  # a full disk
             raise cannot_write(path, error, self.fix) from error
+
+
+def _of_step(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics. One that the user calls `step` does not change which step it is of."""
+    return {"step": step, **metrics} | {"step": step}
 
 
 def _packed(path: Path, text: str) -> bytes:

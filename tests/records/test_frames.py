@@ -13,6 +13,7 @@ from rl_training.errors import UserError
 from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import Records
+from rl_training.records.table.series import LOGGED, read_run
 from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -34,6 +35,17 @@ def test_metrics_has_a_row_per_step_and_nan_for_values_not_logged(tmp_path: Path
     assert table.loc[1, "grad_norm"] == math.inf
     assert table["delta_h/backward"].isna().all()
     assert all(dtype.kind == "f" for dtype in table.dtypes)
+
+
+def test_metrics_named_like_a_tables_own_columns_are_read_under_their_names(tmp_path: Path) -> None:
+    names = ["value", "name", "step", "file", "probe", "variable", "index"]
+    for step in (1, 2):
+        Records(tmp_path / "logs").write_metrics(step, {name: 10.0 * step for name in names})
+    run = read_run(tmp_path)
+    assert run.steps == [1, 2]
+    assert {name: dict(run.logged(name)) for name in run.names(LOGGED)} == dict.fromkeys(
+        (name for name in names if name != "step"), {1: 10.0, 2: 20.0}
+    )
 
 
 def test_probes_has_a_row_per_estimate_with_interval_reason_and_step(tmp_path: Path) -> None:

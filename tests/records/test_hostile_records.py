@@ -53,7 +53,8 @@ ODD = [
 ]  # fmt: skip
 ODD_NAMES = ["\x1b[2J", "\ud800", "=1+1", "{{ 7 * 7 }}", "a/b/c", "reason", "source", "pass_at_x", "eval_pass_at_x",
              "delta_h/layer/\x1b", "delta_h/layer/" + "1" * 400, "tokens/x/y/mean_delta_h", "probe_cost/x",
-             "intervention/:/mean_delta_h", "intervention/\x1b/mean_delta_h", "measured_steps"]  # fmt: skip
+             "intervention/:/mean_delta_h", "intervention/\x1b/mean_delta_h", "measured_steps",
+             "value", "file", "variable", "index"]  # fmt: skip
 LINES: dict[str, dict[str, Any]] = {
     "metrics.jsonl": {"step": 6, "reward": 0.5, "entropy": 0.5},
     "evaluations.jsonl": {"step": 6, "eval_reward": 0.5, "eval_reward_se": 0.1},

@@ -67,22 +67,29 @@ def print_summary(run_dir: str | Path | Run) -> None:
     console.print(Text(printable(run.name), style="bold"))
     _print_opening(console, opening(run))
     table = Table(show_header=False, box=None)
-    for row in summarize(run):  # as Text, so that nothing in the records is read as markup
+    for row in summarize(run):
         note = "; see ".join(filter(None, (row.note, row.see and row.see.text)))
-        label, said, note = map(printable, (row.label, row.value, note))
-        value = Text(said, style="bold")
-        table.add_row(Text(label), value.append(f"  {note}", style="not bold dim") if note else value)
+        value = _as_recorded(row.value, style="bold")
+        said = value.append_text(_as_recorded(f"  {note}", style="not bold dim")) if note else value
+        table.add_row(_as_recorded(row.label), said)
     page = run.folder / REPORT_FOLDER / PAGE_FILE
     console.print(table)
     headings, *rows = step_numbers(run) or [[]]
     if rows:
-        numbers = Table(*headings, box=None)
+        numbers = Table(box=None)
+        for heading in headings:
+            numbers.add_column(_as_recorded(heading))
         for cells in rows:
-            numbers.add_row(*cells)
+            numbers.add_row(*map(_as_recorded, cells))
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
     console.print(Text(printable(f" To compare runs: {comparison_command(run)}")), soft_wrap=True)
+
+
+def _as_recorded(text: str, style: str = "") -> Text:
+    """Return text of the records in which nothing is read as markup, or obeyed by a terminal."""
+    return Text(printable(text), style=style)
 
 
 def _print_opening(console: Console, first: Opening) -> None:

@@ -216,7 +216,7 @@ def read_run(folder: Path) -> Run:
     # The trainer's own have no number of prompts, whatever a folder of evaluations is called.
     is_trainers = (evaluated["evaluation"] == IN_TRAINING) & evaluated["num_prompts"].isna()
     sources = [
-        logged.melt(var_name="name", ignore_index=False).reset_index().assign(file=METRICS_FILE, evaluation=""),
+        _one_row_per_number(logged).assign(file=METRICS_FILE, evaluation=""),
         measured.assign(file=PROBES_FILE, evaluation=""),
         evaluated.rename(columns={"metric": "name", "num_prompts": "num_samples"}).assign(
             file=np.where(is_trainers, EVALUATIONS_FILE, ""), evaluation=evaluated["evaluation"].mask(is_trainers, "")
@@ -234,3 +234,15 @@ def read_run(folder: Path) -> Run:
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
     of_tokens = measured[measured["name"].str.startswith("top_token/")] if len(measured) else measured
     return Run(folder, logged.index.tolist(), table, read_config(folder), of_tokens)
+
+
+def _one_row_per_number(logged: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of metrics by step with the columns name, step and value, whatever the metrics are called."""
+    num_steps, num_metrics = logged.shape
+    return pd.DataFrame(
+        {
+            "name": np.repeat(logged.columns.to_numpy(dtype=object), num_steps),
+            "step": np.tile(logged.index.to_numpy(), num_metrics),
+            "value": logged.to_numpy().T.ravel(),
+        }
+    )

@@ -468,6 +468,19 @@ def test_hostile_text_in_records_and_config_is_shown_and_never_executed(tmp_path
     assert HOSTILE in printed
 
 
+def test_reasons_in_the_terminals_table_of_one_step_are_no_markup_and_no_commands(tmp_path: Path, capsys) -> None:
+    records = Records(record_run(tmp_path, range(1, 4)) / "logs")
+    for step in range(1, 4):
+        lost = Estimate.missing("\x1b]0;title\x07 [/red]")
+        names = ("measured/delta_h", "measured/delta_reward")
+        predicted = {"delta_reward/forward": Estimate(0.1, 0.01, 8)}
+        records.write_estimates(step, 1, "others", dict.fromkeys(names, lost) | predicted)
+    print_summary(tmp_path)
+    printed = capsys.readouterr().out
+    assert "\x1b]0" not in printed
+    assert "\\x1b]0;title\\x07 [/red]" in " ".join(printed.split())
+
+
 def test_without_probes_the_report_has_the_reward_and_says_nothing_was_measured(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in (1, 2):
