@@ -46,23 +46,26 @@ class CheckpointHooks:
             "_load_optimizer_and_scheduler": self._on_load,
         }
 
-    def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
-        original(output_dir)
+    def _on_save(self, original: Callable[..., Any], output_dir: str, *args: Any, **kwargs: Any) -> Any:
+        result = original(output_dir, *args, **kwargs)
         self._guard.attempt(lambda: self._save(self._driver.states(), Path(output_dir)))
         if self._guard.reason:  # measuring has ended, perhaps just now: the checkpoint still names its run
             with contextlib.suppress(Exception):
                 self._save({}, Path(output_dir))
+        return result
 
     def _save(self, states: Mapping[str, Any], checkpoint: Path) -> None:
         ranks = all_ranks()
         save_probe_states(states, checkpoint, ranks.count, ranks.number, self.run_id)
 
-    def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
-        original(output_dir)
+    def _on_save_rng_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
+        return result
 
-    def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
-        original(checkpoint)
+    def _on_load(self, original: Callable[..., Any], checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
+        result = original(checkpoint, *args, **kwargs)
         if checkpoint is not None:
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
             self._resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""), states)
+        return result

@@ -215,11 +215,11 @@ class Rollouts:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)
 
-    def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
+    def on_prepare_inputs(self, original: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
         with ExitStack() as undo:
             if self.whole_prompts:
                 wrap(grpo_trainer, SHUFFLE, _keep_whole_prompts, undo)
-            return original(generation_batch)
+            return original(*args, **kwargs)
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
         """Return the number of sequences of each microbatch of the step on this rank, in order.

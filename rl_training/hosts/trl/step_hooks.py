@@ -130,7 +130,10 @@ class StepHooks:
         self._undo_engine.close()
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
-        """Return the wrapper of each wrapped trainer method, by the method's name."""
+        """Return the wrapper of each wrapped trainer method, by the method's name.
+
+        They pass on every argument: a subclass may have parameters that TRL's method lacks.
+        """
         return {
             "_generate_and_score_completions": self._on_rollout,  # returns a rollout
             "_generate": self._on_generate_tokens,
@@ -141,10 +144,10 @@ class StepHooks:
             "training_step": self._on_training_step,
         }
 
-    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _on_engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's step, after the probes."""
         self._run_probes_if_ready()
-        original(*args, **kwargs)
+        return original(*args, **kwargs)
 
     def _about_to_step(self, *args: Any) -> None:
         """Tell the driver that the optimizer is about to step."""
@@ -177,9 +180,9 @@ class StepHooks:
             compatibility.warn_of_a_step_without_loss(self._trainer)
             self._driver.skip_step()
 
-    def _on_generate_tokens(self, original: Callable[..., tuple], prompts: list) -> tuple:
+    def _on_generate_tokens(self, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         reason_before = self._guard.attempt(lambda: sampling_reason(self._trainer))
-        generated = original(prompts)
+        generated = original(*args, **kwargs)
         if self._trainer.model.training:
             self._guard.attempt(lambda: self._rollouts.add_generated(generated, reason_before))
         return generated
@@ -190,8 +193,8 @@ class StepHooks:
             self._guard.attempt(lambda: self._rollouts.add_rewards(by_function))
         return by_function
 
-    def _on_rollout(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
-        output = original(inputs)
+    def _on_rollout(self, original: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
+        output = original(*args, **kwargs)
         if self._trainer.model.training:
             self._guard.attempt(lambda: self._begin_rollout(output))
         return output

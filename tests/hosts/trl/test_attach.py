@@ -6,7 +6,9 @@ import ast
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +23,7 @@ from rl_training import DrGRPOTrainer, Estimate, Reading, attach
 from rl_training.engine.verifier import LEFT_OUT
 from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
 from rl_training.hosts.trl.loss_settings import whole_prompts_fix
+from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -225,6 +228,18 @@ def test_remove_restores_what_others_had_set(make_trainer) -> None:
     trainer.compute_loss = theirs
     attach(trainer, probes=[]).remove()
     assert vars(trainer)["compute_loss"] is theirs
+
+
+def test_a_wrapper_below_another_one_passes_calls_on_once_it_is_undone() -> None:
+    owner, heard = SimpleNamespace(double=lambda number: 2 * number), []
+    with ExitStack() as undo:
+        wrap(owner, "double", lambda original, number: heard.append(number) or original(number), undo)
+        ours = owner.double
+        owner.double = theirs = lambda number: 1 + ours(number)
+        assert owner.double(3) == 7
+    assert owner.double is theirs
+    assert owner.double(4) == 9
+    assert heard == [3]
 
 
 REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}

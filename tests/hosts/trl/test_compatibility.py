@@ -59,6 +59,25 @@ def test_a_missing_shuffle_is_named(trainer: GRPOTrainer, monkeypatch: pytest.Mo
         attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
+def test_a_wrapped_method_takes_arguments_that_a_subclass_adds(
+    trainer: GRPOTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: dict[str, tuple] = {}
+
+    def widened(name: str) -> Callable[..., None]:
+        return lambda self, *args, stage="": heard.update({name: (*args, stage)})
+
+    monkeypatch.setattr(
+        trainer, "__class__", type("Widened", (GRPOTrainer,), {name: widened(name) for name in METHODS})
+    )
+    with attach(trainer, probes=[]):
+        wrapped = METHODS.keys() & vars(trainer).keys()
+        assert len(wrapped) == 10
+        for name in wrapped:
+            getattr(trainer, name)(str(tmp_path), {}, stage="warmup")
+    assert {name: heard[name] for name in wrapped} == dict.fromkeys(wrapped, (str(tmp_path), {}, "warmup"))
+
+
 # --- what a method returns ----------------------------------------------------------------------------------------
 
 Scores = tuple[torch.Tensor, ...]
