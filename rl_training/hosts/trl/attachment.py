@@ -175,6 +175,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     # --- a step, as the trainer's callbacks report it -----------------------------------------------------------------
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._guard.watching():
+            self._log.flush()
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guard.watching():
             self.driver.stepped()
@@ -185,7 +189,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         with self._guard.watching():
             if self._guard.reason:
                 self._writer.write_missing(step, self._guard.reason)
-            self._log.add(step, numbers, will_log=control.should_log)
+            self._log.add(step, numbers)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         with self._guard.watching():
@@ -196,6 +200,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps.end()
+        with self._guard.watching():
+            self._log.flush()
         with self._guard.watching():
             self.driver.end()
 

@@ -35,21 +35,20 @@ class TrainerLog:
 
     def __init__(self, trainer: GRPOTrainer, writer: EstimateWriter, shows_all: bool) -> None:
         self._trainer, self._writer, self._shows_all = trainer, writer, shows_all
-        self._num_seen: dict[str, int] = {}  # number of values that TRL had of each metric when the last step ended
+        # TRL's list of each metric, and how many values it had when the last step ended.
+        self._seen: dict[str, tuple[list[float], int]] = {}
         self._line: dict[str, Any] = {}  # line of the last step, until it is written
         self._step = 0  # the last step
 
     def begin(self) -> None:
         """Start afresh when training begins."""
-        self._num_seen, self._line, self._step = {}, {}, 0
+        self._seen, self._line, self._step = {}, {}, 0
 
-    def add(self, step: int, numbers: Mapping[str, float], will_log: bool) -> None:
-        """Take the probes' numbers of a step that has ended.
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take the probes' numbers of a step that has ended: values by name, nan where missing.
 
-        Args:
-            step: The step's number.
-            numbers: Values by name, nan where missing.
-            will_log: Whether the trainer is about to log this step. `write` then completes its line.
+        Its line waits for `flush`: whether the trainer logs the step, so that `write` completes the line, may be
+        decided later, at the end of an epoch or by another callback.
         """
         self.flush()
         line = self._new_means() | {name: value for name, value in numbers.items() if not math.isnan(value)}
@@ -60,10 +59,8 @@ class TrainerLog:
                 metrics.pop(name, None)  # TRL logs the mean of the list: keep only the latest value
             if not math.isnan(numbers[name]):
                 metrics[name].append(numbers[name])
-        self._num_seen = {name: len(values) for name, values in metrics.items()}
+        self._seen = {name: (values, len(values)) for name, values in metrics.items()}
         self._line, self._step = line, step
-        if not will_log:
-            self.flush()
 
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Write the line of a step that the trainer logs."""
@@ -88,8 +85,8 @@ class TrainerLog:
         """Return the means of the training metrics that TRL has collected since the last step ended."""
         means = {}
         for name, values in self._trainer._metrics["train"].items():
-            before = self._num_seen.get(name, 0)
-            new = values[before if before <= len(values) else 0 :]  # fewer: TRL logged and cleared them meanwhile
+            seen, num_seen = self._seen.get(name, ([], 0))
+            new = values[num_seen:] if values is seen else values  # another list: TRL logged, and dropped the old one
             known = [value for value in new if not math.isnan(value)]
             if known:
                 means[name] = sum(known) / len(known)
@@ -101,11 +98,11 @@ class TrainerLog:
         first = [name for names in by_probe if not {*names} & {*CORE} for name in names[:1]]
         return [name for name in numbers if name in CORE or name in first][:NUM_CORE]
 
-    def on_send(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def on_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Send the log to a dashboard, with the probes' numbers in sections of their own instead of the trainer's."""
         with ExitStack() as undo:
             wrap(integration_utils, REWRITE_LOGS, self._rename_logs, undo)
-            original(*args, **kwargs)
+            return original(*args, **kwargs)
 
     def _rename_logs(self, original: Callable[[dict], dict], logs: dict[str, Any]) -> dict[str, Any]:
         """Rename logs as transformers does, except the probes' numbers: what stands before a slash is the section."""
@@ -117,11 +114,11 @@ class TrainerLog:
         latest = self._writer.latest
         return name in latest or name.removesuffix("_se") in latest or name.startswith("probe_cost/")
 
-    def on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_print(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         """Print the trainer's log with only the core numbers of the probes."""
         core = self._core_names({name: 0.0 for name in logs if self._is_from_probe(name)})
         short = {name: value for name, value in logs.items() if name in core or not self._is_from_probe(name)}
-        original(*args, logs=short, **kwargs)
+        return original(*args, logs=short, **kwargs)
 
 
 def is_dashboard(callback: TrainerCallback) -> bool:

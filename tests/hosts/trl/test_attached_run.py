@@ -235,11 +235,20 @@ def test_a_users_signal_handler_runs_after_the_report_and_is_restored_after_the_
 
 
 def test_without_a_with_block_the_attachment_ends_with_the_training(make_trainer, tmp_path: Path) -> None:
+    """A wrapper that the user has set since then stays."""
     trainer = make_trainer(**PLAIN)
     attached = attach(trainer, tmp_path / "run", "ess")
+    ours, losses = trainer.compute_loss, []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        losses.append(ours(*args, **kwargs))
+        return losses[-1]
+
+    trainer.compute_loss = theirs
     trainer.train()
+    assert len(losses) == 4
     assert files_in(attached.folder) == FILES
-    assert METHODS.keys().isdisjoint(vars(trainer))
+    assert {name: vars(trainer)[name] for name in METHODS.keys() & vars(trainer)} == {"compute_loss": theirs}
     attach(trainer)
     with pytest.raises(ValueError, match=r"\bremove\(\)"):
         attach(trainer)
@@ -251,14 +260,33 @@ def test_an_error_before_training_leaves_no_folder(make_trainer, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+# Ways to log trainings of four steps.
+LOGGED: dict[str, dict[str, Any]] = {
+    "the first step and the last": {"logging_first_step": True, "logging_steps": 4},
+    "rollouts of two steps": {"steps_per_generation": 4, "logging_steps": 2},
+    "epochs": {"logging_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1},
+}
+
+
 def test_a_second_training_uses_the_next_free_folder_name_and_says_so(make_trainer, tmp_path: Path, caplog) -> None:
+    """However they log, each has one line for each step, with TRL's metrics."""
     first = tmp_path / "run"
-    for expected in (first, tmp_path / "run-2", tmp_path / "run-3"):
-        trainer = make_trainer(**PLAIN, max_steps=1)
+    four_prompts = make_trainer(**PLAIN).train_dataset.select(range(4))
+    for number, (logged, settings) in enumerate(LOGGED.items(), start=1):
+        trainer = make_trainer(**{**PLAIN, "max_steps": 4, "train_dataset": four_prompts, **settings})
         with attach(trainer, first, "ess") as attached:
             trainer.train()
+        expected = first if number == 1 else tmp_path / f"run-{number}"
         assert attached.folder == expected
         assert files_in(expected) == FILES
+        rows = read_metrics(expected / "logs")
+        assert [row["step"] for row in rows] == [1, 2, 3, 4], logged
+        for row in rows:
+            assert {"reward", "entropy", "completions/mean_length", "num_tokens", "ess/importance"} <= row.keys(), (
+                logged
+            )
+        at_log = [row["step"] for row in trainer.state.log_history if "loss" in row]
+        assert [row["step"] for row in rows if "loss" in row] == at_log, logged
     assert f"{first} holds another training, so this one is written to {tmp_path / 'run-3'}" in caplog.messages
 
 
@@ -303,7 +331,7 @@ def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
         trainer.train()
     trainer.remove_callback(interrupting)
     trainer.train()
-    attached._log.add(3, {"late": 1.0}, will_log=True)
+    attached._log.add(3, {"late": 1.0})
     metrics = attached.folder / "logs" / "metrics.jsonl"
     metrics.unlink()
     metrics.mkdir()
