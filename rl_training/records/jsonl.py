@@ -60,7 +60,13 @@ class Records:
         folder: The `logs` folder; created if it is missing.
         rollouts_every: Write the sequences of every n-th step too, beginning with the first; 0 for none.
         fix: What errors tell the user to do if a file cannot be written.
+
+    Attributes:
+        on_write_error: Called with the file and the error if lines cannot be written. They are then left out. None
+            raises UserError instead.
     """
+
+    on_write_error: Callable[[Path, OSError], None] | None = None
 
     def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = RESUME_FIX) -> None:
         self.folder = Path(folder)
@@ -143,7 +149,9 @@ class Records:
         try:
             append_whole(path, _packed(path, "".join(lines)))
         except OSError as error:  # a full disk
-            raise cannot_write(path, error, self.fix) from error
+            if self.on_write_error is None:
+                raise cannot_write(path, error, self.fix) from error
+            self.on_write_error(path, error)
 
 
 def _of_step(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

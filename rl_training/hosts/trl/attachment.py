@@ -162,6 +162,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             with self._guard.watching(refuses=True):
                 if self._writer.records is not None:
                     self._writer.records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
+            if self._writer.records is not None:
+                self._writer.records.on_write_error = self._guard.leave_out
         self._log.begin()
 
     def _refuse_restart(self, state: Any) -> None:
@@ -217,6 +219,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         try:
             self._log.flush()
         finally:
+            if self._writer.records is not None:
+                self._writer.records.on_write_error = None
             how = self._failed or announcements.how_it_ended(self._trainer, error)
             if line := self._destination.end(self._guard.outcome(how)):
                 self._show_closing_line(line, error)

@@ -1,4 +1,7 @@
-"""Limits the damage of an error in a probe: it ends the measuring, and training continues as if never measured."""
+"""Limits the damage of an error in a probe: it ends the measuring, and training continues as if never measured.
+
+A line of the records that cannot be written, as on a full disk, ends neither: the next one is tried.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from transformers.utils import logging
@@ -43,14 +47,29 @@ class Guard:
         self._raises = training_needs_measurements or is_strict
         self.step = 0  # current step of the training
         self.reason = ""  # why measuring ended before training did; "" while it has not
+        self._has_warned_again = False  # whether a further error, after that one, was told
+        self._unwritten: set[int] = set()  # the steps at which lines of the records could not be written
 
     def begin(self) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self.step, self.reason = 0, ""
+        self.step, self.reason, self._has_warned_again = 0, "", False
+        self._unwritten.clear()
 
     def outcome(self, how: str) -> str:
-        """Return how training ended, in words, with why measuring ended before it."""
-        return f"{how}; {self.reason}" if self.reason else how
+        """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
+        steps = sorted(self._unwritten)
+        which = f"{len(steps)} steps, of which the first is" if len(steps) > 1 else "step"
+        lacking = f"the records lack lines of {which} {steps[0]}" if steps else ""
+        return "; ".join(filter(None, (how, self.reason, lacking)))
+
+    def leave_out(self, path: Path, error: OSError) -> None:
+        """Go on without lines of the records that cannot be written, and say so once."""
+        if not self._unwritten:
+            logger.warning(
+                f"step {self.step}: {path} cannot be written ({error.strerror}): the records lack lines until it can; "
+                "measuring and training go on"
+            )
+        self._unwritten.add(self.step)
 
     def attempt(self, measure: Callable[[], Result], otherwise: Result = None) -> Result:  # type: ignore[assignment]
         """Run measuring code unless measuring has ended, and return its result. An error in it ends the measuring.
@@ -82,11 +101,15 @@ class Guard:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        if self.reason:  # a second error: writing that measuring has ended fails too
-            self._writer.records = None
-            return
         source = " ".join(filter(None, (_failing_probe(error), type(error).__name__)))
         message = " ".join(str(error).split())
+        if self.reason:
+            if not self._has_warned_again:
+                logger.warning(
+                    mask_line(f"step {self.step}: another error after measuring ended ({source}: {message})")
+                )
+            self._has_warned_again = True
+            return
         when = f"at step {self.step}" if self.step else "before its first step"
         self.reason = mask_line(
             f"measuring ended {when} by an error ({source}: {message}), and training went on without it"

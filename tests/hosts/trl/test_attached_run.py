@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, UserError, attach
+from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.members import METHODS
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
@@ -335,8 +335,8 @@ def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
     metrics = attached.folder / "logs" / "metrics.jsonl"
     metrics.unlink()
     metrics.mkdir()
-    with pytest.raises(UserError, match=str(metrics)):
-        attached.__exit__(None, None, None)
+    attached.__exit__(None, None, None)
+    assert "; the records lack lines of step 2; " in caplog.messages[-1]
     assert signal.getsignal(signal.SIGTERM) is before
     with locked(attached.folder, "it is locked"):
         pass

@@ -201,25 +201,43 @@ def test_with_several_processes_a_probes_error_is_raised_with_the_reason(tmp_pat
 
 
 class Full(TrainerCallback):
-    """Puts a folder in the place of a records file, like a disk that can no longer be written to."""
+    """Puts folders in the place of the records' files during step 2, like a disk that is full for a while."""
 
     def __init__(self, logs: Path) -> None:
-        self.logs = logs
+        self.files = [logs / "probes.jsonl", logs / "metrics.jsonl"]
 
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            (self.logs / "probes.jsonl").rename(self.logs / "kept.jsonl")
-            (self.logs / "probes.jsonl").mkdir()
+        for file in self.files if state.global_step == 1 else ():
+            file.rename(file.with_suffix(".kept"))
+            file.mkdir()
+
+    def on_log(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        for file in self.files if state.global_step == 2 else ():
+            file.rmdir()
+            file.with_suffix(".kept").rename(file)
 
 
-def test_records_that_can_no_longer_be_written_do_not_stop_training(make_trainer, tmp_path: Path, caplog) -> None:
-    trainer = make_trainer(**PLAIN)
-    with attach(trainer, tmp_path / "run", "ess", strict=False):
-        trainer.add_callback(Full(tmp_path / "run" / "logs"))
+def test_records_that_cannot_be_written_for_a_while_lack_these_lines_and_end_neither_measuring_nor_training(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
+    trainer, logs = make_trainer(**PLAIN), tmp_path / "run" / "logs"
+    with attach(trainer, tmp_path / "run", ["ess", "gns"], strict=True) as attached:
+        trainer.add_callback(Full(logs))
         trainer.train()
     assert trainer.state.global_step == 3
-    assert [line.startswith("measuring ended") for line in caplog.messages].count(True) == 1
-    assert "measuring ended at step 2 by an error (UserError: " in caplog.messages[-1]
+    assert [row["step"] for row in read_metrics(logs)] == [1, 3]
+    estimates = read_estimates(logs)
+    assert {(row["step"], row["probe"]) for row in estimates if row["probe"] != "engine"} == {
+        (step, probe) for step in (1, 3) for probe in ("ess", "gns")
+    }
+    assert [row["value"] for row in estimates if row["name"] == "ess/importance"][-1] == (
+        attached.latest["ess/importance"].value
+    )
+    told = [line for line in caplog.messages if "cannot be written" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"step 2: {logs / 'probes.jsonl'} cannot be written (Is a directory)")
+    assert caplog.messages[-1].startswith("training has finished after 3 steps; the records lack lines of step 2; the")
+    assert not (logs / FAILURE_FILE).exists()
 
 
 def test_the_report_of_a_run_with_too_few_prompts_names_the_fix_below_the_verdict(make_trainer, tmp_path: Path) -> None:
