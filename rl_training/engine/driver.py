@@ -54,7 +54,7 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    _loop: Loop  # set when training starts
+    _loop: Loop  # set by `start`
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
@@ -72,6 +72,15 @@ class StepDriver:
     def is_bounded(self) -> bool:
         """Whether the learning rate of every step is set from its KL divergence."""
         return self._bound is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it has probes or sets learning rates.
+
+        If not, a host may leave out `start`, which reads the loop's shards and optimizer. The calls of a step then only
+        keep its sequences.
+        """
+        return bool(self.probes) or self.is_bounded
 
     # --- what hosts may know of the current step ----------------------------------------------------------------------
 

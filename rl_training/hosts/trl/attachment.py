@@ -156,7 +156,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             with self._guard.watching(refuses=True):
                 settings = settings_of_trainer(self._trainer, self._options.recorded)
                 self._destination.write_config(settings, self.probes)
-                if self.probes or self.driver.is_bounded:
+                if self.driver.is_needed:  # records alone suit trainers whose shards probes cannot read
                     opening = announcements.opening_line(self.probes, self._destination.output)
                     self._steps.begin(opening, resumed.states)
             with self._guard.watching(refuses=True):

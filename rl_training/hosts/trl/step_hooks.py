@@ -200,8 +200,7 @@ class StepHooks:
         return output
 
     def _begin_rollout(self, output: dict) -> None:
-        is_measured = bool(self._driver.probes or self._driver.is_bounded or self._loss.interventions)
-        self._rollouts.begin(output, is_measured=is_measured)
+        self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
         self._loss.begin(self._rollouts.read(output))
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
