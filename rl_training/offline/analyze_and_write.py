@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_training.offline.analysis import Analysis, analyze
 from rl_training.offline.kernel.at_checkpoint import add_kernel
+from rl_training.offline.kernel.checks import refuse_other_loss
 from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_log, write_result
@@ -26,16 +27,24 @@ def analyze_and_write(
 ) -> Analysis:
     """Analyze a restored trainer and write log and results. Collective.
 
-    The results are written last, so their file implies a complete analysis.
+    The results are written last, so their file implies a complete analysis. With a kernel they are also written before
+    it, without its numbers, so that a kernel that fails does not lose them.
 
     Args:
         path: File of the results. The kernel goes to its folder, the log to the folder of all analyses.
         values: The settings to record, without secrets.
         start: When restoring began, from time.perf_counter.
+
+    Raises:
+        UserError: The settings ask for a kernel, which the trainer's loss or model does not have.
     """
+    if settings.kernel.enabled:
+        refuse_other_loss(restored.trainer)  # before anything is sampled
     seconds = {"load": time.perf_counter() - start}
     analysis = analyze(restored, settings)
     if settings.kernel.enabled:
+        if restored.rank == 0:
+            write_result(path, restored, analysis, values)
         with explain_out_of_memory("kernel"):
             analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
     with explain_out_of_memory("sweep"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,14 @@ from rl_training.job.evaluation.request import read_request
 from rl_training.job.run.analysis import result_files
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
-from rl_training.offline.settings import EvaluationSettings, MemorySettings, Settings, UpdateSettings
+from rl_training.offline.settings import (
+    EvaluationSettings,
+    KernelSettings,
+    MemorySettings,
+    Settings,
+    TruthSettings,
+    UpdateSettings,
+)
 from rl_training.offline.update import make_update
 from rl_training.records.analyses import analysis_results
 
@@ -78,6 +86,26 @@ def test_analyze_writes_results_and_pages_for_a_checkpoint_of_an_attached_run(
     assert table.query("kind == 'whole'")["deltaH1"].tolist() == [analysis["deltaH1"]]
     assert list((tmp_path / "run" / "offline").rglob("*.html"))
     assert page.read_text() != before  # it now has a section on them
+
+    # A kernel is refused before anything is sampled where the loss has none, and one that fails leaves the rest.
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+
+    def with_kernel(name: str, options: dict[str, Any], **changes: Any) -> None:
+        kernel = KernelSettings(enabled=True, **options)
+        settings = dataclasses.replace(SMALL, kernel=kernel, truth=TruthSettings(enabled=False))
+        analyze(make_trainer(**PLAIN, **changes), checkpoint, tmp_path / "run", settings=settings, name=name)
+
+    for changes, fix in (
+        ({}, "loss_type='dr_grpo'"),
+        ({"loss_type": "dr_grpo", "top_entropy_quantile": 0.5}, r"top_entropy_quantile=1\.0"),
+    ):
+        with pytest.raises(ValueError, match=rf"the kernel is of Dr-GRPO's loss.*make the trainer with {fix}, or"):
+            with_kernel("refused", {}, **changes)
+    assert not (tmp_path / "run" / "offline" / "refused").exists()
+    with pytest.raises(ValueError, match="memory_gb"):
+        with_kernel("failed", {"memory_gb": 1e-9}, loss_type="dr_grpo")
+    (written,) = (tmp_path / "run" / "offline" / "failed").rglob("result.json")
+    assert json.loads(written.read_text())["results"]["deltaH1_se"] > 0.0
 
 
 def test_a_loss_whose_step_cannot_be_analyzed_is_refused_with_what_to_set(

@@ -1,6 +1,6 @@
-"""Checks of every kernel: its rows against ordinary backwards, and the sum over all pairs against x̄·δθ.
+"""Checks of every kernel: its loss, its rows against ordinary backwards, and the sum over all pairs against x̄·δθ.
 
-calculate.py runs them. A kernel that fails one is not written.
+The loss is checked before the analysis. calculate.py runs the other checks. A kernel that fails one is not written.
 """
 
 from __future__ import annotations
@@ -12,9 +12,24 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
+from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 
 MAX_ERROR = 1e-4  # relative, fp32: Σ A_j W_j against the batch gradient, and a row against its sequence's own backward
+# Settings with which the gradient of U is not Dr-GRPO's sum of rows; the others change advantages, or need a ratio ≠ 1.
+NOT_A_SUM_OF_ROWS = {"loss_type", "entropy_coef", "top_entropy_quantile"}
+
+
+def refuse_other_loss(trainer: GRPOTrainer) -> None:
+    """Raise a UserError if the gradient of this trainer's loss is not −(1/N_U) Σ_j (A_j/L) W_j."""
+    differs = sorted(NOT_A_SUM_OF_ROWS & loss_settings(trainer).differs)
+    if differs:
+        neutral = ", ".join(f"{name}={DR_GRPO[name]!r}" for name in differs)
+        raise UserError(
+            f"the kernel is of Dr-GRPO's loss, and this one differs in {', '.join(differs)}: make the trainer with "
+            f"{neutral}, or analyze with kernel.enabled=false"
+        )
 
 
 def check_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
