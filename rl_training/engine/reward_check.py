@@ -7,7 +7,8 @@ within groups. By chance this has at most the probability
     q^(M − 1)        M groups with different rewards, q the largest share of one value among their rewards,
 
 because, given the others, a group's last reward must have one certain value. Discrete rewards and few groups make it
-likely at a single step, so the probabilities of consecutive such steps are multiplied.
+likely at a single step, so the probabilities of consecutive such steps are multiplied. Groups that were chosen by their
+rewards (`Rollout.untested`) say nothing: of two responses with rewards 0 and 1, all groups that differ have one mean.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class RewardCheck:
         if rollout.rewards is None:
             return None
         by_rank = ranks.gather(_local_summary(rollout)).cpu()
+        if by_rank[:, 5].any():
+            return self.reason
         num_groups, share = float(by_rank[:, 0].sum()), float(by_rank[:, 1].max())
         low, high, largest = float(by_rank[:, 2].min()), float(by_rank[:, 3].max()), float(by_rank[:, 4].max())
         if num_groups:
@@ -65,7 +68,7 @@ class RewardCheck:
 
 
 def _local_summary(rollout: Rollout) -> Tensor:
-    """Return this rank's M, q, smallest and largest mean of a group, and largest |reward|, (5,) fp64."""
+    """Return this rank's M, q, smallest and largest mean of a group, largest |reward|, and 1 if untested, (6,) fp64."""
     assert rollout.rewards is not None
     rewards = rollout.rewards.double()
     centred, sizes = centre_by_prompt(rewards, rollout.prompt_index)
@@ -80,4 +83,5 @@ def _local_summary(rollout: Rollout) -> Tensor:
     share = counts.amax() / len(values) if len(values) else rewards.new_zeros(())
     means = (rewards - centred)[is_known]
     ends = (means.amin(), means.amax()) if len(means) else (rewards.new_tensor(math.inf), rewards.new_tensor(-math.inf))
-    return torch.stack([rewards.new_tensor(len(differing_groups)), share.double(), *ends, largest])
+    numbers = [rewards.new_tensor(number) for number in (len(differing_groups), rollout.untested)]
+    return torch.stack([numbers[0], share.double(), *ends, largest, numbers[1]])

@@ -15,7 +15,7 @@ from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Vector
 from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate, effective_samples
-from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason
+from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 
 # What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
@@ -83,13 +83,14 @@ class Quantity:
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
             error = math.nan if missing or is_biased else stderr
+            no_error = no_stderr or (NONE_WITHOUT if math.isnan(error) else "")
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
             num_samples = num_folds if math.isnan(error) else effective_samples(num_folds, float(self.batches[unit]))
             detail: dict[str, str | float] = {}
             if not math.isnan(error) and self.stderr_of_batch is not None:
                 detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
             estimates.append(
-                Estimate(value, error, num_samples, missing or no_stderr or self.remark, self.about_step, detail)
+                Estimate(value, error, num_samples, missing or no_error or self.remark, self.about_step, detail)
             )
         return estimates
 

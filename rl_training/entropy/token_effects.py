@@ -63,7 +63,9 @@ def iter_token_products(batch: Batch, prediction: EntropyPrediction, passes: Pas
 def _slopes(
     batch: Batch, passes: Passes, rows: Tensor, direction: Vector, norm: float, length: float
 ) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return the derivatives of the scores of some rows along `direction`, and the length of the shift. Collective.
+    """Return the derivatives of the scores of some rows along `direction`, and a length for the next shift. Collective.
+
+    They are nan if no shift moves the log-probabilities by about TARGET.
 
     Args:
         norm: The norm of `direction`.
@@ -76,9 +78,10 @@ def _slopes(
         total, count = passes.ranks.reduce(torch.stack([moved, mask.sum().double()])).tolist()
         mean = total / max(count, 1.0)
         if not 0.0 < mean < math.inf or TARGET / RANGE < mean < TARGET * RANGE:
-            break
+            return slopes(ahead, behind, length / norm), length
         length *= TARGET / mean
-    return slopes(ahead, behind, length / norm), length
+    unknown = torch.full(mask.shape, torch.nan, dtype=torch.float64, device=mask.device)
+    return (unknown, unknown), length
 
 
 def _direction(layout: Layout, updates: LeaveOneOutUpdates, rows: Rows, k: int) -> Vector:

@@ -104,8 +104,9 @@ def surrogate_weights(
         target: "sequence": ∂H_seq. "token": ∂H_tok, already divided by the batch's mean length. "length": ∂E[T].
         baseline: "prompt": the mean over the other responses to the prompt. "buffer": the mean over all other
             sequences, which must be independent given their prompts; `prompt_index` is then ignored.
-        reduce: For "buffer": sums a tensor over the ranks that hold the sequences, so that all means are over all
-            ranks. Their tables must have the same width.
+        reduce: Sums a tensor over the ranks that hold the sequences, so that the means over all sequences (of "token",
+            "buffer") are over all ranks. Their tables must have the same width. Each rank has all responses to its
+            prompts.
         ratios: Prefix ratios if another policy sampled the sequences; at least T wide.
 
     Returns:
@@ -121,12 +122,13 @@ def surrogate_weights(
     is_token = mask.bool().gather(1, order)
     mask = mask.to(entropies.dtype).gather(1, order)
     entropies = entropies.detach().gather(1, order).masked_fill(~is_token, 0.0)  # 0·inf is nan
-    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
+    over_group = reduce if baseline == "buffer" else identity
+    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), over_group)
     ones = torch.ones_like(mask)
     before, through = (ones, ones) if ratios is None else (part[:, : mask.shape[1]] for part in ratios)
     costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
     to_go = sums_after(costs) * mask
-    weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, reduce)) * mask
+    weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, over_group)) * mask
     weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w).to(dtype) for w in (weights, entropy_weights))
     return weights, entropy_weights
 

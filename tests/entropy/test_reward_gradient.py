@@ -158,10 +158,10 @@ def test_no_step_changes_the_mean_of_rewards_relative_to_their_group(make_traine
         assert math.isfinite(attached.latest["measured/delta_h"].value)
 
 
-def rewarded(groups: list[list[float]]) -> Any:
+def rewarded(groups: list[list[float]], untested: bool = False) -> Any:
     rewards = torch.tensor([reward for group in groups for reward in group])
     index = torch.arange(len(groups)).repeat_interleave(len(groups[0]))
-    return SimpleNamespace(rewards=rewards, prompt_index=index)
+    return SimpleNamespace(rewards=rewards, prompt_index=index, untested=untested)
 
 
 def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> None:
@@ -172,6 +172,16 @@ def test_equal_means_of_few_discrete_rewards_are_chance_until_they_repeat() -> N
     assert check.check(alike, ALONE) is None
     flat = rewarded([[1.0, 1.0]] * 10)
     assert all(RewardCheck().check(flat, ALONE) is None for _ in range(5))  # no reward differs within its group
+
+
+def test_groups_chosen_by_their_rewards_are_no_evidence_on_any_process() -> None:
+    groups = [[0.0, 1.0]] * 24  # those with equal rewards were left out, so all means are 1/2
+
+    def reason(rank: int, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+        return RewardCheck().check(rewarded(groups, untested=rank == 1), Ranks(2, reduce, rank))
+
+    assert on_two_ranks(reason) == [None, None]
+    assert RewardCheck().check(rewarded(groups), ALONE) is RELATIVE_REWARDS
 
 
 @pytest.mark.parametrize("again", ["reused", "copied_groups"])

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import reference
 import torch
+from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training.entropy.weights import PrefixRatios, surrogate_weights
@@ -173,6 +175,18 @@ def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(target: str,
         weights = surrogate_weights(entropies, mask.to(dtype), prompts, target)
         for got, expected in zip(weights, twin_weights(entropies, mask, prompts, target), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@every_target
+def test_weights_of_prompts_on_two_processes_equal_those_of_all_prompts_on_one(target: str) -> None:
+    (ours, mask, prompts), (theirs, other_mask, _) = random_batch(seed=1), random_batch(seed=2)
+    masks, index = (mask, other_mask), torch.cat([prompts, prompts + int(prompts.max()) + 1])
+    whole = surrogate_weights(torch.cat([ours, theirs]), torch.cat(masks), index, target)
+
+    def weights(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack(surrogate_weights((ours, theirs)[rank], masks[rank], prompts, target, reduce=reduce))
+
+    torch.testing.assert_close(torch.cat(on_two_ranks(weights), dim=1), torch.stack(whole), rtol=0, atol=1e-12)
 
 
 @every_target

@@ -21,6 +21,7 @@ from trainers import graded, trainer_maker
 
 from rl_training import Estimate, Reading, measured_loop
 from rl_training.engine.context import StepContext
+from rl_training.entropy import token_effects
 from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.models.load import load_tiny
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
@@ -196,6 +197,16 @@ def test_a_non_finite_gradient_is_reported_and_not_averaged(make_trainer: Callab
     estimates = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
     assert [estimate.code for estimate in estimates.values()] == ["not_finite_gradient"]
     assert probe.state["position/first_quarter"].num_steps == 0
+
+
+def test_a_step_whose_shifts_never_fit_is_in_no_sum_of_single_tokens(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_effects, "RANGE", 1.0)  # so no shift is near enough to TARGET
+    probe = Answers()
+    make_trainer(probes=[probe], **SETTINGS).train()
+    assert [probe.state[f"top_tokens_{half}"].num_steps for half in (0, 1)] == [0, 0]
+    assert probe.state["position/first_quarter"].num_steps == 1
 
 
 def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:

@@ -25,6 +25,11 @@ def quantity(value: Tensor, stderr: Tensor, batches: Tensor) -> Quantity:
     return Quantity("", value, stderr, 1, batches=batches)
 
 
+def test_an_error_bar_that_is_no_number_without_a_fold_has_a_reason() -> None:
+    unknown = quantity(torch.ones(2), torch.full((2,), torch.nan), torch.ones(2))
+    assert [estimate.code for estimate in unknown.estimates(num_folds=8)] == ["none_without_a_unit"] * 2
+
+
 class PlainBatch:
     """A batch in plain floats per entry: level, forward, backward, their variances, the forward-backward covariance."""
 
