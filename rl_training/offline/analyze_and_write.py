@@ -16,7 +16,7 @@ from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import has_records
+from rl_training.records.jsonl import has_steps
 from rl_training.records.report import write_report
 from rl_training.records.report.sections.checkpoint_analyses import describe_analyses, write_analyses_page
 from rl_training.records.table.series import read_run
@@ -63,9 +63,9 @@ def write_pages(folder: Path, run: Path | None) -> None:
 
     Args:
         folder: Folder of all analyses of one name.
-        run: Run folder; None for checkpoints outside a run. Without metrics it has no report.
+        run: Run folder; None for checkpoints outside a run. Without a logged step it has no report.
     """
-    logged = run if run is not None and has_records(run) else None
+    logged = run if run is not None and has_steps(run) else None
     section = describe_analyses(folder, read_run(logged) if logged else None)
     print(f" {write_analyses_page(folder, section)}")
     if logged:

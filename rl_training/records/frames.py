@@ -5,6 +5,7 @@ For several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs"
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pandas as pd
@@ -12,10 +13,12 @@ import pandas as pd
 from rl_training.errors import UserError
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
-from rl_training.records.files.printable import escape_surrogates
+from rl_training.records.files.printable import escape_surrogates, printable
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, has_records, logs_of
+from rl_training.records.jsonl import METRICS_FILE, has_records, has_steps, logs_of
 from rl_training.statistics.estimate import half_widths
+
+logger = logging.getLogger(__name__)
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -88,7 +91,8 @@ def evaluations(run: str | Path) -> pd.DataFrame:
 def find_runs(folder: str | Path) -> list[Path]:
     """Return the run folders in `folder`, at any depth and sorted by path, or `folder` alone if it is a run itself.
 
-    A run is a folder with logs/metrics.jsonl.
+    A run is a folder with logs/metrics.jsonl. Runs below `folder` that have not logged a step are left out, with a
+    warning.
 
     Raises:
         UserError: If there is none.
@@ -96,10 +100,15 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if has_records(folder):
         return [folder]
-    runs = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
+    begun = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
+    runs = [run for run in begun if not has_records(run) or has_steps(run)]
+    for run in begun:
+        if run not in runs:
+            logger.warning(printable(f"{run} is left out: it has not logged a step yet"))
     if not runs:
+        lacks = "holds no complete line" if begun else "is missing"
         raise UserError(
-            f"{folder / LOGS_FOLDER / METRICS_FILE} is missing, here and in all folders below: give the folder of "
+            f"{folder / LOGS_FOLDER / METRICS_FILE} {lacks}, here and in all folders below: give the folder of "
             "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"
         )
     return runs

@@ -221,6 +221,11 @@ def has_records(run: Path) -> bool:
     return (run / LOGS_FOLDER / METRICS_FILE).is_file()
 
 
+def has_steps(run: Path) -> bool:
+    """Return whether a folder holds the records of a run with a step: a complete line, which may be damaged."""
+    return has_records(run) and next(whole_lines(run / LOGS_FOLDER / METRICS_FILE), None) is not None
+
+
 def logs_of(run: str | Path) -> Path:
     """Return the `logs` folder of a run. Raises UserError if metrics.jsonl is missing or has no complete line."""
     path = Path(run) / LOGS_FOLDER / METRICS_FILE

@@ -11,8 +11,9 @@ import pytest
 
 from rl_training.errors import UserError
 from rl_training.records import evaluations, find_runs, metrics, probes
+from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import write_step
-from rl_training.records.jsonl import Records
+from rl_training.records.jsonl import Records, has_records, has_steps
 from rl_training.records.table.series import LOGGED, read_run
 from rl_training.statistics.estimate import Estimate
 
@@ -85,6 +86,23 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     for reader in (metrics, probes, evaluations, find_runs):
         with pytest.raises(UserError, match=r"nowhere.logs.metrics\.jsonl"):
             reader(tmp_path / "nowhere")
+
+
+def test_a_run_without_a_step_is_left_out_of_a_folder_of_runs_with_a_warning(tmp_path: Path, caplog) -> None:
+    runs = [record_run(tmp_path / name) for name in ("a", "b")]
+    for name in ("resumed", "resumed_alone/c"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "metrics.jsonl").write_text("")
+    assert [has_records(tmp_path / "resumed"), has_steps(tmp_path / "resumed"), has_steps(runs[0])] == [
+        True,
+        False,
+        True,
+    ]
+    assert find_runs(tmp_path) == runs
+    assert f"{tmp_path / 'resumed'} is left out: it has not logged a step yet" in caplog.text
+    assert write_comparison([tmp_path], tmp_path / "page.html")[0].is_file()
+    with pytest.raises(UserError, match="holds no complete line, here and in all folders below"):
+        find_runs(tmp_path / "resumed_alone")
 
 
 def test_find_runs_finds_all_runs_in_a_folder_or_the_run_itself(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rl_training.job.configuration.stored import unmarked
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.records.evaluated import BUILT_IN_METRICS, TABLE_FILE, estimates_in, largest_pass_at, read_table
 from rl_training.records.files.printable import printable
-from rl_training.records.jsonl import has_records
+from rl_training.records.jsonl import has_steps
 from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report import write_report
 from rl_training.statistics.estimate import Estimate
@@ -51,7 +51,7 @@ class RunAnnouncements:
         """Close the dashboards, and rewrite the run's report if numbers were added."""
         for dashboard in self._loggers or []:
             dashboard.finish(pictures=[])
-        if self._loggers is not None and self.run is not None and has_records(self.run):
+        if self._loggers is not None and self.run is not None and has_steps(self.run):
             print(f"Report: {write_report(self.run)}")
 
 

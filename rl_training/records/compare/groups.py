@@ -17,7 +17,7 @@ from rl_training.errors import UserError
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.frames import find_runs
-from rl_training.records.jsonl import METRICS_FILE, has_records
+from rl_training.records.jsonl import METRICS_FILE, has_steps
 from rl_training.records.table.config_file import settings_of_run
 from rl_training.records.table.series import Run, read_run
 from rl_training.records.training_settings import affects_training
@@ -176,7 +176,7 @@ def trunks_of(groups: Sequence[Group]) -> list[Run]:
     trunks: dict[tuple[Path, int], Run] = {}
     for ancestors in (_ancestors(member) for group in groups for member in group.members):
         for folder, step in ancestors.items():
-            if folder in compared or not has_records(folder):
+            if folder in compared or not has_steps(folder):
                 break
             if (folder, step) not in trunks:
                 trunks[folder, step] = read_run(folder).until(step)

@@ -7,6 +7,7 @@ templates/charts.yaml has the texts. drawing.py makes charts.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,10 +123,38 @@ class Series:
                 columns[place] = rows
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
+    def _drawn(self) -> Sequence[int]:
+        """Return the positions of the points that are drawn, at most MAX_POINTS of them.
+
+        Of a line, each stretch keeps its lowest and its highest point, so that no spike is lost.
+        """
+        number = len(self.x)
+        if number <= MAX_POINTS:
+            return range(number)
+        if not self.line:
+            return range(0, number, math.ceil(number / MAX_POINTS))
+        y, drawn = np.asarray(self.y, dtype=float), {0, number - 1}
+        for start, end in itertools.pairwise(np.linspace(0, number, MAX_POINTS // 2, dtype=int).tolist()):
+            finite = start + np.flatnonzero(np.isfinite(y[start:end]))
+            extremes = {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])} if len(finite) else {start}
+            drawn |= extremes
+        return sorted(drawn)
+
+    @property
+    def left_out(self) -> str:
+        """Which points are not drawn, in words; "" if all are."""
+        if len(self.x) <= MAX_POINTS:
+            return ""
+        shown = "the lowest and the highest of each stretch are drawn" if self.line else "only some are drawn"
+        return f"single points: where there are over {MAX_POINTS}, {shown}"
+
     def to_record(self, series_number: int) -> dict[str, Any]:
-        """Return the style of the series, and its points by column, thinned to MAX_POINTS."""
-        every = max(1, math.ceil(len(self.x) / MAX_POINTS))
-        columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in SERIES_COLUMNS}
+        """Return the style of the series, and by column the points that are drawn."""
+        drawn = self._drawn()
+        columns = {}
+        for name in SERIES_COLUMNS:
+            values = list(getattr(self, name))
+            columns[name] = [_rounded(values[place]) for place in drawn] if values else []
         styles = {name: getattr(self, name) for name in SERIES_STYLES}
         return {"part": series_number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}
 

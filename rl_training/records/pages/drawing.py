@@ -67,7 +67,8 @@ def draw(
         "over_steps": over_steps,
         "is_named": set(names) == {*labels},  # the labels of the y-axis are the series' names
     }
-    return Chart(name, title, caption, list(missing), series, facts)
+    left_out = dict.fromkeys(curve.left_out for curve in series if curve.left_out)
+    return Chart(name, title, caption, [*missing, *left_out], series, facts)
 
 
 def axis(

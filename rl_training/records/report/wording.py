@@ -72,6 +72,8 @@ class Advice:
 class Wording:
     """The text of settings for a loop of one's own. Each kind of trainer has a subclass, which says it its own way."""
 
+    responses_name = "responses_per_prompt"  # as a loop records them
+
     def __init__(self, set_up: SetUp) -> None:
         self.set_up = set_up
 
@@ -131,7 +133,8 @@ class Wording:
 
     def more_unequal_rewards(self) -> Advice:
         """Return what makes more prompts have responses with unequal rewards."""
-        return self.fields(num_generations=int(2 * self.set_up.number("num_generations", 8)))
+        responses = self.set_up.responses
+        return self.fields(**{self.responses_name: int(2 * responses) if math.isfinite(responses) else OPEN})
 
     def reward_weights(self) -> Advice:
         """Return what weighs several reward functions."""
@@ -164,6 +167,8 @@ class Wording:
 
 class TrlWording(Wording):
     """For a TRL trainer with attached probes: arguments of GRPOConfig and `attach`."""
+
+    responses_name = "num_generations"
 
     def fields(self, **fields: Any) -> Advice:
         texts = [f"{name}={_in_python(value)}" for name, value in fields.items()]
@@ -249,6 +254,8 @@ class JobWording(Wording):
 class VerlWording(Wording):
     """For verl: overrides of its configuration, which has no bounded step and no interventions."""
 
+    responses_name = "num_generations"
+
     @property
     def rate_name(self) -> str:
         return VERL_NAMES["learning_rate"]
@@ -261,6 +268,9 @@ class VerlWording(Wording):
     def bounded_step(self, times: float = SMALLER) -> Advice:
         rate = self.set_up.rate
         return self.fields(learning_rate=times * rate if math.isfinite(rate) else OPEN)
+
+    def smaller_steps(self) -> Advice:
+        return self.bounded_step()  # it is a lower rate already
 
     def _instead_of(self, name: str, strength: str) -> Advice | None:
         field, value = TRL_FIELDS.get(name, ("", None))

@@ -413,6 +413,17 @@ def test_the_change_of_many_steps_is_not_taken_for_that_of_one(tmp_path: Path) -
     assert "jump" not in jumped
 
 
+@pytest.mark.parametrize("spread", [0.4, math.nan])
+def test_jumps_and_falls_are_told_without_a_logged_spread_of_rewards(tmp_path: Path, spread: float) -> None:
+    jumped = noisy(lambda step: 0.2 if step < 20 else 0.9, 0.01)
+    assert "jump" in lines(tmp_path / "jump", reward=jumped, reward_std=spread, estimates=SMALL_KL)
+    fallen = noisy(lambda step: 0.8 if step < 20 else 0.1, 0.01)
+    lost = lines(tmp_path / "fall", reward=fallen, reward_std=spread, entropy=lambda step: 0.5 if step < 20 else 2.0)
+    assert "large_step" in lost
+    steady = lines(tmp_path / "steady", reward=noisy(lambda step: 0.5, 0.01), reward_std=spread, estimates=SMALL_KL)
+    assert not {"jump", "large_step"} & {*steady}
+
+
 def test_the_share_that_decay_takes_does_not_depend_on_how_often_the_rate_is_logged(tmp_path: Path) -> None:
     """As under `attach`, where each step has a line and TRL logs at every tenth: 1 − exp(−.1 · 400 · .01) is 33%."""
     for every in (1, 10):

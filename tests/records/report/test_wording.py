@@ -47,6 +47,20 @@ def test_verl_is_advised_with_its_own_overrides() -> None:
     assert verl.intervention(effect("w_reinforce:0.1")).settings == ()
 
 
+def test_more_responses_are_twice_those_of_the_run_in_the_words_of_its_trainer() -> None:
+    loop, verl = ({"responses_per_prompt": 32}, {"responses_per_prompt": 4})
+    assert Wording(SetUp("loop", loop)).more_unequal_rewards().settings == ("responses_per_prompt=64",)
+    assert typed(VerlWording(SetUp("verl", verl)).more_unequal_rewards().settings) == {"actor_rollout_ref.rollout.n": 8}
+    trl = TrlWording(SetUp("trl", {"trainer": {"num_generations": 8}}))
+    assert trl.more_unequal_rewards().settings == ("GRPOConfig(num_generations=16)",)
+    assert VerlWording(SetUp("verl", {})).more_unequal_rewards().settings == ()
+
+
+def test_smaller_steps_of_verl_are_one_lower_rate() -> None:
+    verl = VerlWording(SetUp("verl", {"learning_rate": 1e-6}))
+    assert verl.smaller_steps().text == "actor_rollout_ref.actor.optim.lr=3.3e-07"
+
+
 def test_an_advised_intervention_of_a_job_keeps_those_that_it_has() -> None:
     job = JobWording(SetUp("job", {"intervention": ["bonus:0.02"]}))
     assert typed(job.positive_only().settings) == {"intervention": ["bonus:0.02", "psr"]}

@@ -95,6 +95,11 @@ class RunRecords:
     def spread(self) -> pd.Series[float]:
         return spreads(self.run)
 
+    @property
+    def largest_spread(self) -> float:
+        """The largest standard deviation of rewards in a step; 0 if none was logged."""
+        return float(self.spread.max()) if len(self.spread) else 0.0
+
     def of_responses(self, shares: pd.Series[float]) -> Estimate:
         """Return the mean of these shares, with its interval as a share of all responses in these steps.
 

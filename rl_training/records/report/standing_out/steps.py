@@ -176,7 +176,7 @@ def _one_broke_it(records: RunRecords) -> Line | None:
         after = records.reward[records.reward.index > step].head(AROUND)
         fall, noise = before.mean() - after.mean(), noise_of_a_step(records)
         if len(after) < 2 or not fall > max(
-            MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), MIN_BREAK * records.spread.max()
+            MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), MIN_BREAK * records.largest_spread
         ):
             continue
         said = (
@@ -246,7 +246,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
         return None
     best = int(good[-1])
     top = reward[reward.index <= best].tail(BEST)
-    noise = 2 * float(records.spread.max()) / math.sqrt(records.set_up.sequences)
+    noise = 2 * records.largest_spread / math.sqrt(records.set_up.sequences) or noise_of_a_step(records)
     fall = float(top.mean() - end.mean())
     before, after = levels[levels.index <= best].tail(BEST).mean(), levels[levels.index > best].head(BEST).mean()
     turned = before > 0 and abs(after / before - 1) > MIN_ENTROPY_CHANGE
