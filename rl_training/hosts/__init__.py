@@ -9,7 +9,7 @@ estimate_writer.py   writes what a step leaves, for all hosts: estimates, sequen
 step_warnings.py     warns about a step that has ended: estimates are missing, or advantages zero (equal_rewards.py)
 recorded_settings.py lists the settings
 interrupt_note.py    says below the traceback of Ctrl-C where records without a report are
-loop_claim.py        the folder of a plain loop; first_rank.py decides it for all processes
+loop_claim.py        the folder of the records of a plain loop or of verl; first_rank.py decides it for all processes
 probes.py            the probes of a loop, as its user gives them
 after_import.py      calls a function once a library is imported
 """

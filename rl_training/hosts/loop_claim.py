@@ -1,4 +1,4 @@
-"""The folder that a plain loop writes its records to: locked, and never one that holds another training."""
+"""The folder that a loop writes its records to: locked, and never one that holds another training."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ class LoopClaim:
 
     Args:
         records: The records, on rank 0. None on other ranks, or where nothing is written.
+        resumed_id: Id of the training that this one continues, from its checkpoint. "" if it is new or unknown.
     """
 
-    def __init__(self, records: Records | None) -> None:
+    def __init__(self, records: Records | None, resumed_id: str = "") -> None:
         self._claim = None if records is None else RecordsClaim(records)
         self._run_id = ""  # the same on every rank once training has begun
-        self._loaded_id = ""  # from a checkpoint
+        self._loaded_id = resumed_id
         self._is_held = False
+
+    @property
+    def run_id(self) -> str:
+        """The id of the training, the same on every rank. "" if it is not known yet."""
+        return self._run_id or self._loaded_id
 
     def take(self, number: int, device: torch.device) -> None:
         """Claim the folder unless it is held. Collective at the first step inside a `with`.
@@ -63,8 +69,8 @@ class LoopClaim:
 
     def state(self, probes: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Return the states of the probes and the id of the training as tensors. There is no id without records."""
-        run_id = self._run_id or self._loaded_id
-        claim = {STATE: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+        run_id = torch.tensor(list(self.run_id.encode()), dtype=torch.uint8)
+        claim = {STATE: {"run_id": run_id}} if self.run_id else {}
         return tensors_by_name(probes) | claim
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], initial: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class MeasuredLoop:
 
     def __init__(self, probes: Sequence[Probe], loop: Loop, records: Any, bound: KLBound | None = None) -> None:
         self._driver = StepDriver(probes, bound)
-        self._loop, self._policy = loop, loop.policy
+        self._loop, self._policy, self._bound = loop, loop.policy, bound
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
         self._warnings = StepWarnings()
@@ -108,7 +108,8 @@ class MeasuredLoop:
         progress = self._progress.after_begin(number, rollout_number)
         self._claim.take(number, next(self._policy.model.parameters()).device)
         if self._progress.last_step_number is None and self._writer.records is not None:
-            self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
+            settings = settings_of_loop(self._loop, self._bound)
+            self._writer.records.start(after_step=number - 1, settings=settings)
         self._progress = progress
         self._metrics = {}
         try:

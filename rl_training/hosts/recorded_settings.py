@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn, optim
 
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.records.made_by import LOOP, MADE_BY
 
@@ -13,8 +14,13 @@ from rl_training.records.made_by import LOOP, MADE_BY
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
-def settings_of_loop(loop: Loop) -> dict[str, Any]:
-    """Return the settings that affect a training loop and that the engine knows, by name."""
+def settings_of_loop(loop: Loop, bound: KLBound | None = None) -> dict[str, Any]:
+    """Return the settings that affect a training loop and that the engine knows, by name.
+
+    Args:
+        loop: The loop.
+        bound: What sets its learning rates. None if they are its own.
+    """
     scorer = loop.policy.scorer
     return {
         MADE_BY: LOOP,
@@ -26,6 +32,7 @@ def settings_of_loop(loop: Loop) -> dict[str, Any]:
         },
         "temperature": scorer.temperature,
         "max_grad_norm": loop.shard.max_grad_norm,
+        "target_kl_share": None if bound is None else bound.share_of_entropy,
         "model": settings_of_model(loop.policy.model),
         "optimizer": settings_of_optimizer(loop.shard.optimizer),
     }

@@ -17,18 +17,19 @@ from rl_training.hosts.first_rank import on_first_rank
 from rl_training.hosts.measured_loop import MeasuredLoop
 from rl_training.models.load import load_tiny
 from rl_training.records.claim import RUN_ID_FILE
+from rl_training.records.compare.groups import differences, read_groups
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 
 class Loop:
     """A training of one microbatch a step."""
 
-    def __init__(self, records: Any) -> None:
+    def __init__(self, records: Any, target_kl_share: float | None = None) -> None:
         self.model = load_tiny()[0].train()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.measured: MeasuredLoop = measured_loop(
             self.model, self.optimizer, EffectiveSampleSizeProbe(), responses_per_prompt=G, microbatch_size=MICROBATCH,
-            microbatches=1, records=records,
+            microbatches=1, records=records, target_kl_share=target_kl_share,
         )  # fmt: skip
 
     def step(self, number: int, reward: float = 0.0) -> None:
@@ -66,8 +67,8 @@ def test_a_second_start_writes_to_the_next_free_number_and_says_so(tmp_path: Pat
 
 
 def test_two_loops_at_the_same_time_never_interleave(tmp_path: Path) -> None:
-    """The second starts before the first has written a line."""
-    first, second = (Loop(tmp_path / "run" / "logs") for _ in range(2))
+    """The second starts before the first has written a line. It has bounded steps, and so is no repeat of the first."""
+    first, second = (Loop(tmp_path / "run" / "logs", share) for share in (None, 1e-3))
     with first.measured, second.measured:
         with pytest.raises(ZeroDivisionError), first.measured.step(1):
             raise ZeroDivisionError
@@ -77,6 +78,8 @@ def test_two_loops_at_the_same_time_never_interleave(tmp_path: Path) -> None:
         second.step(2, 2.0)
     assert mine(tmp_path / "run" / "logs") == [(1, 1.0), (2, 1.0)]
     assert mine(tmp_path / "run-2" / "logs") == [(1, 2.0), (2, 2.0)]
+    groups = read_groups([tmp_path / "run", tmp_path / "run-2"])
+    assert differences(groups) == {"target_kl_share": ["none", "0.001"]}
 
 
 def test_a_loop_that_resumes_continues_in_its_own_folder_whatever_else_lies_beside_it(tmp_path: Path, caplog) -> None:

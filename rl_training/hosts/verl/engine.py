@@ -21,7 +21,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.hosts.verl.loop import loop_of
+from rl_training.hosts.verl.loop import end_tokens_of, loop_of
 from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.members import ENGINE_METHODS, refuse_other_methods
 from rl_training.hosts.verl.rollout_settings import BATCH_KEY
@@ -46,7 +46,8 @@ class ProbedEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         if self._measurement is None:
             loop = loop_of(self, settings, loss_function, data, self._sizes_of_microbatches(data))
-            self._measurement = Measurement(loop, settings, self._resumed_from)
+            end_tokens = end_tokens_of(self, settings)
+            self._measurement = Measurement(loop, settings, end_tokens, self._resumed_from)
         self._active_measurement = self._measurement
         try:
             if self._active_measurement.begin(settings):
@@ -91,12 +92,12 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
     def optimizer_step(self) -> Any:
         """Clip the gradient, make the step, and return the norm before clipping."""
-        if self._active_measurement is not None:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
-                return self._active_measurement.step(super().optimizer_step)
-            self._active_measurement.skip()  # verl does not step with a gradient that is not finite
-        return super().optimizer_step()
+        if self._active_measurement is None:
+            return super().optimizer_step()
+        return self._active_measurement.step(super().optimizer_step, self._gradient_norm)
+
+    def _gradient_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Save verl's checkpoint, with the probes' states."""

@@ -80,6 +80,13 @@ def loop_of(
     )
 
 
+def end_tokens_of(engine: FSDPEngineWithLMHead, settings: RolloutSettings) -> list[int]:
+    """Return the token ids that end a response: the tokenizer's, and those of the model's generation config."""
+    configured = getattr(engine.model_config.generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({*settings["end_tokens"], *(token for token in configured if token is not None)})
+
+
 def dr_grpo_settings(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
     """Return the settings of verl's loss if it is Dr-GRPO's. None for another loss, or one that is not verl's."""
     config = getattr(loss_function, "keywords", {}).get("config")

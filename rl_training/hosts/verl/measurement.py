@@ -6,6 +6,7 @@ itself, and what a checkpoint needs is written with it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,52 +20,67 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_claim import LoopClaim
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.hosts.verl.probes import NUM_STEPS, make_probes
 from rl_training.hosts.verl.rollout_settings import RolloutSettings
 from rl_training.policy.scores import Scores
-from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.made_by import MADE_BY, VERL
 
+logger = logging.getLogger(__name__)
+
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
+SKIPPED = (
+    "a gradient is not finite, so verl does not make this optimizer step: it has no number and no line, and the line "
+    "of step {number} counts it (`skipped`)"
+)
 
 
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    A step is `begin`, `plan`, `microbatch` for each, `step`, `finish`. A step that verl skips has no `step`.
+    A step is `begin`, `plan`, `microbatch` for each, `step`, `finish`. Collective from the start on.
 
     Args:
         loop: verl's loop.
         settings: What only the trainer knows, with the first rollout.
+        end_tokens: Token ids that end a response.
         resumed_from: The folder of the checkpoint that training resumes from, or None.
     """
 
-    def __init__(self, loop: Loop, settings: RolloutSettings, resumed_from: Path | None) -> None:
+    def __init__(
+        self, loop: Loop, settings: RolloutSettings, end_tokens: Sequence[int], resumed_from: Path | None
+    ) -> None:
         probes = make_probes(settings["probes"])
         self.driver = StepDriver(probes)
-        self._loop, self._settings = loop, settings
+        self._loop, self._max_length, self._end_tokens = loop, settings["max_response_length"], end_tokens
         self._steps = 0  # number of optimizer steps made
         self._rollout = 0  # number of the rollout that the last one learned from
         self._is_fresh = False  # no step has learned from the rollout, and the present weights sampled it
+        self._is_skipped = False  # verl has not made the open step
+        self._num_skipped = 0  # steps that verl has not made since the last one that it made
         self._metrics: dict[str, Any] = {}  # of the open step
-        states = None
+        states, run_id = None, ""
         if resumed_from is not None:
             states = load_probe_states(self.driver.initial_states() | {NUM_STEPS: 0}, resumed_from)
-            self._steps = states[NUM_STEPS]
-        records = Records(settings["folder"], settings["rollouts_every"])
-        if loop.ranks.number == 0:
-            records.start(after_step=self._steps, settings={**settings_of_loop(loop), MADE_BY: VERL})
+            self._steps, run_id = states[NUM_STEPS], read_notes(resumed_from).get("run", "")
+        records = Records(settings["folder"], settings["rollouts_every"]) if loop.ranks.number == 0 else None
+        self.claim = LoopClaim(records, run_id)  # until the process ends
+        self.claim.take(self._steps + 1, loop.shard.layout.device)
+        if records is not None:
+            recorded = {**settings_of_loop(loop), **settings["recorded"], MADE_BY: VERL}
+            records.start(after_step=self._steps, settings=recorded)
         self._writer = EstimateWriter(probes, records, loop.policy.decode)
         self._warnings = StepWarnings()
         self.driver.start(loop, states)
 
     def begin(self, settings: RolloutSettings) -> bool:
         """Begin an optimizer step on the rollout that has these settings, and return whether a probe measures it."""
-        self._settings, self._metrics = settings, {}
+        self._metrics, self._is_skipped = {}, False
         if settings["rollout_number"] != self._rollout:
             self._rollout, self._is_fresh = settings["rollout_number"], settings["is_fresh"]
         self.driver.begin(self._steps + 1)
@@ -89,8 +105,7 @@ class Measurement:
             data: verl's microbatch.
         """
         tokens = ResponseTokens(data)
-        settings = self._settings
-        rollout = read_rollout(data, self._is_fresh, settings["max_response_length"], settings["end_tokens"])
+        rollout = read_rollout(data, self._is_fresh, self._max_length, self._end_tokens)
         logps = tokens.padded(model_output["log_probs"].values())
         watched = {"log_probs": tokens.to_nested(logps, model_output["log_probs"])}
         if "entropy" in model_output:
@@ -102,18 +117,36 @@ class Measurement:
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), LossInfo())
         return model_output | watched
 
-    def step(self, optimizer_step: Callable[[], float]) -> float:
-        """Run the probes and the optimizer's step, and return what the step returns, the gradient's norm."""
+    def step(self, optimizer_step: Callable[[], float], gradient_norm: Callable[[], Tensor]) -> float:
+        """Run the probes and the optimizer's step, and return what the step returns, the gradient's norm.
+
+        verl does not step with a gradient that is not finite.
+
+        Args:
+            optimizer_step: verl's: clips the gradient and makes the step.
+            gradient_norm: Returns the norm of the gradient. Called only if a probe measures the step: verl computes
+                the norm itself, but too late for probes.
+        """
+        if self.driver.needs_scores and not math.isfinite(gradient_norm()):
+            self.driver.skip_step()
+            self._skip()
+            return optimizer_step()
         self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
-        self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
-        self.driver.stepped()
-        self._steps, self._is_fresh = self._steps + 1, False
+        was_taken = math.isfinite(norm)
+        self.driver.stepped(was_taken)
+        if was_taken:
+            self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
+            self._steps, self._is_fresh = self._steps + 1, False
+        else:
+            self._skip()
         return norm
 
-    def skip(self) -> None:
-        """Leave the step out, because verl does not make it."""
-        self.driver.skip_step()
+    def _skip(self) -> None:
+        """Note that verl does not make the open step, which has no number."""
+        if self._num_skipped == 0 and self._loop.ranks.number == 0:
+            logger.warning(SKIPPED.format(number=self._steps + 1))
+        self._is_skipped, self._num_skipped = True, self._num_skipped + 1
 
     def fail(self) -> None:
         """Drop what was caught of a step that ended in an error, perhaps on this rank alone."""
@@ -126,8 +159,10 @@ class Measurement:
             outputs: What verl's `train_batch` returns.
         """
         result, ranks = self.driver.finish(), self._loop.ranks
-        if not result.rollouts:  # it was skipped
+        if self._is_skipped:
             return {}
+        if self._num_skipped:
+            self._metrics["skipped"], self._num_skipped = self._num_skipped, 0
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=result.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
         self._warnings.warn(self._steps, result)
@@ -139,5 +174,5 @@ class Measurement:
         """Write the probes' states into a folder in which verl has saved its checkpoint. Collective."""
         ranks = self._loop.ranks
         states = self.driver.states() | {NUM_STEPS: self._steps}
-        save_probe_states(states, folder, ranks.count, ranks.number)
+        save_probe_states(states, folder, ranks.count, ranks.number, run=self.claim.run_id)
         torch.distributed.barrier()

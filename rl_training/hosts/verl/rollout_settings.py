@@ -13,6 +13,11 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
 
 
+# What is recorded of verl's configuration. Of its sampler only these, and of the rest not what only says how it runs.
+SAMPLING = ("n", "temperature", "top_p", "top_k", "do_sample", "ignore_eos", "dtype", "quantization", "response_length")
+NOT_RECORDED = ("_target_", "checkpoint", "profiler", "num_workers", "dataloader_num_workers", "val_files")
+
+
 class RolloutSettings(TypedDict):
     """What the workers need and cannot know."""
 
@@ -28,7 +33,8 @@ class RolloutSettings(TypedDict):
     has_plain_advantages: bool  # advantages are rewards minus their prompt's mean
     sampling_mismatch: str  # why responses are no samples of the scored policy, with the fix; "" if they are
     max_response_length: int
-    end_tokens: list[int]  # that end a response
+    end_tokens: list[int]  # of the tokenizer; the model's generation config may have more
+    recorded: dict[str, Any]  # settings that affect training, for the records
     whole_prompts_fix: str  # what keeps the responses to a prompt together
 
 
@@ -58,9 +64,28 @@ def rollout_settings(
         sampling_mismatch=sampling_mismatch_reason(rollout) or selection_reason(algorithm),
         max_response_length=config.data.max_response_length,
         end_tokens=[] if end_token is None else [end_token],
+        recorded=recorded_settings(config),
         whole_prompts_fix=whole_prompts_fix(config)
         or "responses of this rollout are missing, or verl has added sequences to fill the batch",
     )
+
+
+def recorded_settings(config: DictConfig) -> dict[str, Any]:
+    """Return the settings in verl's configuration that affect training, by name, for the records."""
+    parts: dict[str, Any] = {
+        "actor": config.actor_rollout_ref.actor,
+        "rollout": OmegaConf.masked_copy(config.actor_rollout_ref.rollout, list(SAMPLING)),
+        "algorithm": config.algorithm,
+        "data": config.data,
+        "reward": config.reward,
+    }
+    plain: dict[str, Any] = {name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items()}
+    return {
+        "verl": {
+            part: {name: value for name, value in settings.items() if name not in NOT_RECORDED}
+            for part, settings in plain.items()
+        }
+    }
 
 
 def num_processes(config: DictConfig) -> int:
@@ -79,8 +104,9 @@ def whole_prompts_fix(config: DictConfig) -> str:
     tokens = n * (config.data.max_prompt_length + config.data.max_response_length)
     if actor.use_dynamic_bsz and tokens > actor.ppo_max_token_len_per_gpu:
         return f"set {ACTOR}.ppo_max_token_len_per_gpu={tokens} or more"
-    if not actor.use_dynamic_bsz and (actor.ppo_micro_batch_size_per_gpu or 1) % n:
-        return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={n}"
+    size = actor.ppo_micro_batch_size_per_gpu or 1
+    if not actor.use_dynamic_bsz and size % n and n % size:
+        return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple or a divisor of {ROLLOUT}.n={n}"
     return ""
 
 

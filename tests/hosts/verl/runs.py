@@ -86,7 +86,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ended": {"probes": {**FEW, "ground_truth": {"_target_": "rl_training.probes.GroundTruthProbe", "every": 1}}},
     "skipped": {"not_finite": 2},
 }
-RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS}  # starts at the last step, from the checkpoint of `ended`
+RUNS["bonus"]["folder"] = "entropies"  # as a second training into the folder of another one
+RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS, "folder": "ended"}  # its last step, from the checkpoint of `ended`
 
 
 class Recorder(Probe):
@@ -185,8 +186,11 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
 
 def settings(folder: Path, step: int, run: dict[str, Any]) -> RolloutSettings:
     """Return the settings that the trainer would send with this rollout."""
+    if "folder" in run:
+        folder = folder.with_name(f"{run['folder']}_{dist.get_world_size()}")
     return {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
+        "recorded": {"verl": {"actor": {"entropy_coeff": run.get("entropy_coeff", 0.0)}}},
         "responses_per_prompt": G, "rollout_number": step, "is_fresh": True,
         "has_plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
         "whole_prompts_fix": "the fix of verl's trainer",
@@ -240,6 +244,8 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
         if kind == "ended" and step == STEPS - 1:
             worker.save_checkpoint(str(folder / "checkpoint"), global_step=step)
     measured = worker.engine._measurement
+    if measured is not None:
+        measured.claim.release()  # as the end of a process does
     return {
         "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT),
         "sizes": [] if measured is None else measured._loop.sizes,

@@ -30,6 +30,8 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.checkpoint_states import read_notes
+from rl_training.records.compare.groups import differences as differences_of_settings
+from rl_training.records.compare.groups import read_groups
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.reasons import UNKNOWN_TRUNCATION
@@ -211,6 +213,15 @@ def test_a_resumed_training_continues_as_if_never_stopped(ranks: Callable[..., A
             assert same(estimate, resumed["latest"][name]), name
 
 
+def test_a_second_training_keeps_the_first_ones_records_and_differs_by_its_settings(folder: Path) -> None:
+    """A training that resumes writes on into its own."""
+    first, second = folder / "entropies_1", folder / "entropies_1-2"
+    for run in (first, second, folder / "ended_1"):
+        assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, STEPS + 1)]
+    assert not [*folder.glob("ended_1-*"), *(folder / "resumed_1").glob("logs")]
+    assert differences_of_settings(read_groups([first, second])) == {"verl.actor.entropy_coeff": ["0.0", "0.01"]}
+
+
 def same(first: Estimate, other: Estimate) -> bool:
     return first.reason == other.reason and all(
         a == b or (math.isnan(a) and math.isnan(b))
@@ -221,6 +232,6 @@ def same(first: Estimate, other: Estimate) -> bool:
 def test_a_step_that_verl_skips_is_skipped_by_the_probes(ranks: Callable[..., Any], folder: Path) -> None:
     """The second of three rollouts has an infinite advantage, so the third rollout makes the second step."""
     latest, rows = ranks("skipped_1")[0]["latest"], read_metrics(folder / "skipped_1" / "logs")
-    assert [(row["step"], row["training/global_step"]) for row in rows] == [(1, 1), (2, 3)]
+    assert [(row["step"], row["training/global_step"], row.get("skipped")) for row in rows] == [(1, 1, None), (2, 3, 1)]
     assert math.isfinite(latest["delta_h/backward"].value)
     assert math.isfinite(latest["delta_h/cumulative_predicted"].value)

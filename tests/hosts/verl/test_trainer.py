@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import shlex
 import types
@@ -28,9 +29,11 @@ from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
 
+from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop import Loop
 from rl_training.errors import UserError
-from rl_training.hosts.verl.loop import FIXES, dr_grpo_settings
+from rl_training.hosts.verl.loop import FIXES, dr_grpo_settings, end_tokens_of
+from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.refusals import ESTIMATORS
 from rl_training.hosts.verl.rollout_settings import rollout_settings, whole_prompts_fix
 from rl_training.hosts.verl.trainer import TRAINER, ProbedTrainer, whole_prompts_order, with_probes
@@ -141,6 +144,7 @@ def test_probes_that_workers_could_not_run_are_refused_with_one_line_before_they
         (["+probes.simple.rows_dtype=int3"], r"probes\.simple: .*int3"),
         (["probes.simple._target_=no_such_module.Probe"], r"probes\.simple: .*no_such_module"),
         ([*eight_prompts, "+probes.simple.num_folds=9"], r"num_folds=9 .*num_folds=8"),
+        ([*eight_prompts, f"{MICROBATCH}=2", "+probes.simple.num_folds=9"], r"num_folds=9 .*num_folds=8"),
     ):
         with pytest.raises(UserError, match=said) as refused:
             with_probes(config_of(*settings))
@@ -169,6 +173,43 @@ def test_the_engine_receives_the_rollout_settings_it_cannot_see() -> None:
     assert (settings["has_plain_advantages"], settings["sampling_mismatch"]) == (True, "")
 
 
+def test_settings_that_change_training_are_recorded_and_others_are_not() -> None:
+    def recorded(*words: str) -> Any:
+        return rollout_settings(config_of(*words), [tag(0)], 1, None)["recorded"]
+
+    plain = recorded()
+    for word in (f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.clip_ratio_high=0.28",
+                 "algorithm.use_kl_in_reward=True", "actor_rollout_ref.rollout.top_p=0.9", "data.train_batch_size=8",
+                 "reward.custom_reward_function.path=mine.py"):  # fmt: skip
+        assert recorded(word) != plain, word
+    for word in ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "data.dataloader_num_workers=0",
+                 "data.val_files=other.parquet", f"{ACTOR}.profiler.enable=True", "trainer.save_freq=5"):  # fmt: skip
+        assert recorded(word) == plain, word
+
+
+@pytest.mark.parametrize("configured", [7, [2, 7]])
+def test_stop_tokens_of_the_generation_config_end_a_response_too(configured: Any) -> None:
+    model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=configured))
+    settings = rollout_settings(config_of(), [tag(0)], 1, 2)
+    assert end_tokens_of(cast(Any, types.SimpleNamespace(model_config=model)), settings) == [2, 7]
+
+
+def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own() -> None:
+    """Verl's own then tells whether it makes the step."""
+    measurement = object.__new__(Measurement)
+    measurement.driver, measurement._steps, measurement._rollout, measurement._num_skipped = StepDriver([]), 0, 0, 0
+    group = types.SimpleNamespace(param_groups=[{"lr": 0.1}])
+    measurement._loop = cast(Any, types.SimpleNamespace(
+        ranks=Ranks(1, torch.clone), shard=types.SimpleNamespace(optimizer=group)
+    ))  # fmt: skip
+    for rollout, norm in enumerate((1.0, math.nan, 1.0), start=1):
+        measurement.begin(cast(Any, {"rollout_number": rollout, "is_fresh": True}))
+        measurement.step(lambda norm=norm: norm, lambda: pytest.fail("the norm is computed twice"))
+        assert measurement._is_skipped == math.isnan(norm)
+        assert measurement._is_fresh == math.isnan(norm)
+    assert (measurement._steps, measurement._num_skipped) == (2, 1)
+
+
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
 EIGHT_GPUS = ["trainer.n_gpus_per_node=4", "trainer.nnodes=2", f"{ACTOR}.ppo_mini_batch_size=16"]
 MICROBATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -178,7 +219,8 @@ MICROBATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     ("settings", "fix"),
     [
         ([f"{MICROBATCH}=8"], ""),
-        ([f"{MICROBATCH}=2"], f"set {MICROBATCH} to a multiple of actor_rollout_ref.rollout.n=4"),
+        ([f"{MICROBATCH}=2"], ""),
+        ([f"{MICROBATCH}=6"], f"set {MICROBATCH} to a multiple or a divisor of actor_rollout_ref.rollout.n=4"),
         ([f"{MICROBATCH}=8", f"{ACTOR}.shuffle=True"], f"set {ACTOR}.shuffle=False"),
         ([f"{MICROBATCH}=8", f"{ACTOR}.ppo_mini_batch_size=12"], "ppo_mini_batch_size to a multiple of 8, the number"),
         ([*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=8000"], ""),
