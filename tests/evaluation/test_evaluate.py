@@ -215,6 +215,11 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
     evaluation = evaluation_of(f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}")
     assert (evaluation.folder.path.name, evaluation.announcements.prefix) == ("gsm8k", "evaluation/gsm8k/")
     assert evaluation.spec.options.max_completion_length == 512
+    evaluation.announcements.add(1, {"reward": Estimate(0.5)})
+    evaluation.announcements.close()
+    shown = b"".join(file.read_bytes() for file in run.glob("logs/tensorboard/*"))
+    assert b"tasks.arithmetic" in shown
+    assert b"tasks.gsm8k" not in shown, "the settings in the run's dashboards are its own"
     loaded = load_policy(
         evaluation.spec.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )

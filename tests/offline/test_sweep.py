@@ -41,7 +41,10 @@ SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.eta
 def swept(run: Path) -> pd.DataFrame:
     """Sweep everything at two checkpoints, with TensorBoard."""
     with composing():
-        asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
+        asked = [
+            f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]",
+            'run=["trainer.report_to=[tensorboard]","trainer.temperature=0.75"]',
+        ]
         analyze_checkpoints(prepare_analysis(compose("offline", [*asked, *SMALL, *SWEEP])))
     return analysis_results(run)
 
@@ -177,6 +180,8 @@ def test_dashboards_have_the_core_results_at_the_step_of_the_checkpoint(run: Pat
 
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
     events.Reload()
+    shown = [event.tensor_proto.string_val[0] for event in events.Tensors("config/text_summary")]
+    assert not any(b'"temperature": 0.75' in text for text in shown), "the settings are those of the training"
     told = {event.step: event.value for event in events.Scalars("offline/deltaH1")}
     assert told == pytest.approx({step: only(swept, kind="whole", step=step)["deltaH1"] for step in (1, 2)})
 

@@ -26,7 +26,7 @@ class RunAnnouncements:
 
     Args:
         run: The run folder, or None if the checkpoints belong to no run.
-        config: Configuration of the run, with its dashboards.
+        config: Configuration of the run as it trained, with its dashboards, which show it.
         prefix: Of the metrics' names in dashboards.
     """
 

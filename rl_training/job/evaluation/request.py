@@ -64,7 +64,7 @@ def read_request(prepared: PreparedEvaluation) -> Request:
         settings=without_masks(without_secrets(settings)),
     )
     prefix = "evaluation/" if is_task_of_run and name == task_name else f"evaluation/{name}/"
-    evaluation = Evaluation(spec, ResultFolder(root, name, spec, COMMAND), RunAnnouncements(run, config, prefix))
+    evaluation = Evaluation(spec, ResultFolder(root, name, spec, COMMAND), RunAnnouncements(run, run_config, prefix))
     return Request(evaluation, model=config.get("model") or {}, data=config["data"])
 
 

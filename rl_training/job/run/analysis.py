@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from rl_training.errors import UserError
 from rl_training.job.configuration.prepare import PreparedAnalysis
 from rl_training.job.configuration.run_settings import run_settings
-from rl_training.job.configuration.stored import unmarked
+from rl_training.job.configuration.stored import load_settings, unmarked
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
@@ -23,9 +24,11 @@ from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import OFFLINE, has_settings
+from rl_training.records.folder import CONFIG_FILE, OFFLINE, has_settings
 from rl_training.records.made_by import is_of_attached_run
 from rl_training.records.report.sections.checkpoint_analyses import core_numbers
+
+OF_DASHBOARDS = ("report_to", "project", "run_name")  # fields of the trainer that say where numbers are shown
 
 
 def analyze_checkpoints(prepared: PreparedAnalysis) -> list[Path]:
@@ -104,11 +107,19 @@ def _analyze_checkpoint(checkpoint: Path, path: Path, prepared: PreparedAnalysis
 
 
 def _log_to_dashboards(results: Mapping[Path, Path]) -> None:
-    """Send the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
+    """Send the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints.
+
+    The command chooses the dashboards. The settings that they show remain those that the run trained with.
+    """
     for checkpoint, result in results.items():
         run = _run_of(checkpoint)
+        if run is None:
+            continue
         analysis = read_analysis(result)
-        for dashboard in loggers_of(run, analysis["settings"]["run"]) if run is not None else ():
+        config: dict[str, Any] = unmarked(OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True))
+        asked = analysis["settings"]["run"].get("trainer", {})
+        config["trainer"] = config.get("trainer", {}) | {key: asked[key] for key in OF_DASHBOARDS if key in asked}
+        for dashboard in loggers_of(run, config):
             dashboard.start(after_step=0)
             dashboard.log(analysis["step"], core_numbers(analysis))
             dashboard.finish(pictures=[])
