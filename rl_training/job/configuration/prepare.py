@@ -21,7 +21,9 @@ from rl_training.job.configuration.checks import (
     check_values,
     ranges,
 )
+from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.overrides import PATH_KEYS, with_home
+from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import analysis_folder_name
 from rl_training.offline.settings import Settings
 
@@ -61,9 +63,9 @@ def prepare_run(cfg: DictConfig) -> PreparedRun:
     """
     cfg = cfg.copy()
     if cfg.get("branch") is None:
-        normalize(cfg)
+        normalize(cfg, "train")
     else:
-        read_numbers(cfg)
+        read_numbers(cfg, "train")
     check_resume(cfg)
     check_settings(cfg)
     check_dashboards(cfg)
@@ -83,7 +85,7 @@ def prepare_analysis(cfg: DictConfig) -> PreparedAnalysis:
         UserError: For values that are missing or invalid.
     """
     cfg = cfg.copy()
-    normalize(cfg)
+    normalize(cfg, "offline")
     check_values(cfg, "offline")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     folder_name = analysis_folder_name(str(values["name"]))
@@ -101,26 +103,31 @@ def prepare_evaluation(cfg: DictConfig) -> PreparedEvaluation:
         UserError: For values that are missing or invalid.
     """
     cfg = cfg.copy()
-    normalize(cfg)
+    normalize(cfg, "evaluate")
     check_values(cfg, "evaluate")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     check_evaluation_options(values["evaluation"])
     return PreparedEvaluation(values)
 
 
-def normalize(cfg: DictConfig) -> None:
+def normalize(cfg: DictConfig, command: str) -> None:
     """Expand `~` in paths, and make numbers of digits that came as text; in place, in settings that were typed."""
     for key in PATH_KEYS:
         value = OmegaConf.select(cfg, key)
         expanded = with_home(key, value)
         if expanded != value:
             OmegaConf.update(cfg, key, expanded)
-    read_numbers(cfg)
+    read_numbers(cfg, command)
 
 
-def read_numbers(cfg: DictConfig) -> None:
-    """Make numbers of digits that came as text, in place: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
-    for key in ranges("train"):
+def read_numbers(cfg: DictConfig, command: str) -> None:
+    """Make numbers of digits that came as text, in place: seed=${oc.env:SLURM_ARRAY_TASK_ID}.
+
+    Those are the command's settings in ranges.yaml, and those whose default in conf/ is a whole number.
+    """
+    defaults = flatten(load_plain(CONF / f"{command}.yaml"))
+    numbers = (key for key, default in defaults.items() if type(default) is int)
+    for key in {**ranges(command), **dict.fromkeys(numbers)}:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():
             OmegaConf.update(cfg, key, int(value))

@@ -46,7 +46,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
                 "adapter=lora if it is an adapter; see --help"
             )
         cfg = compose("train", overrides=[force_add(word) for word in changes])
-        normalize(cfg)
+        normalize(cfg, "train")
         return cfg
     cfg = with_overrides(load_settings(config_file), changes, f"the run in {config_file.parent}")
     missing = [key for key in REQUIRED_KEYS if key not in cfg]
@@ -54,7 +54,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
         raise UserError(f"{config_file} lacks {', '.join(missing)}, which a run needs: fix the file{give}")
-    read_numbers(cfg)
+    read_numbers(cfg, "train")
     return cfg
 
 
@@ -102,7 +102,7 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if root_key(word) not in BRANCH_OWN_KEYS]
     settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
-    read_numbers(settings)
+    read_numbers(settings, "train")
     if changed := describe_differences(_unchangeable(stored), _unchangeable(settings)):
         raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "

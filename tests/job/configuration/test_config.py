@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import REFUSED, composed, composing, quick_run, refusal
+from configs import REFUSED, composed, composing, prepared_evaluation, quick_run, refusal
 from hydra import compose
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -27,7 +27,7 @@ from rl_training.job.configuration.checks import check_settings
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.loggers import add_all_loggers
 from rl_training.job.configuration.overrides import refuse_several_options
-from rl_training.job.configuration.prepare import microbatches_per_step, normalize
+from rl_training.job.configuration.prepare import microbatches_per_step, normalize, prepare_analysis
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import sweep_folder
@@ -127,9 +127,14 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
 def test_the_seed_may_be_a_slurm_array_task_id_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
     cfg = composed("train", "seed=${oc.env:SLURM_ARRAY_TASK_ID}")
-    normalize(cfg)
+    normalize(cfg, "train")
     check_settings(cfg)
     assert cfg.seed == cfg.trainer.seed == 7
+    evaluation = prepared_evaluation("evaluation.seed=${oc.env:SLURM_ARRAY_TASK_ID}").values["evaluation"]
+    assert evaluation["seed"] == 7
+    typed = [f"{name}.seed=${{oc.env:SLURM_ARRAY_TASK_ID}}" for name in ("evaluation", "update")]
+    analysis = prepare_analysis(composed("offline", "checkpoint=somewhere", *typed)).settings
+    assert analysis.evaluation.seed == analysis.update.seed == 7
 
 
 def test_any_field_of_the_trainer_can_be_set(tmp_path: Path) -> None:
@@ -237,7 +242,7 @@ def test_a_stored_path_and_the_same_path_typed_are_the_same_setting(tmp_path: Pa
     """Whether config.yaml has `~`, as a file of --config-dir or an older version may have left it, or the home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     typed = composed("train", "run_dir=r", "model=hub", "model.name='~/weights'")
-    normalize(typed)
+    normalize(typed, "train")
     assert typed.model.name == f"{tmp_path}/weights"
     for stored in ("~/weights", f"{tmp_path}/weights"):
         OmegaConf.save(OmegaConf.merge(typed, {"model": {"name": stored}}), tmp_path / "config.yaml", resolve=True)
