@@ -119,6 +119,12 @@ def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[s
             f"the dataset {name} ({config}) could not be loaded: {error}; without a network, or with data of your own, "
             "give data.path=FILE.jsonl, lines of {'question': …, 'answer': '… #### 18'}"
         ) from error
+    missing = {"train", "test"} - splits.keys()
+    if missing:
+        raise UserError(
+            f"the dataset {name} ({config}) has no split {' and no split '.join(sorted(missing))}, only "
+            f"{', '.join(splits)}: save its rows as JSON lines and give data.path=FILE.jsonl, of which 5 % are held out"
+        )
     train, held_out = (
         [_row(record, f"{name}, {split}, row {index}") for index, record in enumerate(splits[split])]
         for split in ("train", "test")

@@ -211,6 +211,8 @@ def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> 
 
 def test_without_a_path_the_hub_is_tried_and_its_failure_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def hub(name: str, config: str) -> datasets.DatasetDict:
+        if name == "me/one_split":
+            return datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
         if (name, config) != ("openai/gsm8k", "main"):
             raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
         train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS[:2], ROWS[2:]))
@@ -221,3 +223,5 @@ def test_without_a_path_the_hub_is_tried_and_its_failure_names_the_remedy(monkey
     assert list(gsm8k().eval_dataset["answer"]) == ["-3", "1.5"]
     with pytest.raises(UserError, match=r"me/mine.*Couldn't reach.*data\.path=FILE\.jsonl"):
         gsm8k(name="me/mine")
+    with pytest.raises(UserError, match=r"me/one_split .*no split test, only train: .*data\.path=FILE\.jsonl"):
+        gsm8k(name="me/one_split")
