@@ -44,12 +44,17 @@ def mean_over_prompts(values: Tensor) -> Estimate:
 
 
 def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
-    """Return the mean of (P,) values within [least, most], with an interval within the same range."""
+    """Return the mean of (P,) values within [least, most], with an interval within the same range.
+
+    If an end is infinite, the interval is Student's, cut at the finite end.
+    """
     mean = mean_over_prompts(values)
     low, high = mean.bounds()
     if math.isnan(low) or (least <= low < high <= most):
         return mean
     span = most - least
+    if math.isinf(span):  # no share: only the finite end is known
+        return replace(mean, interval=(max(low, least), min(high, most)))
     low, high = _wilson((mean.value - least) / span, mean.stderr / span, mean.num_samples)
     return replace(mean, interval=(least + span * low, least + span * high))
 

@@ -25,7 +25,7 @@ class Task:
     `rewards/<name of the function>/mean`.
 
     Raises:
-        UserError: If a dataset is not a datasets.Dataset, or lacks prompts.
+        UserError: If a dataset is not a datasets.Dataset, or lacks prompts, or no reward is in `reward_range`.
 
     Example: `GRPOTrainer(model, reward_funcs=task.reward, train_dataset=task.train_dataset, ...)`.
     """
@@ -41,6 +41,8 @@ class Task:
         _refuse_without_prompts("train_dataset", self.train_dataset)
         if self.eval_dataset is not None:
             _refuse_without_prompts("eval_dataset", self.eval_dataset)
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            raise UserError(f"reward_range={self.reward_range} must be (lowest, highest): give None if it is not known")
 
     @property
     def held_out(self) -> Dataset:

@@ -84,6 +84,14 @@ def test_a_share_whose_error_bar_stays_within_0_to_1_keeps_it() -> None:
     assert share.bounds() == (share.value - share.half_width(), share.value + share.half_width())
 
 
+def test_an_interval_of_a_range_with_an_infinite_end_is_students_cut_at_the_finite_end() -> None:
+    values = torch.tensor([0.0, 0.0, 0.0, 5.0])
+    high = mean_over_prompts(values).bounds()[1]
+    assert share_over_prompts(values, 0.0, math.inf).bounds() == (0.0, high)
+    assert share_over_prompts(-values, -math.inf, 0.0).bounds() == (-high, 0.0)
+    assert share_over_prompts(values, -math.inf, math.inf).bounds() == mean_over_prompts(values).bounds()
+
+
 def test_intervals_of_shares_near_1_cover_at_least_93_percent() -> None:
     """2000 evaluations of 20 prompts that are right with probability .95. Value ± t se would cover in 63 of 100."""
     draws = (torch.rand(2000, 20, generator=torch.Generator().manual_seed(0)) < 0.95).double()

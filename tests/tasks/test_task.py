@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 def test_data_without_prompts_is_refused_with_split_and_row(split: str, data: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"^{split}.*{why}"):
         Task(**{"train_dataset": GOOD, "eval_dataset": GOOD, split: data}, reward=reward)
+
+
+@pytest.mark.parametrize("ends", [(1.0, 0.0), (0.0, 0.0), (0.0, math.nan)])
+def test_a_reward_range_without_a_range_is_refused(ends: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"^reward_range=.* must be \(lowest, highest\)"):
+        Task(GOOD, GOOD, reward, reward_range=ends)
 
 
 @pytest.mark.parametrize("returned", [None, [GOOD, GOOD, reward], (GOOD, reward)])
