@@ -85,9 +85,16 @@ class Structure:
     def read(cls, folder: Path) -> Structure:
         """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
         kernel = load_kernel(folder)
-        text = read_text(folder / SEQUENCES_FILE, MAX_STATE_BYTES)
-        rows = [from_json(json.loads(line)) for line in text.splitlines()]  # reads null as nan
-        return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
+        path = folder / SEQUENCES_FILE
+        try:
+            text = read_text(path, MAX_STATE_BYTES)
+            rows = [from_json(json.loads(line)) for line in text.splitlines()]  # reads null as nan
+            buffers = [[row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)]
+        except UserError:
+            raise
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise UserError(f"{path} is missing or damaged ({error}): run rl-training analyze again") from error
+        return cls(kernel, *buffers)
 
     @property
     def on_policy(self) -> bool:

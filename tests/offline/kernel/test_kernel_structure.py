@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.offline.kernel.clusters import average_linkage, participation_ratio
 from rl_training.offline.kernel.command import run
 from rl_training.offline.kernel.report import PAGE, write_evolution
@@ -146,6 +147,16 @@ def test_a_truncated_kernel_file_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / KERNEL_FILE).write_bytes((folder / KERNEL_FILE).read_bytes()[:-9])
     with pytest.raises(ValueError, match=str(tmp_path / KERNEL_FILE)):
         load_kernel(tmp_path)
+
+
+def test_a_kernel_with_lost_or_damaged_sequences_is_named_with_the_fix(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / KERNEL_FILE, tmp_path)
+    sequences = tmp_path / SEQUENCES_FILE
+    for content in (None, "[]", "{}", (folder / SEQUENCES_FILE).read_text(encoding="utf-8")[:-9]):
+        if content is not None:
+            sequences.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=f"^{sequences} is missing or damaged .*run rl-training analyze again"):
+            Structure.read(tmp_path)
 
 
 def test_participation_ratio_is_not_biased_by_sketch_noise() -> None:
