@@ -33,6 +33,7 @@ from rl_training.policy.rollout import response_index
 from rl_training.statistics import noise_scale as noise
 from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate
 from rl_training.statistics.noise_scale import BOUNDS
+from rl_training.statistics.running_variance import counts_at
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.needs import Need
 
@@ -63,8 +64,7 @@ class NoiseHistory:
 
     def add(self, moments: Tensor, step: int, decay: float) -> NoiseHistory:
         """Return the history with a step's moments, (channels, 2), and without steps whose weight is negligible."""
-        is_remembered = decay ** (step - self.steps).double() >= MIN_WEIGHT
-        is_remembered &= self.steps < step  # a step that is taken again counts once
+        is_remembered = counts_at(step, self.steps, decay, MIN_WEIGHT)
         return NoiseHistory(
             torch.cat([self.moments[is_remembered], moments.unsqueeze(0)]),
             torch.cat([self.steps[is_remembered], torch.tensor([step])]),

@@ -2,6 +2,8 @@
 
 Batches of different steps are independent. So the mean Σ w x / Σ w, with w = decay^age, has the covariance
 Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first estimate, (Σ w² V)² / Σ ((w² V)² / ν).
+
+A step that failed and is taken again counts once, with its last pair. Numbering that restarts begins a new mean.
 """
 
 from __future__ import annotations
@@ -90,11 +92,16 @@ class Pair:
         return Estimate(ratio, stderr, int(self.degrees) + 1, interval=ends)
 
 
+def _no_sums() -> Tensor:
+    return torch.zeros(7, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class RunningPair:
     """The average of pairs over steps."""
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))  # see `add` for their order
+    sums: Tensor = field(default_factory=_no_sums)  # see `add` for their order
+    sums_before: Tensor = field(default_factory=_no_sums)  # the same without the last step, should it be taken again
     num_steps: int = 0  # the number of steps in the sums
     last_step: int = 0  # the last of these steps
 
@@ -107,11 +114,15 @@ class RunningPair:
         if not bool(pair.values[0].isfinite()):
             return self
         cov = pair.covariance
-        factor = decay ** float(step - self.last_step)
         square = cov[0, 0].square() / pair.degrees
         new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
-        powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
-        return RunningPair(factor**powers * self.sums + new, self.num_steps + 1, step)
+        before, num_before = torch.zeros_like(new), 0  # if numbering has restarted
+        if step == self.last_step:  # it is taken again
+            before, num_before = self.sums_before, max(self.num_steps - 1, 0)
+        elif step > self.last_step:
+            powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
+            before, num_before = (decay ** float(step - self.last_step)) ** powers * self.sums, self.num_steps
+        return RunningPair(before + new, before, num_before + 1, step)
 
     def mean(self) -> Pair:
         """Return the mean over the steps so far; nan if there are none."""

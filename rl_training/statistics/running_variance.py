@@ -7,7 +7,8 @@ changes slowly along a run, so the average over the last steps, with weights w =
 
 The second is Satterthwaite's count: 1 for one batch, 3 for decay ½ and equal variances, and little more than 1 if one
 variance dominates. Student's t has that many times one batch's degrees of freedom. An age is a number of optimizer
-steps, measured or not.
+steps, measured or not. What is kept under a step's own number or a higher one does not count at it: a step that failed
+and is taken again counts once, and numbering that restarts begins anew.
 
 A dead step says nothing about the noise of a live one: if all rewards are equal, or the learning rate is 0 as at the
 first step of a warm-up, hardly anything moves, and nothing varies. So a batch is left out, w = 0, if its variance is
@@ -20,7 +21,6 @@ Source: Satterthwaite 1946, "An approximate distribution of estimates of varianc
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class RunningVariance:
         newest = variance.reshape(1, -1)
         if self.variances.shape[1] != newest.shape[1]:
             return RunningVariance(newest, torch.tensor([step]))
-        is_kept = (self.steps > step - _memory(decay)) & (self.steps < step)  # a repeated step counts once
+        is_kept = counts_at(step, self.steps, decay, MIN_WEIGHT)
         return RunningVariance(
             torch.cat([self.variances[is_kept], newest]), torch.cat([self.steps[is_kept], torch.tensor([step])])
         )
@@ -68,6 +68,16 @@ class RunningVariance:
         return average, torch.where(squares > 0, terms.sum(dim=0).square() / squares, 1.0)
 
 
-def _memory(decay: float) -> int:
-    """Return the number of optimizer steps for which a batch counts."""
-    return 1 if decay == 0.0 else math.ceil(math.log(MIN_WEIGHT) / math.log(decay))
+def counts_at(step: int, steps: Tensor, decay: float, min_weight: float) -> Tensor:
+    """Return which of these steps count in an average that gets another step: earlier ones whose weight is not tiny.
+
+    Args:
+        step: The number of the step that is added.
+        steps: Numbers of steps, (steps,).
+        decay: The weight of an optimizer step relative to the next one.
+        min_weight: The least weight decay^age with which a step counts.
+
+    Returns:
+        Whether each counts, (steps,).
+    """
+    return (steps < step) & (decay ** (step - steps).double() >= min_weight)

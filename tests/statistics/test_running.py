@@ -11,6 +11,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from rl_training.probes.gns import CHANNELS, NoiseHistory
 from rl_training.statistics import noise_scale
 from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.statistics.running_variance import RunningVariance
@@ -74,6 +75,21 @@ def test_the_weight_of_a_step_decays_with_every_optimizer_step_measured_or_not()
     assert float(pairs.mean().values[0]) == pytest.approx((0.125 * 4.0 + 2.0) / 1.125)
     history = torch.tensor([[4.0, 4.0], [2.0, 2.0]], dtype=torch.float64)
     assert float(noise_scale.average(history, 0.5, torch.tensor([3, 0])).means[0]) == pytest.approx(2.5 / 1.125)
+
+
+def test_a_step_that_is_taken_again_counts_once_and_restarted_numbers_begin_anew() -> None:
+    """Steps 1, 2, 3 and 3 again: (¼ · 4 + ½ · 8 + 2) / 1.75 = 4. After step 10 000, numbers restart at 1."""
+    repeated, restarted = [(1, 4.0), (2, 8.0), (3, 100.0), (3, 2.0)], [(9_999, 4.0), (10_000, 8.0), (1, 2.0), (2, 5.0)]
+    for taken, mean, count in ((repeated, 4.0, 3), (restarted, 4.0, 2)):
+        variances, pairs, history = RunningVariance(), RunningPair(), NoiseHistory()
+        for step, value in taken:
+            variances = variances.add(variance_of(value), step, 0.5)
+            pairs = pairs.add(pair(value, 0.0, 1.0), step, 0.5)
+            history = history.add(torch.full((len(CHANNELS), 2), value, dtype=torch.float64), step, 0.5)
+        noise = noise_scale.average(history.moments[:, 0], 0.5, step - history.steps)
+        assert [float(variances.average(0.5)[0]), float(noise.means[0])] == pytest.approx([mean, mean])
+        assert float(pairs.mean().values[0]) == pytest.approx(mean)
+        assert (pairs.num_steps, len(variances.steps), len(history.steps)) == (count, count, count)
 
 
 def test_steps_that_move_nothing_do_not_lower_the_variance_of_others() -> None:
