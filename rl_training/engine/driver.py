@@ -300,6 +300,8 @@ class StepDriver:
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
+        if self._bound is not None:
+            self._bound.restore()
         if self._measurer is not None:
             self._measurer.close()
         if self._fold_recorder is not None:

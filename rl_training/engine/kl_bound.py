@@ -131,6 +131,7 @@ class KLBound:
         Raises:
             UserError: The optimizer has no formula, and its weights are kept where they cannot be written.
         """
+        self.restore()  # a training that failed in the middle of a step may have left another rate
         self.state = state
         self._shard, self._policy, self._ranks = shard, policy, ranks
         self._last_schedule_factor = 1.0
@@ -179,6 +180,8 @@ class KLBound:
     def end_step(self, was_taken: bool = True) -> None:
         """Restore the rates, and note in `estimates` how the step was bounded. A step without formula is shortened.
 
+        Nothing happens if the step was discarded before its rates were set.
+
         Args:
             was_taken: False if the loop skipped the step.
         """
@@ -186,7 +189,8 @@ class KLBound:
             self.restore()
             return
         step = self._step
-        assert step is not None
+        if step is None:
+            return
         if step.info is None:
             first, weights = step.first_factor, self._shard.copy_local_weights()
             changes = {name: weight - step.weights[name] for name, weight in weights.items()}

@@ -428,22 +428,43 @@ def test_a_schedule_that_stays_far_below_the_optimizers_rate_is_said_once(caplog
     assert "at 0.0003 of the optimizer's own, 1" in said
 
 
-def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_loop() -> None:
+def test_a_bounded_step_that_is_not_made_restores_the_learning_rate_of_the_loop() -> None:
+    """However it ends. Hosts may still say that the optimizer has stepped, as TRL does after a discarded step."""
     torch.manual_seed(0)
-    model, count = load_tiny()[0].train(), len(microbatches(1))
+    model, (part, *_) = load_tiny()[0].train(), microbatches(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with measured_loop(
-        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=count,
-        target_kl_share=SHARE,
-    ) as measured, measured.step(1):  # fmt: skip
-        for part in microbatches(1):
-            logps, entropies = scores_of(model, part)
-            measured.microbatch(part, logps, entropies.detach())
-            loss_of(logps, part, count).backward()
-        measured.gradients_ready()
-        assert optimizer.param_groups[0]["lr"] < 1e-3
-        measured.skip_step()
-        assert optimizer.param_groups[0]["lr"] == 1e-2
+        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=1, target_kl_share=SHARE
+    ) as measured:
+        driver = measured._driver
+        for end in (driver.skip_step, driver.fail_step, driver.close, measured.skip_step):
+            with contextlib.suppress(InterruptedError), measured.step(1):
+                logps, entropies = scores_of(model, part)
+                measured.microbatch(part, logps, entropies.detach())
+                loss_of(logps, part, 1).backward()
+                measured.gradients_ready()
+                assert optimizer.param_groups[0]["lr"] < 1e-3
+                end()
+                assert optimizer.param_groups[0]["lr"] == 1e-2
+                driver.stepped()
+                assert not driver.finish().numbers
+                raise InterruptedError
+
+
+def test_a_training_that_fails_within_a_bounded_step_restores_the_learning_rate(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL | {"max_steps": 1})
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        assert trainer.optimizer.param_groups[0]["lr"] < 1e-3
+        raise InterruptedError
+
+    trainer.callback_handler.callbacks[0].on_pre_optimizer_step = fail
+    with attach(trainer, probes=(), target_kl_share=SHARE):
+        with pytest.raises(InterruptedError):
+            trainer.train()
+        assert trainer.optimizer.param_groups[0]["lr"] == 1e-2
 
 
 def test_any_trl_trainer_gets_the_kl_bound_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:

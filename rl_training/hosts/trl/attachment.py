@@ -128,6 +128,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             output = original(*args, **kwargs)
         except BaseException as error:
             self._failed = announcements.how_it_ended(self._trainer, error)
+            self.driver.fail_step()  # at once: the trainer may train again with this optimizer, before `with` ends
             if self._ends_with_training:
                 self._end(error)
             raise
