@@ -118,7 +118,9 @@ def _with_fold_gradients(
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
             rows_reason = gradient_mismatch(sums, is_rounded)
             if Need.LOSS_CHECK in needs and not (rows_reason or other_terms):
-                other_terms = checks.terms.check(step, passes, sums)
+                checks.terms.check(step, passes, sums)
+    if is_recomputed or Need.LOSS_CHECK in needs:  # also what earlier steps have shown, if this one was not compared
+        other_terms = other_terms or checks.terms.reason
     return dataclasses.replace(
         step,
         gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),

@@ -205,6 +205,16 @@ def test_a_term_added_at_one_step_is_detected_at_that_step_alone(make_trainer: A
     assert probe.found == [None, None, OTHER_TERMS, None]
 
 
+def test_an_undeclared_term_is_known_however_prompts_are_cut_into_microbatches() -> None:
+    """Folds of microbatches, and of prompts that share one: these are recomputed at steps 1 and 2, not at 3."""
+    for folds, steps in ((None, 1), (PROMPTS, 3)):
+        probe = Terms()
+        probe.num_folds = folds
+        loop_with(penalty, probes=[probe], steps=steps)
+        for step in probe.kept_steps:
+            assert [step.reasons.other_terms.code, bool(step.gradients.rows_reason)] == ["other_gradient", bool(folds)]
+
+
 def test_a_hook_that_changes_a_gradient_is_detected_where_a_fold_is_compared(make_trainer: Any) -> None:
     """The graph does not show it: a hook on a layer's output doubles its gradient in the trainer's backward only."""
     probe, trainer = Terms(), make_trainer(GRPOTrainer, **PLAIN | FEW | {"max_steps": 1})
