@@ -15,6 +15,7 @@ import pandas as pd
 
 from rl_training.errors import UserError
 from rl_training.limited_files import MAX_RESULT_BYTES, read_text
+from rl_training.records.files.damaged import naming_the_file
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import OFFLINE
@@ -81,7 +82,7 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
     """Yield the table rows of the result.json at this path: the analysis itself, then its variations."""
     results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
-        "analysis": escape_surrogates(path.parents[1].name), "checkpoint": content["checkpoint"],
+        "analysis": escape_surrogates(path.resolve().parents[1].name), "checkpoint": content["checkpoint"],
         "step": content["step"], "kind": "whole", "evaluation_size": results["B_E"], "eta": 1.0,
         "update_prompts": results["B_U"], "update_filtered": bool(settings["update"]["filtered"]),
         "update_seed": float(settings["update"]["seed"]),
@@ -98,15 +99,21 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
 
 
 def probe_logs(folder: str | Path) -> pd.DataFrame:
-    """Return a row per finished log in a folder, at any depth, by step and time: checkpoint, level, core numbers."""
+    """Return a row per finished log in a folder, at any depth, by step and time: checkpoint, level, core numbers.
+
+    Raises:
+        UserError: If a summary is damaged; names it.
+    """
     rows = []
     # Sorted without the ending, so that …_2, the second log of one second, comes after the first.
     stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))
     for stem in stems:
-        content = json.loads(read_text(Path(stem + SUMMARY)))
+        summary = Path(stem + SUMMARY)
         log = f"{stem}.json.gz" if Path(f"{stem}.json.gz").is_file() else f"{stem}.json"
-        facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
-        rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})
+        with naming_the_file(summary, "a summary of a checkpoint analysis", "delete it"):
+            content = json.loads(read_text(summary))
+            facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
+            rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})
     table = pd.DataFrame(rows)
     return table if table.empty else table.sort_values(["step", "time"], ignore_index=True)
 
@@ -126,14 +133,15 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
         UserError: If the file is not a log of a checkpoint analysis.
     """
     path = Path(path)
-    try:
-        content = json.loads(whole_content(path))
-        timing = pd.DataFrame({"phase": list(content["timing"]), "seconds": list(content["timing"].values())})
-        tables = {"results": _results(content), "timing": timing}
-    except FileNotFoundError:
-        raise
-    except (KeyError, ValueError, OSError) as error:
-        raise UserError(f"{path} is not a log of a checkpoint analysis ({error})") from error
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    with naming_the_file(path, "a log of a checkpoint analysis", "delete it"):
+        return _tables_in(json.loads(whole_content(path)))
+
+
+def _tables_in(content: dict[str, Any]) -> dict[str, pd.DataFrame]:
+    timing = pd.DataFrame({"phase": list(content["timing"]), "seconds": list(content["timing"].values())})
+    tables = {"results": _results(content), "timing": timing}
     if "statistics" in content:
         tables["statistics"] = pd.DataFrame(content["statistics"]).T
     tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.parallel.state_tensors import SHARD_PREFIX, from_tensors, tensors_by_name
+from rl_training.records.files.damaged import naming_the_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,14 @@ def read_notes(checkpoint: Path) -> dict[str, str]:
     path = checkpoint / PROBE_STATES
     if not path.is_file():
         return {}
-    with safe_open(path, framework="pt") as file:
+    fix = "choose an earlier checkpoint"
+    with (
+        naming_the_file(path, "a whole safetensors file, so it is damaged", fix, (OSError, SafetensorError)),
+        safe_open(path, framework="pt") as file,
+    ):
         notes: dict[str, str] = file.metadata() or {}
     if not _are_ours(notes):
-        raise UserError(f"{path} does not hold the notes of a run, so it is damaged: choose an earlier checkpoint")
+        raise UserError(f"{path} does not hold the notes of a run, so it is damaged: {fix}")
     return notes
 
 

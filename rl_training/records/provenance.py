@@ -23,7 +23,7 @@ def provenance() -> dict[str, str]:
     }  # the first found is the one that is imported
     return {
         "version": VERSION,
-        "commit": _commit(Path(__file__).parent),
+        "commit": _commit(Path(__file__).parent, Path(__file__).name),
         "working_folder_commit": _commit(Path.cwd()),
         "command": shlex.join([Path(sys.argv[0]).name, *mask_arguments(sys.argv[1:])]),
         "host": platform.node(),
@@ -34,11 +34,22 @@ def provenance() -> dict[str, str]:
     }
 
 
-def _commit(folder: Path) -> str:
-    """Return the commit that a folder is checked out at, noting uncommitted changes; "" outside of a repository."""
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+def _commit(folder: Path, file: str = "") -> str:
+    """Return the commit that a folder is checked out at, noting uncommitted changes; "" outside of a repository.
+
+    Args:
+        file: A file in it that the repository must have: an installed package lies in that of the user's project.
+    """
+    if file and not _git(["ls-files", "--error-unmatch", file], folder):
+        return ""
+    shown = _git(["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"], folder)
+    return shown.strip().replace("-dirty", ", with changes that are not committed")
+
+
+def _git(arguments: list[str], folder: Path) -> str:
+    """Return what git prints in a folder; "" if it fails."""
+    words = ["git", *arguments]
     try:
-        shown = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return shown.strip().replace("-dirty", ", with changes that are not committed")

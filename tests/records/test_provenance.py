@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_training.records.provenance import provenance
+from rl_training.records.provenance import _commit, provenance
 from rl_training.version import VERSION
 
 
@@ -21,6 +21,17 @@ def test_provenance_names_version_commit_command_and_libraries(monkeypatch: pyte
     assert f"torch {torch.__version__.split('+')[0]}" in told["libraries"]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert told["commit"].startswith(head.stdout.strip())
+
+
+def test_an_installed_package_has_no_commit_of_the_project_around_it(tmp_path: Path) -> None:
+    installed = tmp_path / ".venv" / "records"
+    installed.mkdir(parents=True)
+    for name in ("project.py", ".venv/records/provenance.py"):
+        (tmp_path / name).write_text("")
+    for words in (["init", "-q"], ["add", "project.py"], ["commit", "-qm", "x"]):
+        subprocess.run(["git", "-c", "user.email=a@b", "-c", "user.name=a", *words], cwd=tmp_path, check=True)
+    assert _commit(installed, "provenance.py") == ""
+    assert _commit(installed) == _commit(tmp_path, "project.py") != ""
 
 
 def test_provenance_names_the_imported_version_of_a_library_installed_twice(tmp_path, monkeypatch) -> None:

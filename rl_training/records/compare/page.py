@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
 
     Args:
         folders: Run folders, or folders of runs.
-        out: Path of the page, or a folder for comparison.html.
+        out: Path of the page, or a folder for comparison.html, as a path without an ending is.
         pictures: "png" or "svg" also writes each chart as such a file next to the page, with the page's name as prefix.
 
     Raises:
@@ -103,7 +104,8 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     num_runs = sum(len(group.members) + len(group.repeats) for group in groups)
     if num_runs < 2:
         raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
-    path = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
+    is_folder = Path(out).is_dir() or str(out).endswith(("/", os.sep)) or not Path(out).suffix
+    path = Path(out) / COMPARISON_FILE if is_folder else Path(out)
     page = ComparisonPage.of(groups, num_runs)
     page = replace(page, charts=[replace(chart, name=f"{path.stem}_{chart.name}") for chart in page.charts])
     write_page(path, "comparison.html", draw_pictures(page.charts, pictures), page=page)

@@ -118,6 +118,16 @@ def attach_settings(run: Path, size: int, whole: bool) -> Path:
     return run
 
 
+@pytest.mark.parametrize("out", ["pages/", "pages"])
+def test_a_path_without_an_ending_is_a_folder_for_the_page(tmp_path: Path, monkeypatch, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Records(tmp_path / name / "logs").write_metrics(1, {"reward": 0.5})
+    page, _ = write_comparison([tmp_path], out)
+    assert page == Path("pages/comparison.html")
+    assert page.is_file()
+
+
 def test_a_label_repeats_no_setting_that_is_recorded_twice_or_that_nobody_set(tmp_path: Path) -> None:
     slow = attach_settings(record(tmp_path / "slow"), 2, whole=True)
     fast = attach_settings(record(tmp_path / "fast", rate=0.2), 4, whole=False)

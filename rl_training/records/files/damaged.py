@@ -1,0 +1,32 @@
+"""Errors of reading a file that a kill, a full disk or somebody else has left damaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_training.errors import UserError
+
+# Whatever is raised by content that is cut off, of other types or without a key.
+ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+
+
+@contextlib.contextmanager
+def naming_the_file(path: Path, what: str, fix: str, errors: tuple[type[Exception], ...] = ERRORS) -> Iterator[None]:
+    """Turn any error of damaged content inside this context into a UserError.
+
+    Args:
+        path: The file that is read.
+        what: What it should be.
+        fix: What to do.
+        errors: Which errors damage causes.
+
+    Raises:
+        UserError: If there is such an error; names the file.
+    """
+    try:
+        yield
+    except errors as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} is not {what} ({said}): {fix}") from error
