@@ -4,6 +4,6 @@ atomic_write.py     written completely or not at all     lock.py           one p
 links.py            nothing outside of the run           pickles.py        tensors, and no code
 stored_yaml.py      plain YAML of limited size           unpack.py         gzip, within limits
 masking.py          no tokens or passwords               printable.py      no terminal control characters
-append.py           lines that stay whole
+append.py           lines that stay whole        damaged.py        an error that names the file
 secret_names.py, secret_forms.py    how they are recognized                spreadsheet.py    no formulas
 """
