@@ -113,7 +113,6 @@ def test_a_training_that_fails_in_its_first_step_leaves_no_state_for_the_next() 
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
 
     def fail(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
         optimizer.zero_grad()
         raise RuntimeError("mistake")
 

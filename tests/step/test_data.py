@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[2] / "rl_training"
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """Yield everything inside a value, through frozen dataclasses, mappings and sequences."""
-    if dataclasses.is_dataclass(value):
+    """Yield everything inside a value, through frozen dataclasses (but layouts), mappings and sequences."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, Layout):
         assert value.__dataclass_params__.frozen, type(value)  # type: ignore[union-attr]
         for field in dataclasses.fields(value):
             yield from values_in(getattr(value, field.name))
