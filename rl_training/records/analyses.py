@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.errors import UserError
 from rl_training.limited_files import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.damaged import naming_the_file
 from rl_training.records.files.printable import escape_surrogates
@@ -60,7 +59,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: If the file is damaged, or lacks a number that reports show; names it.
     """
-    try:
+    with naming_the_file(Path(path), "is not a result of a checkpoint analysis", "delete it"):
         content: dict[str, Any] = from_json(parse_json(read_text(Path(path), MAX_RESULT_BYTES)), verbatim=("settings",))
         results = {key: float(value) for key, value in content["results"].items()}
         content["results"] = {key: value if math.isfinite(value) else math.nan for key, value in results.items()}
@@ -72,9 +71,6 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
         list(_rows_in(content, Path(path)))
         [content["results"][name] for name in SIZES]
         [row[name] for row in content["tables"].get("conditioning", []) for name in PRECONDITIONED]
-    except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is not a result of a checkpoint analysis ({said}): delete it") from error
     return content
 
 
@@ -110,7 +106,7 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
     for stem in stems:
         summary = Path(stem + SUMMARY)
         log = f"{stem}.json.gz" if Path(f"{stem}.json.gz").is_file() else f"{stem}.json"
-        with naming_the_file(summary, "a summary of a checkpoint analysis", "delete it"):
+        with naming_the_file(summary, "is not a summary of a checkpoint analysis", "delete it"):
             content = json.loads(read_text(summary))
             facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
             rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})
@@ -134,7 +130,7 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
     """
     path = Path(path)
     path.stat()  # a file that is missing is not damaged
-    with naming_the_file(path, "a log of a checkpoint analysis", "delete it"):
+    with naming_the_file(path, "is not a log of a checkpoint analysis", "delete it"):
         return _tables_in(json.loads(whole_content(path)))
 
 

@@ -67,7 +67,7 @@ def read_notes(checkpoint: Path) -> dict[str, str]:
         return {}
     fix = "choose an earlier checkpoint"
     with (
-        naming_the_file(path, "a whole safetensors file, so it is damaged", fix, (OSError, SafetensorError)),
+        naming_the_file(path, "is not a whole safetensors file, so it is damaged", fix, (OSError, SafetensorError)),
         safe_open(path, framework="pt") as file,
     ):
         notes: dict[str, str] = file.metadata() or {}

@@ -104,7 +104,8 @@ def _resolve(
     """
     path = Path(choice)
     if choice == "latest" or (choice == "all" and names_all):
-        listed = [runs] if checkpoints_of(runs) else sorted(runs.glob("run_*"), key=_last_step_at, reverse=True)
+        inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
+        listed = [runs] if checkpoints_of(runs) else sorted(inside, key=_last_step_at, reverse=True)
     elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
         runs, listed = path, [path]
     elif not path.is_dir():

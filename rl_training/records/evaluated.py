@@ -21,9 +21,9 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.errors import UserError
 from rl_training.limited_files import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.damaged import naming_the_file
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.json_values import MAX_COUNT, checked_count, checked_text, parse_json, to_json
 from rl_training.statistics.estimate import Estimate
@@ -126,12 +126,9 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
     path = folder / f"step_{step}" / STEP_METRICS_FILE
     if not path.is_file():
         return None
-    try:
+    with naming_the_file(path, "is damaged", "delete its folder, and evaluate the run again"):
         content: dict[str, Any] = parse_json(read_text(path, MAX_RESULT_BYTES))
         content["metrics"] = {name: _numbers_of(row) for name, row in content["metrics"].items()}
-    except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is damaged ({said}): delete its folder, and evaluate the run again") from error
     return content
 
 

@@ -56,8 +56,8 @@ def refuse_other_methods(kind: type, methods: Mapping[str, Parameters]) -> None:
         taken = () if method is None else tuple(inspect.signature(method).parameters)[1:]
         is_open = known[-1:] == (...,)
         if method is None or (taken[: len(known) - 1] != known[:-1] if is_open else taken != known):
-            found = "is gone" if method is None else f"takes ({', '.join(taken)})"
+            change = "is gone" if method is None else f"takes ({', '.join(taken)})"
             raise UserError(
-                f"{kind.__name__}.{name} {found} in verl {version('verl')}: probes are written against verl 0.9.1; "
+                f"{kind.__name__}.{name} {change} in verl {version('verl')}: probes are written against verl 0.9.1; "
                 "install that, or run python -m verl.trainer.main_ppo without them"
             )

@@ -84,10 +84,7 @@ def prepare_analysis(cfg: DictConfig) -> PreparedAnalysis:
     Raises:
         UserError: For values that are missing or invalid.
     """
-    cfg = cfg.copy()
-    normalize(cfg, "offline")
-    check_values(cfg, "offline")
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    values = _checked_values(cfg, "offline")
     folder_name = analysis_folder_name(str(values["name"]))
     makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
     settings = Settings(
@@ -102,12 +99,17 @@ def prepare_evaluation(cfg: DictConfig) -> PreparedEvaluation:
     Raises:
         UserError: For values that are missing or invalid.
     """
-    cfg = cfg.copy()
-    normalize(cfg, "evaluate")
-    check_values(cfg, "evaluate")
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    values = _checked_values(cfg, "evaluate")
     check_evaluation_options(values["evaluation"])
     return PreparedEvaluation(values)
+
+
+def _checked_values(cfg: DictConfig, command: str) -> dict[str, Any]:
+    """Return a command's settings as plain values, normalized. UserError for one that is missing or out of range."""
+    cfg = cfg.copy()
+    normalize(cfg, command)
+    check_values(cfg, command)
+    return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
 
 
 def normalize(cfg: DictConfig, command: str) -> None:

@@ -30,6 +30,7 @@ from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.offline.kernel.clusters import participation_ratio
 from rl_training.offline.kernel.sketches import cosines
 from rl_training.optim.formula import CAUSES
+from rl_training.records.files.damaged import naming_the_file
 from rl_training.records.json_values import from_json
 
 SAME_TEXT = "same text"
@@ -86,14 +87,10 @@ class Structure:
         """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
         kernel = load_kernel(folder)
         path = folder / SEQUENCES_FILE
-        try:
+        with naming_the_file(path, "is missing or damaged", "run rl-training analyze again"):
             text = read_text(path, MAX_STATE_BYTES)
             rows = [from_json(json.loads(line)) for line in text.splitlines()]  # reads null as nan
             buffers = [[row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)]
-        except UserError:
-            raise
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise UserError(f"{path} is missing or damaged ({error}): run rl-training analyze again") from error
         return cls(kernel, *buffers)
 
     @property

@@ -57,11 +57,11 @@ def _recorded(metric: str, source: Source = MEASURED) -> Quantity:
 def _sum_of(metric: str) -> Quantity:
     """Return a quantity: a sum over steps, without rows for a run that has only its initial 0."""
 
-    def found(run: Run) -> pd.DataFrame:
+    def rows_of(run: Run) -> pd.DataFrame:
         rows = run.finite_rows(metric)
         return rows if len(rows) > len(sum_starts(run)) else rows.iloc[:0]
 
-    return found
+    return rows_of
 
 
 def _overlay(

@@ -13,20 +13,22 @@ ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowE
 
 
 @contextlib.contextmanager
-def naming_the_file(path: Path, what: str, fix: str, errors: tuple[type[Exception], ...] = ERRORS) -> Iterator[None]:
-    """Turn any error of damaged content inside this context into a UserError.
+def naming_the_file(path: Path, problem: str, fix: str, errors: tuple[type[Exception], ...] = ERRORS) -> Iterator[None]:
+    """Turn any error of damaged content inside this context into a UserError that names the file, if it does not yet.
 
     Args:
         path: The file that is read.
-        what: What it should be.
+        problem: The verb and what follows, such as "is damaged".
         fix: What to do.
         errors: Which errors damage causes.
 
     Raises:
-        UserError: If there is such an error; names the file.
+        UserError: If there is such an error.
     """
     try:
         yield
     except errors as error:
+        if isinstance(error, UserError) and str(path) in str(error):
+            raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} is not {what} ({said}): {fix}") from error
+        raise UserError(f"{path} {problem} ({said}): {fix}") from error

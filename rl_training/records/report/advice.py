@@ -108,48 +108,48 @@ def is_a_symptom(line: Line, verdict: Verdict) -> bool:
     return entropy.left < LARGE_LOSS and line.since >= entropy.since_below(LARGE_LOSS)
 
 
-def _go_back(at: Situation) -> Advice:
+def _go_back(situation: Situation) -> Advice:
     """Advise to return to a checkpoint before the fall, with the setting of what caused it.
 
     Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of the latter, and of how
     far to go back, is in docs/explanation/how_often_right.md.
     """
-    verdict, cause = at.verdict, at.cause
+    verdict, cause = situation.verdict, situation.cause
     if cause is not None and not cause.advice.is_setting:
         return _do_first(cause)
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
     if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
         since = min(since, entropy.since_below(LARGE_LOSS))
-    before = _checkpoint_before(at, since)
+    before = _checkpoint_before(situation, since)
     start = f"To change: go back to {before.text}, and train on"
-    if cause is None and verdict.kind == GONE and PSR not in at.set_up.interventions:
-        change = at.wording.positive_only()
+    if cause is None and verdict.kind == GONE and PSR not in situation.set_up.interventions:
+        change = situation.wording.positive_only()
         return Advice.to_do(f"{start} positive advantages only (PSR): {change.text}. {PSR_KEPT}", before, change)
-    change = cause.advice if cause else at.wording.bounded_step()
+    change = cause.advice if cause else situation.wording.bounded_step()
     return Advice.to_do(f"{start} with {change.text}.", before, change)
 
 
-def _checkpoint_before(at: Situation, step: int) -> Advice:
+def _checkpoint_before(situation: Situation, step: int) -> Advice:
     """Return the last checkpoint before a step, with the setting that goes back to it if there is one."""
-    kept = checkpoints_of(at.run.folder)
+    kept = checkpoints_of(situation.run.folder)
     saved = [path for path in kept if step_of(path) < step]
-    if step <= at.run.steps[0]:
+    if step <= situation.run.steps[0]:
         return Advice("the start")
     if kept and not saved:
         return Advice(f"the start (no checkpoint before step {step} was kept)")
     if not saved:
         return Advice(f"a checkpoint before step {step}")
-    branch = at.wording.branch_from(saved[-1])
+    branch = situation.wording.branch_from(saved[-1])
     return Advice(f"{saved[-1].name} ({branch})", (branch,)) if branch else Advice(saved[-1].name)
 
 
-def _stop_the_hack(at: Situation) -> Advice:
+def _stop_the_hack(situation: Situation) -> Advice:
     """Advise on a reward function that falls while another is earned."""
-    verdict = at.verdict
+    verdict = situation.verdict
     risen = [part.name for part in verdict.story.parts if part.has_risen]
     earned = f"earn {' and '.join(risen)}" if risen else "earn the most"
-    before, weights = _checkpoint_before(at, verdict.since), at.wording.reward_weights()
+    before, weights = _checkpoint_before(situation, verdict.since), situation.wording.reward_weights()
     return Advice.to_do(
         f"To change: read responses after step {verdict.since} that {earned}, and correct what pays for them or its "
         f"weight ({weights.text}); go back to {before.text}.",
@@ -158,48 +158,48 @@ def _stop_the_hack(at: Situation) -> Advice:
     )
 
 
-def _stop_overfitting(at: Situation) -> Advice:
+def _stop_overfitting(situation: Situation) -> Advice:
     """Advise on training reward that held-out prompts do not earn."""
-    before = _checkpoint_before(at, at.verdict.since)
+    before = _checkpoint_before(situation, situation.verdict.since)
     return Advice.to_do(
         f"To change: use {before.text}; train on more prompts, and read training responses after step "
-        f"{at.verdict.since}: do they earn their reward?",
+        f"{situation.verdict.since}: do they earn their reward?",
         before,
     )
 
 
-def _keep_entropy(at: Situation) -> Advice:
+def _keep_entropy(situation: Situation) -> Advice:
     """Advise on lost entropy: what caused it, or a branch with PSR, and then the cheapest intervention.
 
     docs/explanation/how_often_right.md has the test behind this order.
     """
-    if at.cause:
-        return _do_first(at.cause)
-    effects = effects_of(at.run)
+    if situation.cause:
+        return _do_first(situation.cause)
+    effects = effects_of(situation.run)
     chosen = halving(effects) or keeping(effects)
-    if PSR in at.set_up.interventions:
-        change = at.wording.intervention(chosen[0]) if chosen else at.wording.bounded_step()
+    if PSR in situation.set_up.interventions:
+        change = situation.wording.intervention(chosen[0]) if chosen else situation.wording.bounded_step()
         return change.followed_by(", beside PSR").as_a_change()
-    saved, change = checkpoints_of(at.run.folder), at.wording.positive_only()
-    branch = at.wording.branch_from(saved[-1]) if saved else ""
+    saved, change = checkpoints_of(situation.run.folder), situation.wording.positive_only()
+    branch = situation.wording.branch_from(saved[-1]) if saved else ""
     if branch:
         change = Advice(f"{branch} {change.text}", (branch, *change.settings))
     start = f"To change: in a branch, train on positive advantages only (PSR): {change.text}. {PSR_KEPT}"
     if chosen:
-        second = at.wording.intervention(chosen[0])
+        second = situation.wording.intervention(chosen[0])
         why = "the cheapest measured intervention, there hardly better than no change"
         return Advice.to_do(f"{start} Second try: {second.text}, {why}.", change, second)
-    if not effects and not predictions_fail(at.run):
-        probes = at.wording.probes("interventions")
+    if not effects and not predictions_fail(situation.run):
+        probes = situation.wording.probes("interventions")
         return Advice.to_do(f"{start} To measure others: {probes.text}.", change, probes)
     return Advice.to_do(start, change)
 
 
-def _bound(at: Situation) -> Advice:
-    return (at.cause.advice if at.cause else at.wording.smaller_steps()).as_a_change()
+def _bound(situation: Situation) -> Advice:
+    return (situation.cause.advice if situation.cause else situation.wording.smaller_steps()).as_a_change()
 
 
-def _give_harder_prompts(at: Situation) -> Advice:
+def _give_harder_prompts(situation: Situation) -> Advice:
     """Advise on a task that was solved from the first step, or on a reward that anything earns."""
     return Advice.to_do(
         "To do: read responses. If they are right, the task is too easy: give prompts nearer to a reward of one half. "
@@ -207,11 +207,11 @@ def _give_harder_prompts(at: Situation) -> Advice:
     )
 
 
-def _look_for_what_to_learn(at: Situation) -> Advice:
+def _let_it_learn(situation: Situation) -> Advice:
     """Advise on a reward that has hardly risen: the first thing that the records show to be in the way of it."""
-    if at.cause:
-        return _do_first(at.cause)
-    story, mixed = at.verdict.story, 1 - at.run.logged("frac_reward_zero_std").tail(RECENT).mean()
+    if situation.cause:
+        return _do_first(situation.cause)
+    story, mixed = situation.verdict.story, 1 - situation.run.logged("frac_reward_zero_std").tail(RECENT).mean()
     reward, effect = story.reward, story.whole_effect
     assert reward is not None
     if reward.now < HARDLY_EARNED * reward.top:
@@ -224,15 +224,15 @@ def _look_for_what_to_learn(at: Situation) -> Advice:
             "others teach nothing. Give prompts nearer to a reward of one half."
         )
     if effect is None:
-        probes = at.wording.probes("measured")
+        probes = situation.wording.probes("measured")
         start = "To look at first: what a step does to reward. To measure it"
         return Advice.to_do(f"{start}: {probes.text}.", probes)
     over = of_steps(effect, "of all steps")
     measured = f"the measured effects {over} add up to {format_estimate(effect, signed=True)}"
     if effect.bounds()[0] > 0:
-        cause, change = "size", at.wording.larger_steps()
+        cause, change = "size", situation.wording.larger_steps()
     else:
-        cause, change = "noise", at.wording.larger_batch(2)
+        cause, change = "noise", situation.wording.larger_batch(2)
     return Advice.to_do(f"To look at first: the {cause} of the steps; {measured}. To change: {change.text}.", change)
 
 
@@ -246,5 +246,5 @@ def _do_first(cause: Line) -> Advice:
 
 ACTIONS: Mapping[str, Callable[[Situation], Advice]] = {
     FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
-    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _look_for_what_to_learn,
+    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _let_it_learn,
 }  # fmt: skip

@@ -131,9 +131,12 @@ def test_flipped_bytes_are_found_and_their_file_is_named(run_dir: Path, part: st
 def test_latest_without_a_run_is_the_run_with_the_newest_checkpoint_whatever_its_name(run_dir: Path) -> None:
     named_last = Path(shutil.copytree(run_dir, run_dir.parent / "run_test"))
     dated = run_dir.rename(run_dir.parent / "run_2026-01-01_00-00-00_seed_0")
-    for run, written in ((named_last, 1e9), (dated, 2e9)):
+    named = Path(shutil.copytree(dated, run_dir.parent / "first"))
+    for run, written in ((named_last, 1e9), (named, 3e9), (dated, 2e9)):
         for path in run.rglob("*"):
             os.utime(path, (written, written))
+    assert find_checkpoint("latest", run_dir.parent / "new") == named / TRAINING_STATE / "checkpoint-3"
+    shutil.rmtree(named)
     assert find_checkpoint("latest", run_dir.parent / "new") == dated / TRAINING_STATE / "checkpoint-3"
 
 

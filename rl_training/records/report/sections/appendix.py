@@ -77,8 +77,8 @@ def gaps(run: Run) -> list[Gap]:
         first_step=("step", "min"),
         num_steps=("step", "nunique"),
     )
-    found = listed.sort_values("first_step", kind="stable").reset_index()
-    return [Gap(*row) for row in found.itertuples(index=False, name=None)]
+    in_order = listed.sort_values("first_step", kind="stable").reset_index()
+    return [Gap(*row) for row in in_order.itertuples(index=False, name=None)]
 
 
 class Cost(NamedTuple):

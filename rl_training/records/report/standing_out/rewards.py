@@ -181,8 +181,8 @@ class _Jump:
 def jump(records: RunRecords) -> Line | None:
     """Report a jump of reward between two steps, larger than the update in between was measured to make."""
     least = 0.2 * records.largest_spread  # without it, the size in standard errors alone decides
-    found = [jump for jump in _jumps(records) if jump.score > MIN_JUMP_STDERRS and abs(jump.beyond.value) > least]
-    return max(found, key=lambda jump: jump.score).line() if found else None
+    jumps = [jump for jump in _jumps(records) if jump.score > MIN_JUMP_STDERRS and abs(jump.beyond.value) > least]
+    return max(jumps, key=lambda jump: jump.score).line() if jumps else None
 
 
 def _jumps(records: RunRecords) -> Iterator[_Jump]:
