@@ -38,8 +38,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rl_training import Rollout, measured_loop
 from rl_training.engine import build_step, gradient_check
 from rl_training.entropy import reward_gradient
-from rl_training.hosts import loop_refusals
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain import refusals
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.optim.formula import OptimizerState
 from rl_training.policy import linear_head
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
@@ -130,7 +130,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     OptimizerState.max_error = math.inf  # nothing moves, which is not the optimizer's formula
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     reward_gradient.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
-    loop_refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
+    refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
     build_step.Batch = as_on_all_processes  # type: ignore[misc, assignment]
     simple = SimpleEntropyProbe(
         num_folds=settings.folds, rows_dtype=settings.rows, keep_gathered=settings.keep_gathered

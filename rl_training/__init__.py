@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rl_training.engine.probe import Probe as Probe
     from rl_training.engine.probe import Reading as Reading
     from rl_training.errors import UserError as UserError
-    from rl_training.hosts.loop import measured_loop as measured_loop
+    from rl_training.hosts.plain.measured_loop import measured_loop as measured_loop
     from rl_training.hosts.trl import attach as attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
@@ -39,7 +39,7 @@ _NAMES = {  # by module that defines them; a name …Probe is looked up in `prob
     "policy.rollout": "Rollout take_rows",
     "engine.probe": "Probe Reading",
     "errors": "UserError",
-    "hosts.loop": "measured_loop",
+    "hosts.plain.measured_loop": "measured_loop",
     "hosts.trl": "attach",
     "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
     "offline.own_trainer": "analyze",

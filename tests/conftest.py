@@ -44,7 +44,7 @@ LONG = [
     "test_processes", "test_sharding", "test_fold_placement", "test_command_line", "test_wheel",
     "test_hostile_records", "test_docs", "test_resume", "test_ground_truth", "test_simple_probe", "test_attach",
     "test_batches_of_subclasses", "test_loggers", "test_offline", "test_training_with_interventions",
-    "test_sequence_kernel", "test_secrets", "test_bitwise", "test_loop", "test_buffer", "test_verifier",
+    "test_sequence_kernel", "test_secrets", "test_bitwise", "test_measured_loop", "test_buffer", "test_verifier",
     "test_real_scale", "test_attached_run", "test_interventions_probe", "test_config", "test_token_classes",
     "test_gpu_benchmark", "test_several_turns", "test_train", "test_waiting", "test_measured_probe", "test_kl_bound",
     "test_offline_probe", "test_loss_check", "test_report", "test_evaluate", "test_sweep", "test_restored",

@@ -1,15 +1,16 @@
 """The training loops that probes can be attached to.
 
-loop.py              a loop in plain PyTorch: the shortest host, so read it first. measured_loop.py has its calls,
-                     loop_progress.py tracks which call may come next, loop_policy.py samples, and loop_refusals.py
-                     raises errors for what cannot be measured
+plain/               a loop in plain PyTorch: the shortest host, so read it first
 trl/, verl/          TRL's trainer and verl's training worker
 estimate_writer.py   writes what a step leaves, for all hosts: estimates, sequences (sequence_rows.py), and the line of
                      a loop that logs nothing itself (step_averages.py)
 step_warnings.py     warns about a step that has ended: estimates are missing, or advantages zero (equal_rewards.py)
 recorded_settings.py lists the settings
 interrupt_note.py    says below the traceback of Ctrl-C where records without a report are
-loop_claim.py        the folder of the records of a plain loop or of verl; first_rank.py decides it for all processes
+folder_claim.py      claims the folder of the records of a plain loop or of verl
+first_rank.py        what one process decides for all, such as that folder
+policy.py            the policy of a plain loop or of verl: it samples and decodes with their functions
+devices.py           refuses devices on which nothing can be measured
 probes.py            the probes of a loop, as its user gives them
 after_import.py      calls a function once a library is imported
 """

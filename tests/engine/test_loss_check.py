@@ -23,7 +23,7 @@ from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import EVERY, TermsCheck
 from rl_training.engine.loss_check import OTHER_TERMS, other_terms_reason
 from rl_training.entropy.changed_steps import changes_by_basis
-from rl_training.hosts.loop import DR_GRPO_FIX
+from rl_training.hosts.plain.measured_loop import DR_GRPO_FIX
 from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe

@@ -18,7 +18,7 @@ from shared_rollouts import MICROBATCH, G
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe_states import ProbeStates
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.parallel.state_tensors import to_tensors
 from rl_training.step.needs import Need
 

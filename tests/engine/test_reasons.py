@@ -34,7 +34,7 @@ from rl_training.entropy.paired_effects import paired_effects_reason
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
-from rl_training.hosts.loop import FIXES
+from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.models.load import load_tiny
 from rl_training.optim import adamw as adamw_module

@@ -163,7 +163,7 @@ def test_version_changelog_and_citation_agree() -> None:
         ("hosts.trl", set()),  # from rl_training import attach
         ("hosts.trl.attachment", CORE),  # calling attach
         ("hosts.trl.trainer", CORE),
-        ("hosts.loop", CORE - {"trl", "accelerate"}),
+        ("hosts.plain.measured_loop", CORE - {"trl", "accelerate"}),
         ("probes", CORE - {"trl", "accelerate", "transformers"}),
         ("records.jsonl", CORE - {"trl", "accelerate", "transformers", "torch"}),
         ("job.errors", set()),  # and with it every command's --help

@@ -22,9 +22,9 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.errors import UserError
-from rl_training.hosts import loop_policy
-from rl_training.hosts.loop import FIXES
-from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts import policy as host_policy
+from rl_training.hosts.plain.measured_loop import FIXES
+from rl_training.hosts.policy import HostPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
@@ -62,7 +62,7 @@ class Rank:
         self.rollout = rollout_of(num_sequences)
         model = copy.deepcopy(MODEL)
         scorer = Scorer(model, run_inside_forward=True)
-        self.policy = LoopPolicy(model, scorer, BATCH_SIZE, self.generate, None)
+        self.policy = HostPolicy(model, scorer, BATCH_SIZE, self.generate, None)
         rows = torch.arange(num_sequences)
         own = scorer.score(self.rollout, rows, graph=False)  # before its passes are watched
         self.batch = dataclasses.replace(
@@ -173,7 +173,7 @@ def test_ranks_with_different_numbers_of_sequences_run_equally_many_passes(
     caller: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counting = CountingRanks()
-    monkeypatch.setattr(loop_policy, "all_ranks", counting.current)
+    monkeypatch.setattr(host_policy, "all_ranks", counting.current)
     counting.run(lambda ranks: caller(Rank(counting, (2, 6)[ranks.number])))
     assert counting.num_passes[0] == counting.num_passes[1] > 0
 
@@ -200,7 +200,7 @@ def test_a_loop_of_its_own_over_passes_is_out_of_step() -> None:
 
 
 def test_fewer_sequences_than_processes_is_one_error_on_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_policy, "all_ranks", (counting := CountingRanks()).current)
+    monkeypatch.setattr(host_policy, "all_ranks", (counting := CountingRanks()).current)
 
     def refused(ranks: Ranks) -> str:
         rank = Rank(counting, 2)
@@ -215,7 +215,7 @@ def test_fewer_sequences_than_processes_is_one_error_on_every_process(monkeypatc
 
 
 def test_a_sample_of_another_size_than_asked_is_an_error() -> None:
-    policy = LoopPolicy(MODEL, Scorer(MODEL), BATCH_SIZE, lambda count: rollout_of(count + 1), None)
+    policy = HostPolicy(MODEL, Scorer(MODEL), BATCH_SIZE, lambda count: rollout_of(count + 1), None)
     with pytest.raises(UserError, match=r"sample\(4\) returned 5 responses"):
         policy.sample(4, seed=0)
 

@@ -144,7 +144,7 @@ def test_the_score_check_scores_no_extra_row_in_a_correct_loop(monkeypatch: pyte
         scored.append(len(rows))
         return score(scorer, rollout, rows, **how)
 
-    monkeypatch.setattr("rl_training.hosts.loop_refusals.refuse_other_scores", lambda *args: None)
+    monkeypatch.setattr("rl_training.hosts.plain.refusals.refuse_other_scores", lambda *args: None)
     monkeypatch.setattr(Scorer, "score", counted)
     how: dict[str, Any] = {"forward": under_autocast(scores_of), "autocast": in_bf16} if rounded else {}
     estimates(**how)

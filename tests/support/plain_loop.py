@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import Estimate, Rollout
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.policy.rollout import take_rows
 
 CLIP = 0.05  # every step is clipped

@@ -18,7 +18,7 @@ from trl import __version__ as trl_version
 from trl.trainer import grpo_trainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.loop_refusals import refuse_devices_without_float64
+from rl_training.hosts.devices import refuse_devices_without_float64
 from rl_training.hosts.trl.members import FORWARD_PASS, METHODS, SETTINGS, SHUFFLE, TRAINER_ATTRIBUTES
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.versions import (

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl_training.engine.loop import Loop
-from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.policy import HostPolicy
 from rl_training.hosts.verl.rollout_settings import ACTOR, RolloutSettings
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
@@ -70,7 +70,7 @@ def loop_of(
         microbatches=len(sizes),
         first_sizes=tuple(sizes) if is_dynamic else (),
         shard=shard,
-        policy=LoopPolicy(engine.module, scorer, size, None, decode),
+        policy=HostPolicy(engine.module, scorer, size, None, decode),
         ranks=all_ranks(),
         is_dr_grpo=loss is not None,
         loss_settings=loss,

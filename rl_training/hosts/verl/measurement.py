@@ -20,7 +20,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_claim import LoopClaim
+from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
@@ -69,7 +69,7 @@ class Measurement:
             states = load_probe_states(self.driver.initial_states() | {NUM_STEPS: 0}, resumed_from)
             self._steps, run_id = states[NUM_STEPS], read_notes(resumed_from).get("run", "")
         records = Records(settings["folder"], settings["rollouts_every"]) if loop.ranks.number == 0 else None
-        self.claim = LoopClaim(records, run_id)  # until the process ends
+        self.claim = FolderClaim(records, run_id)  # until the process ends
         self.claim.take(self._steps + 1, loop.shard.layout.device)
         if records is not None:
             recorded = {**settings_of_loop(loop), **settings["recorded"], MADE_BY: VERL}

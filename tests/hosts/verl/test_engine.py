@@ -18,7 +18,7 @@ from plain_loop import CLIP, train
 from same_estimates import above_limit, differences, of_records
 from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G, of_another_sampler
 
-from rl_training.hosts.loop import measured_loop
+from rl_training.hosts.plain.measured_loop import measured_loop
 from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import (

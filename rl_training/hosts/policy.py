@@ -1,4 +1,4 @@
-"""The policy of a loop that supplies its own functions to sample and decode."""
+"""The policy of a host that supplies functions to sample and decode: a plain loop, and verl, which only decodes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ from rl_training.policy.policy import Policy, draws_of_rank
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scorer import Scorer
-from rl_training.statistics.unavailable import Unavailable
 
 Sample = Callable[[int], Rollout]
-NO_SAMPLE = Unavailable(
-    "no_sample",
-    "fresh responses are needed, and the loop does not say how to sample them",
-    fix="measured_loop(..., sample=...)",
-)
 
 
-class LoopPolicy(Policy):
-    """A policy that samples and decodes with the loop's functions.
+class HostPolicy(Policy):
+    """A policy that samples and decodes with the host's functions.
 
     Args:
         model: The trained model, unwrapped.
         scorer: The model's scorer.
         batch_size: Rows of one forward pass without graph.
         sample: `sample(n)` returns n fresh responses to random prompts, using no random numbers but torch's. None if
-            the loop cannot sample.
+            the host cannot sample, and `Reasons.no_fresh_responses` says so.
         decode: Returns the text of a tensor of token ids. None uses the ids as text.
     """
 
@@ -50,7 +44,7 @@ class LoopPolicy(Policy):
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
         sample = self._sample
-        assert sample is not None, NO_SAMPLE
+        assert sample is not None, "the step's reasons rule out fresh responses"
         device = next(self.model.parameters()).device
         ranks = all_ranks()
         local_draws = draws_of_rank(num_sequences, ranks)

@@ -1,4 +1,4 @@
-"""Errors for what a measured loop must not do: each is one line that includes the fix."""
+"""Errors for what a plain loop must not do: each is one line that includes the fix."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.amp import grad_scaler
 
 from rl_training.engine.driver import StepDriver
 from rl_training.errors import UserError
+from rl_training.hosts.devices import refuse_devices_without_float64
 from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import half_dtypes
@@ -29,20 +30,6 @@ SCALED = (
     "a GradScaler scales the loss, and with it the gradients that probes read: train in bf16 or fp32, with "
     "GradScaler(enabled=False) or without one"
 )
-
-
-def refuse_devices_without_float64(device: torch.device, cpu: str = "") -> None:
-    """Raise UserError for a device on which probes cannot sum in float64 and restore random streams.
-
-    Args:
-        device: The device.
-        cpu: The setting of the trainer that trains on the CPU; "" if there is none.
-    """
-    if device.type in ("mps", "xpu"):
-        raise UserError(
-            "probes sum in float64 and restore the device's random stream, which they cannot on "
-            f"{device.type.upper()}: train on a CUDA GPU or on the CPU{f' ({cpu})' * bool(cpu)}, or without probes"
-        )
 
 
 def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module, optimizer: Any) -> None:

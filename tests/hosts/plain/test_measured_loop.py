@@ -31,18 +31,13 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.step_reasons import reasons_of_step
-from rl_training.engine.step_result import StepResult
 from rl_training.entropy import paired_effects, reward_gradient
-from rl_training.entropy.prediction import TOO_FAR
-from rl_training.hosts.loop import FIXES
-from rl_training.hosts.measured_loop import MeasuredLoop
-from rl_training.hosts.step_averages import step_averages
-from rl_training.hosts.step_warnings import StepWarnings
+from rl_training.hosts.plain.calls import MeasuredLoop
+from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.hosts.trl.loss_settings import fixes
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows
-from rl_training.policy.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -54,7 +49,6 @@ from rl_training.probes import (
 )
 from rl_training.records.files.lock import locked
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.exchange import Exchange
 from rl_training.step.fold_reduction import FoldReduction
@@ -72,28 +66,6 @@ def probes() -> list[Any]:
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
     ]
-
-
-def test_equal_rewards_have_exactly_zero_spread() -> None:
-    """In torch, the standard deviation of nine times .7 is not 0."""
-    rewards = torch.full((27,), 0.7, dtype=torch.float64)
-    rewards[-1] = 0.0
-    part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)
-    part = dataclasses.replace(part, completion_mask=torch.ones(27, 1), completion_ids=torch.ones(27, 1))
-    scores = Scores(torch.zeros(27, 1), torch.zeros(27, 1), torch.ones(27, 1))
-    result = StepResult(1.0, rollouts=[part], scores=[scores])
-    assert step_averages(result)["frac_reward_zero_std"] == pytest.approx(2 / 3)
-
-
-def test_averages_skip_masked_tokens_and_are_nan_with_missing_rewards() -> None:
-    rewards, mask = torch.tensor([math.nan, 1.0, 1.0, 1.0]), torch.tensor([[1.0, 0.0]] * 4)
-    part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
-    part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
-    scores = Scores(torch.zeros(4, 2), torch.tensor([[2.0, 5.0]] * 4), mask)
-    averages = step_averages(StepResult(1.0, rollouts=[part], scores=[scores]))
-    assert (averages["entropy"], averages["completions/mean_length"]) == (2.0, 1.0)
-    assert math.isnan(averages["reward"])
-    assert math.isnan(averages["frac_reward_zero_std"])
 
 
 def new_loop(measuring: Any, model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
@@ -608,7 +580,7 @@ def test_each_process_samples_its_own_responses(monkeypatch: pytest.MonkeyPatch)
     drawn = []
     for process in (0, 1, 1):
         ranks = SimpleNamespace(count=2, number=process)
-        monkeypatch.setattr("rl_training.hosts.loop_policy.all_ranks", lambda ranks=ranks: ranks)
+        monkeypatch.setattr("rl_training.hosts.policy.all_ranks", lambda ranks=ranks: ranks)
         drawn.append(policy.sample(8, seed=3))
     first, second, again = (rollout.completion_ids for rollout in drawn)
     assert not torch.equal(first, second)
@@ -651,30 +623,3 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
         assert why.dr_grpo_fix == words.dr_grpo
         assert not any("attach" in reason or "Trainer" in reason for reason in reasons)
-
-
-def test_a_warning_of_many_missing_estimates_names_three(caplog: pytest.LogCaptureFixture) -> None:
-    """The warning comes once, at the second step without them."""
-    missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
-    warnings = StepWarnings()
-    for step in (1, 2, 3):
-        warnings.warn(step, StepResult(1.0, estimates={"probe": missing}))
-    assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]
-
-
-def test_a_reason_with_a_number_is_reported_once_for_the_estimates_of_all_probes(caplog: Any) -> None:
-    warnings = StepWarnings()
-    for step, ess in ((1, 0.1), (2, 0.2), (3, 0.3)):
-        missing = Estimate.missing(TOO_FAR.formatted(ess=ess, least=0.5))
-        warnings.warn(step, StepResult(1.0, estimates={"one": {"a": missing}, "other": {"b": missing}}))
-        assert [line.message.split(": ")[1] for line in caplog.records] == ["a, b"] * (step > 1)
-    assert "sample size is 0.20" in caplog.text
-
-
-def test_each_reason_is_reported_with_its_own_estimates(caplog: Any) -> None:
-    warnings = StepWarnings()
-    backward, measured = (Unavailable(code, "nothing is known yet") for code in ("first_step", "no_earlier_weights"))
-    for step in (1, 2):
-        estimates = {"one": {"a": Estimate.missing(backward), "b": Estimate.missing(measured)}}
-        warnings.warn(step, StepResult(1.0, estimates=estimates))
-    assert [line.message for line in caplog.records] == [f"not measured: a: {backward}", f"not measured: b: {measured}"]

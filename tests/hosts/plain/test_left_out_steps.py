@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, scores_of
 from shared_rollouts import MICROBATCH, G
-from test_loop import MICROBATCHES, new_loop
+from test_measured_loop import MICROBATCHES, new_loop
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import measured_loop
 from rl_training.engine.verifier import LEFT_OUT
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
 

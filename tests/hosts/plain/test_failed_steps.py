@@ -23,7 +23,7 @@ from rl_training import (
     SimpleEntropyProbe,
     measured_loop,
 )
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.models.load import load_tiny
 from rl_training.records.jsonl import read_metrics
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.hosts.first_rank import on_first_rank
-from rl_training.parallel.state_tensors import from_tensors, tensors_by_name
 from rl_training.records.claim import RecordsClaim, numbers_of, run_id_in, split_logs
 from rl_training.records.jsonl import Records
 
-STATE = "measured_loop"  # key of the training's id among the states of probes
 
-
-class LoopClaim:
-    """Claims the folder of a loop's records, from the first step inside a `with` to the end of the `with`.
+class FolderClaim:
+    """Claims the folder of a loop's records, from `take` to `release`, or until the process ends.
 
     Args:
         records: The records, on rank 0. None on other ranks, or where nothing is written.
@@ -36,8 +29,12 @@ class LoopClaim:
         """The id of the training, the same on every rank. "" if it is not known yet."""
         return self._run_id or self._loaded_id
 
+    def resume(self, run_id: str) -> None:
+        """Continue another training than before: the one with this id, or an unknown one if it is ""."""
+        self._run_id, self._loaded_id = "", run_id
+
     def take(self, number: int, device: torch.device) -> None:
-        """Claim the folder unless it is held. Collective at the first step inside a `with`.
+        """Claim the folder. Collective unless it is held already.
 
         Args:
             number: The step that is about to begin. A number above 1 continues a training.
@@ -56,7 +53,7 @@ class LoopClaim:
 
     def _wanted_id(self, claim: RecordsClaim, number: int) -> str:
         """Return the id of the training that continues with this step, "" for a new one."""
-        # `_run_id` is of an earlier `with` of this loop.
+        # `_run_id` is of the time before the latest `release`.
         if self._run_id or number == 1:
             return self._run_id
         return self._loaded_id or _id_of_named(claim)
@@ -66,31 +63,6 @@ class LoopClaim:
         self._is_held = False
         if self._claim is not None:
             self._claim.release()
-
-    def state(self, probes: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        """Return the states of the probes and the id of the training as tensors. There is no id without records."""
-        run_id = torch.tensor(list(self.run_id.encode()), dtype=torch.uint8)
-        claim = {STATE: {"run_id": run_id}} if self.run_id else {}
-        return tensors_by_name(probes) | claim
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]], initial: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore what `state` returned, and return the states of the probes.
-
-        Args:
-            state: What `state` returned.
-            initial: Initial states by the probe's name. States are loaded into the same types.
-
-        Raises:
-            UserError: If it belongs to other probes.
-        """
-        states = {name: tensors for name, tensors in state.items() if name != STATE}
-        if states.keys() != initial.keys():
-            raise UserError(
-                f"the state is of the probes {sorted(states)}, but the loop has {sorted(initial)}: use the same probes"
-            )
-        self._run_id = ""
-        self._loaded_id = bytes(state[STATE]["run_id"].tolist()).decode("ascii", "replace") if STATE in state else ""
-        return {name: from_tensors(like, states[name]) for name, like in initial.items()}
 
 
 def _id_of_named(claim: RecordsClaim) -> str:

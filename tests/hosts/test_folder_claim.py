@@ -14,7 +14,7 @@ from shared_rollouts import MICROBATCH, G
 
 from rl_training import EffectiveSampleSizeProbe, Records, UserError, measured_loop
 from rl_training.hosts.first_rank import on_first_rank
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.models.load import load_tiny
 from rl_training.records.claim import RUN_ID_FILE
 from rl_training.records.compare.groups import differences, read_groups

@@ -1,7 +1,4 @@
-"""Probes on a loop in plain PyTorch. `measured_loop` documents the calls; examples/plain_loop.py is a whole loop.
-
-It describes the loop to the engine. measured_loop.py has the calls themselves.
-"""
+"""`measured_loop`: checks a plain loop, describes it to the engine, and returns the calls that measure it."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
 from rl_training.engine.probe import Probe
-from rl_training.hosts import loop_refusals
-from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
-from rl_training.hosts.measured_loop import MeasuredLoop
+from rl_training.hosts.plain import refusals
+from rl_training.hosts.plain.calls import MeasuredLoop
+from rl_training.hosts.policy import HostPolicy, Sample
 from rl_training.hosts.probes import as_probes
 from rl_training.options import named_arguments
 from rl_training.parallel.fsdp import FullyShard
@@ -30,8 +27,14 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.scorer import Scorer
 from rl_training.records.jsonl import Records
+from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 
+NO_SAMPLE = Unavailable(
+    "no_sample",
+    "fresh responses are needed, and the loop does not say how to sample them",
+    fix="measured_loop(..., sample=...)",
+)
 DR_GRPO_FIX = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
 FIXES = Fixes(
     batch_setting="measured_loop(microbatch_size={size}, microbatches={count})",
@@ -103,11 +106,11 @@ def measured_loop(
     """
     probes = as_probes(probes)
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    loop_refusals.refuse_scaled_optimizer(optimizer)
+    refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     counts = {"responses_per_prompt": responses_per_prompt, "microbatch_size": microbatch_size}
-    loop_refusals.refuse_impossible_settings({**counts, "microbatches": microbatches}, temperature, max_grad_norm)
-    loop_refusals.refuse_what_cannot_be_measured(model, module, optimizer)
+    refusals.refuse_impossible_settings({**counts, "microbatches": microbatches}, temperature, max_grad_norm)
+    refusals.refuse_what_cannot_be_measured(model, module, optimizer)
     is_sharded = isinstance(module, FSDPModule)
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, run_inside_forward=is_sharded)
     loop = Loop(
@@ -115,7 +118,7 @@ def measured_loop(
         microbatch_size=microbatch_size,
         microbatches=microbatches,
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
-        policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
+        policy=HostPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
         reasons=Reasons(
             sampling_mismatch=reason_of_loop(sampling_mismatch),

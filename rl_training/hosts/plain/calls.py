@@ -16,11 +16,12 @@ from rl_training.engine.loop import Loop
 from rl_training.engine.loss_check import LossInfo
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
-from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter, as_records
+from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.interrupt_note import note_interrupt
-from rl_training.hosts.loop_claim import LoopClaim
-from rl_training.hosts.loop_progress import LoopProgress, Phase
+from rl_training.hosts.plain import refusals
+from rl_training.hosts.plain.checkpoint import as_state, from_state
+from rl_training.hosts.plain.progress import LoopProgress, Phase
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
@@ -42,7 +43,7 @@ class MeasuredLoop:
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
         self._warnings = StepWarnings()
-        self._claim = LoopClaim(self._writer.records)
+        self._claim = FolderClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
         self._progress = LoopProgress()
         self._states: Mapping[str, Any] | None = None  # states for the next `with`; None starts from scratch
@@ -153,14 +154,14 @@ class MeasuredLoop:
             Phase.IN_MICROBATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
         )
         rollout = with_one_advantage_each(rollout)
-        loop_refusals.refuse_missing_backward(self._driver)
-        loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.microbatch_size)
-        loop_refusals.refuse_one_more_microbatch(self._driver, self._loop.microbatches)
+        refusals.refuse_missing_backward(self._driver)
+        refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.microbatch_size)
+        refusals.refuse_one_more_microbatch(self._driver, self._loop.microbatches)
         if rollout.on_policy and self._progress.is_rollout_reused:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         needs_scores = self._driver.needs_scores
         if needs_scores and not self._has_checked_scores:
-            loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
+            refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._has_checked_scores = True
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
@@ -173,8 +174,8 @@ class MeasuredLoop:
     def gradients_ready(self) -> None:
         """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
         self._progress.require(Phase.IN_MICROBATCHES, "call gradients_ready() once in a step, after its microbatches")
-        loop_refusals.refuse_missing_microbatches(self._driver, self._loop.microbatches)
-        loop_refusals.refuse_missing_backward(self._driver)
+        refusals.refuse_missing_microbatches(self._driver, self._loop.microbatches)
+        refusals.refuse_missing_backward(self._driver)
         self._driver.gradients_ready(self._progress.rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._progress = self._progress.in_phase(Phase.GRADIENTS_READY)
@@ -197,7 +198,7 @@ class MeasuredLoop:
             return
         what = "call optimizer.step() once in a step, after gradients_ready() and before the step's context ends"
         self._progress.require(Phase.GRADIENTS_READY, what)
-        loop_refusals.refuse_grad_scaler()
+        refusals.refuse_grad_scaler()
         self._driver.about_to_step()
 
     def _after_optimizer(self, *args: Any) -> None:
@@ -209,7 +210,7 @@ class MeasuredLoop:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the probes' states by name, and the records' id, for `torch.save`: save them along with the model."""
-        return self._claim.state(self._driver.states() if self._states is None else self._states)
+        return as_state(self._driver.states() if self._states is None else self._states, self._claim.run_id)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, before `with`: the next step is the one after it.
@@ -217,5 +218,6 @@ class MeasuredLoop:
         A loop that has trained further goes back. UserError if the state belongs to other probes.
         """
         self._progress.require(Phase.OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
-        self._states = self._claim.load(state, self._driver.initial_states())
+        self._states, run_id = from_state(state, self._driver.initial_states())
+        self._claim.resume(run_id)
         self._progress = LoopProgress()
