@@ -7,7 +7,6 @@ notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in the page o
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import reasons
 
 from rl_training.__main__ import COMMANDS
 from rl_training.interventions.named import INTERVENTIONS, NEEDS
@@ -38,7 +39,7 @@ def write_reference(folder: Path) -> None:
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
     parts["interventions.md"] = interventions()
     parts["probes.md"] = probes()
-    parts["reasons.md"] = reasons()
+    parts["reasons.md"] = reasons.as_table()
     parts |= {f"help_{name}.txt": help_text(name) for name in COMMANDS}
     folder.mkdir(exist_ok=True)
     for name, text in parts.items():
@@ -152,28 +153,6 @@ def interventions() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, why in NEEDS.items()]
     return "\n".join([*lines, "", "The reason given if a need is not met:", "", *reasons])
-
-
-def reasons() -> str:
-    """Return the table of all reasons why a number is missing, from the calls of Unavailable in the sources."""
-    rows = []
-    for path in sorted((ROOT / "rl_training").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unavailable":
-                given = dict(zip(("code", "message", "fix"), node.args, strict=False))
-                given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-                code, message, fix = (text_of(given.get(name)) for name in ("code", "message", "fix"))
-                if code.isidentifier():
-                    rows.append(f"| `{code}` | {message} | {fix} | `{path.relative_to(ROOT / 'rl_training')}` |")
-    return "\n".join(["| code | reason | what to do | where in `rl_training/` |", "|---" * 4 + "|", *sorted(rows)])
-
-
-def text_of(node: ast.expr | None) -> str:
-    """Return a text that the sources hold, for a table, with … for what is filled in; "" if it is no text."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts if part is not None)
-    text = re.sub(r"\{[^}]*\}", "…", text) if isinstance(node, ast.Constant | ast.JoinedStr) else ""
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:

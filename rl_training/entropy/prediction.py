@@ -14,10 +14,11 @@ Where each quantity is calculated, and which reasons make it nan:
                                                                       no_tokens; from step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
     entropy             totals_of_folds in fold_gradients.py          no others
-    forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: the
-    splits, unclipped                                                 optimizer has no formula (optim/state.py),
-                                                                      one_fold, reused, `rows_reason`
-                                                                      (engine/build_step.py)
+    forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: one_fold,
+    splits, unclipped                                                 reused, `rows_reason` (engine/build_step.py); the
+                                                                      optimizer's, from view_optimizer in
+                                                                      optim/state.py: no_formula, not_in_optimizer,
+                                                                      no_..._formula of its file
     backward            FoldProducts._add in products.py              `backward_reason`: first_step, step_not_measured,
                                                                       step_taken_again, or the previous step's reason
                                                                       (previous_update.py); reused

@@ -31,7 +31,9 @@ from rl_training.statistics.unavailable import Unavailable
 # to 3.5 times the exact ones at the first step, 0.83 to 1.48 at the third, and 0.91 to 1.06 from the sixth on.
 SMOOTH_STEPS = 5
 WARM_STEPS = 10  # after them, the previous step's preconditioner can serve as a metric: v has averaged enough gradients
-NO_AMSGRAD = Unavailable("no_amsgrad_formula", "amsgrad and maximize have no formula here")
+NO_AMSGRAD = Unavailable(
+    "no_amsgrad_formula", "amsgrad and maximize have no formula here", "amsgrad=False and maximize=False"
+)
 NO_DECAY = (
     "Adam's second moment never decays: it is kept in {dtype}, where {beta2} times a number rounds to the same number. "
     "If gradients become smaller, steps become too small: use adam_beta2=0.99, or weights in float32"

@@ -21,7 +21,7 @@ from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
 from rl_training.parallel.fusion import Product
 from rl_training.statistics.unavailable import Unavailable
 
-NO_MAXIMIZE = Unavailable("no_maximize_formula", "maximize has no formula here")
+NO_MAXIMIZE = Unavailable("no_maximize_formula", "maximize has no formula here", "maximize=False")
 
 
 @dataclass(frozen=True)

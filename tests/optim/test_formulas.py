@@ -12,6 +12,8 @@ from library_optimizers import CASES, Trained, as_doubles, name_of
 
 from rl_training.optim.adamw import SMOOTH_STEPS, AdamWState
 from rl_training.optim.formula import OptimizerState
+from rl_training.optim.state import view_optimizer
+from rl_training.parallel.sharding import Shard
 
 SHAPES = {"w": (40,)}
 of_every_optimizer = pytest.mark.parametrize(
@@ -110,3 +112,20 @@ def test_a_parameter_without_any_gradient_does_not_move(formula, settings) -> No
     assert torch.equal(trained.model["w"], before)
     assert not state.not_updated().total(before, torch.zeros_like(before)).any()
     assert not state.not_updated().is_sign_based
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "code"),
+    [
+        ("AdamW", "amsgrad", "no_amsgrad_formula"),
+        ("Adam", "maximize", "no_amsgrad_formula"),
+        ("SGD", "maximize", "no_maximize_formula"),
+    ],
+)
+def test_a_setting_without_a_formula_is_a_reason_that_names_its_value_with_one(name, setting, code) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **{setting: True})
+    view = view_optimizer(Shard(model, optimizer, None))
+    assert view.states is None
+    assert view.reason.code == code
+    assert f"{setting}=False" in view.reason.fix

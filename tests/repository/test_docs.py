@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import inspect
 import pydoc
 import re
@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer, attach
 from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.optim.supported import NO_FORMULA
 from rl_training.probes import InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe, TokenClassesProbe
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -187,12 +188,9 @@ def test_the_guides_probe_equals_the_gradient_share_of_long_responses(tmp_path: 
 
 
 def module_of_docs(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +209,18 @@ def test_pages_list_the_optimizers_of_the_table(generate: Any) -> None:
     page = generate.with_optimizers("with <!-- optimizers -->\nan old list<!-- end -->, and")
     assert re.fullmatch("with <!-- optimizers -->[^<]*AdamW, Adam[^<]*<!-- end -->, and", page)
     assert (DOCS / "reference" / "limits.md").read_text(encoding="utf-8").count("<!-- optimizers -->") == 1
+
+
+def test_every_reason_is_listed_with_the_function_and_the_condition_that_decide_it(generate: Any) -> None:
+    """Whatever the name of the constant: two modules have a NOT_FINITE, and each is given by its own functions."""
+    listed = {reason.code: list(map(str, reason.places)) for reason in generate.reasons.read_reasons()}
+    assert [code for code, places in listed.items() if not places] == []
+    assert listed["no_formula"] == ["`formula_of` in `optim/supported.py` if `full_name not in formulas`"]
+    assert {place.split("`")[3] for place in listed["not_finite"]} == {"probes/ess.py", "statistics/jackknife.py"}
+    assert {place.split("`")[3] for place in listed["not_finite_evaluation"]} == {"probes/ground_truth.py"}
+    found = generate.reasons.as_text(str(NO_FORMULA.formatted(optimizer="Muon", supported="torch's AdamW")))
+    assert [line.split(":")[0] for line in found.splitlines() if not line.startswith(" ")] == ["no_formula"]
+    assert NO_FORMULA.fix in found
 
 
 def test_the_index_for_programs_has_every_page_with_a_sentence(generate: Any) -> None:
