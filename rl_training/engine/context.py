@@ -77,6 +77,12 @@ class StepContext:
         """Whether the step has an entropy gradient whose scores were checked against training's."""
         return self.prediction_if_any is not None and not self.prediction_if_any.reason
 
+    @property
+    def num_prompts(self) -> int | None:
+        """How many prompts the step has on all ranks. None if responses to one are split (`reasons.split_prompts`)."""
+        batch = self.step.batch
+        return None if self.reasons.split_prompts else round(batch.num_sequences) // batch.responses_per_prompt
+
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (K, …). Collective."""
         return self.ranks.reduce(self.step.batch.sum_by_fold(values))

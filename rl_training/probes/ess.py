@@ -53,11 +53,11 @@ class EffectiveSampleSizeProbe(Probe):
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
         if of_tokens is not None:
             advantages = of_tokens[order].abs().sum(dim=1) / lengths.clamp(min=1)
-        local_prompts, local_zero_prompts = 0, advantages.new_zeros(())
+        local_zero_prompts = lengths.new_zeros(())
         if not split:  # otherwise only exact 0 counts: rounding looks like a small advantage
             by_prompt = advantages.view(-1, batch.responses_per_prompt)
             by_prompt = without_rounding(by_prompt) if of_tokens is None else by_prompt
-            local_prompts, local_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
+            local_zero_prompts = (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
         ratio_sums = advantages.new_full((2,), torch.nan)
         if logs is not None:
@@ -67,10 +67,10 @@ class EffectiveSampleSizeProbe(Probe):
             for values in (advantages, advantages.double() * lengths)
         )
         sizes = [ratio_sums, *map(kish_sums, of_loss)]
-        counts = advantages.new_tensor([len(advantages), local_prompts], dtype=torch.float64)
-        zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), local_zero_prompts)])
-        sums = ctx.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
-        *size_sums, num_sequences, num_prompts, num_zero, num_zero_prompts = sums
+        zeros = torch.stack([(advantages == 0).sum(), local_zero_prompts])
+        sums = ctx.ranks.reduce(torch.cat([part.double() for part in (*sizes, zeros)])).tolist()
+        *size_sums, num_zero, num_zero_prompts = sums
+        num_sequences, num_prompts = batch.num_sequences, ctx.num_prompts
 
         def estimate(value: float, reason: str | None = None) -> Estimate:
             return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
@@ -80,7 +80,7 @@ class EffectiveSampleSizeProbe(Probe):
         no_importance = ctx.reasons.sampling_mismatch or no_ratios
         estimates = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
-            "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
+            "ess/zero_advantage_prompts": estimate(num_zero_prompts / (num_prompts or math.nan), split),
             "ess/importance": estimate(importance, no_importance),
         }
         for name, kish in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):

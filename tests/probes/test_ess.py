@@ -113,7 +113,8 @@ def test_every_estimate_equals_its_plain_definition_on_the_recorded_rollout(make
     trainer = make_trainer(probes=[probe], reward=half_of_the_prompts)
     trainer.train()
     assert len(probe.all) == 2
-    for step, answer in zip(probe.kept_steps, probe.all, strict=True):
+    for ctx, step, answer in zip(probe.contexts, probe.kept_steps, probe.all, strict=True):
+        assert ctx.num_prompts == len(set(step.batch.rollout.prompt_index.tolist())) > 1
         plain = plain_answers(step.batch.rollout)
         assert answer.keys() == plain.keys() == METRICS
         assert values(answer) == pytest.approx(plain, rel=1e-12)
@@ -168,8 +169,9 @@ def test_prompts_spread_over_steps_have_no_share_but_a_fix(make_trainer) -> None
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
     with attach(trainer, probes=[probe]):
         trainer.train()
-    for answer, step in zip(probe.all, probe.kept_steps, strict=True):
+    for ctx, answer, step in zip(probe.contexts, probe.all, probe.kept_steps, strict=True):
         assert step.reasons.split_prompts
+        assert ctx.num_prompts is None
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert answer["ess/zero_advantage_prompts"].code == "split_prompts"
         advantages = step.batch.rollout.advantages.tolist()
