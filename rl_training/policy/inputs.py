@@ -13,7 +13,7 @@ from rl_training.policy.rollout import Rollout
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Some rows of a rollout as inputs of a model, W columns wide."""
+    """Some rows of a rollout as inputs of a model, W columns wide, and which scores of them are wanted."""
 
     ids: Tensor  # (B, W)
     inputs: dict[str, Any]  # images and the like, by the model's argument names
@@ -21,6 +21,7 @@ class ModelInputs:
     targets: Tensor  # (B, T), the completion's tokens
     mask: Tensor  # (B, T), 1 on sampled tokens
     num_sampled: int  # sampled tokens, in host memory
+    varentropy: bool = False  # whether varentropies are wanted beside log-probabilities and entropies
 
     def sampled_tokens(self) -> Tensor:
         """Return the indices of the sampled tokens among all B·T tokens of the completions."""
@@ -32,7 +33,7 @@ class ModelInputs:
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
-def right_padded_inputs(rollout: Rollout, rows: Tensor) -> ModelInputs:
+def right_padded_inputs(rollout: Rollout, rows: Tensor, varentropy: bool = False) -> ModelInputs:
     """Return some rows right-padded: every sequence starts in the first column."""
     prompt_mask = rollout.prompt_mask[rows]
     mask = rollout.completion_mask[rows]
@@ -50,6 +51,7 @@ def right_padded_inputs(rollout: Rollout, rows: Tensor) -> ModelInputs:
         targets=rollout.completion_ids[rows][:, :longest],
         mask=mask[:, :longest],
         num_sampled=num_sampled,
+        varentropy=varentropy,
     )
 
 

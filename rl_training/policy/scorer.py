@@ -101,8 +101,8 @@ class Scorer:
             self.full_logits_reason()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
-                batch = right_padded_inputs(rollout, rows)
-                logps, entropies, *varentropies = self._calculate(batch, varentropy)
+                batch = right_padded_inputs(rollout, rows, varentropy)
+                logps, entropies, *varentropies = self._calculate(batch)
         return Scores(logps, entropies, batch.mask, *(values.detach() for values in varentropies))
 
     def token_logits(self, rollout: Rollout, rows: Tensor) -> Tensor:
@@ -198,22 +198,24 @@ class Scorer:
         expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
-    def _calculate(self, batch: ModelInputs, varentropy: bool = False) -> tuple[Tensor, ...]:
+    def _calculate(self, batch: ModelInputs) -> tuple[Tensor, ...]:
         calculate = self._by_full_logits if self._full_logits_reason else self._by_body_and_head
-        values: tuple[Tensor, ...] = self._gathered(lambda: calculate(batch, varentropy))
+        values: tuple[Tensor, ...] = self._gathered(lambda: calculate(batch))
         return values
 
-    def _by_body_and_head(self, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
+    def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, ...]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
         if not self._reads_weight(head):
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-            return self._by_called_head(head, hidden.gather(1, columns), batch, varentropy)
+            return self._by_called_head(head, hidden.gather(1, columns), batch)
         sampled = batch.sampled_tokens()
         x = hidden.flatten(0, 1).index_select(0, batch.at_tokens(sampled)).to(head.weight.device)
         targets = batch.targets.flatten()[sampled].to(x.device)
         dtype = self._dtype_of_product(x, head)
-        values = scores_of_hidden(x, head.weight, head.bias, targets, self._logit_map, dtype, self._chunk, varentropy)
+        values = scores_of_hidden(
+            x, head.weight, head.bias, targets, self._logit_map, dtype, self._chunk, batch.varentropy
+        )
         mask = batch.mask.bool()
         empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
         return tuple(t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
@@ -223,13 +225,15 @@ class Scorer:
         patched = "forward" in vars(head) and not self._fp32_head  # training patches forward to get an fp32 head
         return not (self._call_head or type(head) is not nn.Linear or patched)
 
-    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
+    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, ...]:
         """Call the head on chunks of columns, (B, t, H), so that hooks on it can tell sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
                 logits = head(x)
-            return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device), varentropy)
+            return scores_of_logits(
+                self._logit_map(_at_least_fp32(logits)), targets.to(logits.device), batch.varentropy
+            )
 
         rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
         if not rounded and head.weight.is_floating_point():
@@ -242,10 +246,10 @@ class Scorer:
             parts = [apply(x, targets) for x, targets in chunks]
         return tuple(torch.cat(values, dim=1) for values in zip(*parts, strict=True))
 
-    def _by_full_logits(self, batch: ModelInputs, varentropy: bool) -> tuple[Tensor, ...]:
+    def _by_full_logits(self, batch: ModelInputs) -> tuple[Tensor, ...]:
         logits = self._full_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets, varentropy)
+        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets, batch.varentropy)
 
     def _logit_chunks(self, batch: ModelInputs, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the logits at each of some parts of all B·W columns, (n, V)."""
