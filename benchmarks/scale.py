@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine import build_step, gradient_check
+from rl_training.engine import build_step, gradient_check, terms_check
 from rl_training.entropy import reward_gradient
 from rl_training.hosts.plain import refusals
 from rl_training.hosts.plain.calls import MeasuredLoop
@@ -126,9 +126,9 @@ def model_of(name: str) -> Any:
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
     """Yield the costs of each kind of step: "" without probes, then one with each probe."""
     # There are no real values, so checks that compare values are switched off.
-    gradient_check.TOLERANCE = gradient_check.SUM_TOLERANCE = gradient_check.SUM_TOLERANCE_ROUNDED = math.inf
+    gradient_check.TOLERANCE = gradient_check.TOLERANCE_ROUNDED = terms_check.TOLERANCE = math.inf
     OptimizerState.max_error = math.inf  # nothing moves, which is not the optimizer's formula
-    gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
+    terms_check.SAME_SCORES = terms_check.SAME_SCORES_ROUNDED = math.inf
     reward_gradient.TOLERANCE = math.inf  # also the check that the loss is the reward's; Dr-GRPO's is
     refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
     build_step.Batch = as_on_all_processes  # type: ignore[misc, assignment]

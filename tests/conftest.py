@@ -47,7 +47,7 @@ LONG = [
     "test_sequence_kernel", "test_secrets", "test_bitwise", "test_measured_loop", "test_buffer", "test_verifier",
     "test_real_scale", "test_attached_run", "test_interventions_probe", "test_config", "test_token_classes",
     "test_gpu_benchmark", "test_several_turns", "test_train", "test_waiting", "test_measured_probe", "test_kl_bound",
-    "test_offline_probe", "test_loss_check", "test_report", "test_evaluate", "test_sweep", "test_restored",
+    "test_offline_probe", "test_terms_check", "test_report", "test_evaluate", "test_sweep", "test_restored",
     "test_offline_real", "test_probe_contract", "test_guard", "test_examples", "test_residual", "test_launcher",
     "test_score_check", "test_alerts", "test_foreign_runs", "test_gns", "test_gns_in_training", "test_token_advantages",
     "test_cuda", "test_branch", "test_probe_states", "test_offline_ends", "test_values",

@@ -8,10 +8,10 @@ probe.py, context.py                what a probe is and returns, and what it is 
 requirements.py                     what all probes together need; announcement.py: what is said of it at the start
 probe_states.py                     the probes' states, kept once a step is verified
 loop.py, fold_placement.py          what the driver knows about a loop, and the folds of its steps
-step_checks.py                      what is checked at each step
-padding_check.py                    whether scores depend on the padding to the left of a prompt
-gradient_check.py, loss_check.py    whether the gradient is the one that the folds and the loss give
-copied_groups.py, reward_check.py   whether groups are copies of others, and rewards relative to their group
+step_checks.py                      what is checked at several steps: padding_check.py, terms_check.py, reward_check.py
+loss_info.py                        what a loop tells about its loss, and what the loss's graph shows
+gradient_check.py                   whether the step's gradient is that of its microbatches
+copied_groups.py                    whether groups of responses are copies of others
 gradient_witness.py                 whether the optimizer gets the measured gradient
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
 kl_bound.py                         steps of a set KL; kl_search.py finds their length

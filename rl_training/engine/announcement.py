@@ -53,7 +53,7 @@ def _other_warnings(loop: Loop, needs: Need) -> list[str]:
     other_loss = loop.reasons.other_terms or (None if loop.is_dr_grpo else OTHER_LOSS.with_fix(loop.fixes.dr_grpo))
     missing = [
         ("no prediction before the step", formula_reason),
-        ("no delta_reward/forward, and no split of the noise", other_loss if Need.LOSS_CHECK in needs else None),
+        ("no delta_reward/forward, and no split of the noise", other_loss if Need.TERMS_CHECK in needs else None),
         ("no entropy gradient", ONE_RESPONSE if loop.responses_per_prompt == 1 else None),
         ("no entropy gradient", loop.reasons.sampling_mismatch),
     ]

@@ -113,13 +113,13 @@ def _with_fold_gradients(
         gradients, sums = fold_recorder.complete(step, passes)
         step = dataclasses.replace(step, gradients=gradients)
         if is_recomputed:
-            rows_reason = checks.terms.check_recomputed(step, passes, sums)
+            rows_reason = checks.terms.check_recomputed(step, sums, passes)
         else:
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
             rows_reason = gradient_mismatch(sums, is_rounded)
-            if Need.LOSS_CHECK in needs and not (rows_reason or other_terms):
-                checks.terms.check(step, passes, sums)
-    if is_recomputed or Need.LOSS_CHECK in needs:  # also what earlier steps have shown, if this one was not compared
+            if Need.TERMS_CHECK in needs and not (rows_reason or other_terms):
+                checks.terms.check(step, sums, passes)
+    if is_recomputed or Need.TERMS_CHECK in needs:  # also what earlier steps have shown, if this one was not compared
         other_terms = other_terms or checks.terms.reason
     return dataclasses.replace(
         step,

@@ -29,7 +29,7 @@ from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes
+from rl_training.step.passes import Passes, WeightedScores
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
 from rl_training.step.residual import ResidualTest
 
@@ -127,7 +127,7 @@ class StepContext:
             use: Called equally often on every rank, as often as any rank has passes.
             rollout: The rollout that the rows index. None for the step's.
         """
-        self.passes.sum_by_rank(rollout or self.step.batch.rollout, rows_per_pass, weights, shares, use)
+        self.passes.sum_by_rank(rollout or self.step.batch.rollout, rows_per_pass, WeightedScores(weights, shares), use)
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""

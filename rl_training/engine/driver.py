@@ -31,7 +31,7 @@ from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop import Loop
-from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.measurer import Measurer
 from rl_training.engine.open_step import OpenStep, SeenPrompts
 from rl_training.engine.probe import Probe

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.gradient_check import CaughtSums
 from rl_training.optim.state import view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.rows import Receiver, Rows, rows_dtype
@@ -26,21 +26,8 @@ from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
-from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.needs import Need
-from rl_training.step.passes import Passes
-
-
-class CaughtSums(NamedTuple):
-    """What tells whether the gradients that hooks caught add up to the step's: numbers over all ranks.
-
-    Sums of squares are over sampled entries, extrapolated to all.
-    """
-
-    num_late: float  # gradients that came in several parts, of which only the first were caught
-    sq_distance: float  # of the step's gradient minus the mean of all caught gradients
-    sq_norm: float  # of the step's gradient
-    fold_sq_norms: list[float]  # of each fold's gradient
+from rl_training.step.passes import Passes, WeightedScores
 
 
 class FoldRecorder:
@@ -168,8 +155,8 @@ class FoldRecorder:
         """
         self.start_step(batch.folds, sqrt_metric=self._sqrt_metric)
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
-        has_weight = rows_with_weight([batch.loss_weights])
-        passes.hand_on(batch, [batch.loss_weights], ones, has_weight, lambda _, folds: self._receiver(folds))
+        scores = WeightedScores([batch.loss_weights], shares=ones)
+        passes.hand_on(batch, scores, lambda _, folds: self._receiver(folds))
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
         """Complete rows and square norms, once all gradients have arrived.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
 from rl_training.policy.rollout import Rollout, first_tokens
@@ -34,7 +32,7 @@ class PaddingCheck:
         self._next = 1
         self.reason: Unavailable | None = None
 
-    def check(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+    def check(self, rollout: Rollout, policy: Policy, ranks: Ranks) -> Unavailable | None:
         """Return that padding matters for this model, or None; the same on every rank. Collective."""
         self._count += 1
         if self.reason or self._count < self._next or depends_on_longest_row(policy.model):
@@ -48,7 +46,7 @@ class PaddingCheck:
             padded = policy.scorer.score_padded(rollout, rows)
         mask = unpadded.mask.bool()
         difference = (unpadded.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
-        total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
+        total, count = ranks.reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
         tolerance = SAME_SCORES_ROUNDED if policy.scorer.rounding_reason else SAME_SCORES
         self.reason = PADDING_MATTERS if count and not total / count <= tolerance else None
         return self.reason

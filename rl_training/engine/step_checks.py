@@ -1,7 +1,17 @@
 """What is checked at each measured step, from its sequences and gradients, and remembered from step to step.
 
-Each check has `check(…)`, which returns why something cannot be measured, or None. It is collective, and the same on
-every rank. `reason` is what the steps so far have shown.
+    check          at which measured steps      what it reads                     what is nan if it fails
+    PaddingCheck   1, 10, 100, …                scores of a few responses, with   what takes the responses for samples
+                                                and without padding               of the policy: all predictions
+    TermsCheck     1, 2, 4, 8, 16, 32, 48, …    a gradient of folds, and the      what takes the loss for one of scores
+                   if a probe needs it; each    same recomputed from the loss's   alone: `delta_reward/forward`; with
+                   one with recomputed folds    weights                           recomputed folds `forward`, the noise
+    RewardCheck    each one with new groups     the mean rewards of the groups    every change and gap of the reward
+
+Each has `check(…)`: first what it reads of the step, then what it calculates with (policy and ranks, ranks, or passes).
+It returns why something cannot be measured, or None, and is collective and the same on every rank. `reason` is what the
+steps so far have shown. Checks of one step alone are elsewhere: gradient_check.py, copied_groups.py, verifier.py,
+gradient_witness.py and step/score_check.py.
 """
 
 from __future__ import annotations
@@ -10,10 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loop import Loop
 from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.reward_check import RewardCheck
+from rl_training.engine.terms_check import TermsCheck
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.unavailable import Unavailable
@@ -56,7 +66,7 @@ class StepChecks:
         Args:
             edit_reason: Set if the weights were changed since the step began.
         """
-        padding_reason = self.padding.check(rollout, loop.policy, loop.ranks.reduce)
+        padding_reason = self.padding.check(rollout, loop.policy, loop.ranks)
         origin = rollout.origin
         mismatch = origin.sampler_reason if origin.knows_sampler else loop.reasons.sampling_mismatch
         return mismatch or edit_reason or padding_reason

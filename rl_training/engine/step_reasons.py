@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.loop import Loop
-from rl_training.engine.loss_check import OTHER_TERMS, OWN_FORWARD_PASS
+from rl_training.engine.loss_info import OTHER_TERMS, OWN_FORWARD_PASS
 from rl_training.engine.open_step import OpenStep
 from rl_training.policy.rollout import join_origins
 from rl_training.statistics.unavailable import Unavailable

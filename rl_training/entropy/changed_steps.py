@@ -21,7 +21,7 @@ from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights, rows_with_weight
-from rl_training.step.passes import Passes
+from rl_training.step.passes import Passes, WeightedScores
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
@@ -133,7 +133,8 @@ def iter_basis_gradients(
     shares_of_sequences = passes.shares_of_folds(batch)
     for indices in sorted(shared_passes + single_passes):
         chosen = [weights[index] for index in indices]
-        rows_of_weights = passes.sum_by_fold(batch, chosen, shares_of_sequences, dtype=rows_dtype(layout))
+        scores = WeightedScores(chosen, shares_of_sequences)
+        rows_of_weights = passes.sum_by_fold(batch, scores, dtype=rows_dtype(layout))
         for index in indices:
             rows = rows_of_weights.pop(0)
             yield index, FoldMeans.of(rows.sum(sizes / sizes.sum()), rows, sizes)

@@ -20,7 +20,7 @@ from rl_training.parallel.rows import Receiver
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes
+from rl_training.step.passes import Passes, WeightedScores
 from rl_training.step.score_check import ScoreCheck
 
 
@@ -96,5 +96,6 @@ def hand_on_fold_gradients(
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
     gathering = passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext()
+    weighted = WeightedScores(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
     with gathering:
-        passes.hand_on(batch, directions, shares, is_chosen, receiver_of, check.compare, varentropy=check.is_tested)
+        passes.hand_on(batch, weighted, receiver_of, is_chosen)

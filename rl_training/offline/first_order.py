@@ -46,6 +46,7 @@ from rl_training.parallel.vectors import Vector, dot
 from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.probes.fresh_sample import TARGETS, weights_of_buffer, without_blocks
 from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, Replicates
+from rl_training.step.passes import WeightedScores
 
 WHOLE = "whole"
 TOKEN = 0
@@ -98,9 +99,9 @@ def predict(
                 bucket += rows.sum(dim=0)
         progress(next(sizes, 0) * restored.num_ranks)
 
-    weights = weights_of_buffer(evaluation, TARGETS)
+    scores = WeightedScores(weights_of_buffer(evaluation, TARGETS), shares)
     with restored.policy.measuring():
-        restored.passes.sum_by_rank(evaluation.rollout, passes, weights, shares, multiply)
+        restored.passes.sum_by_rank(evaluation.rollout, passes, scores, multiply)
     by_pass = restored.reduce(torch.stack(products))[: len(passes), restored.rank]
     by_block = by_pass.new_zeros(blocks.count, *by_pass.shape[1:])
     by_block.index_add_(0, torch.stack([block[rows[0]] for rows in passes]), by_pass)

@@ -37,7 +37,8 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.folds import folds_of_prompts, plan_prompt_folds
-from rl_training.step.loss_weights import LossWeights, rows_with_weight
+from rl_training.step.loss_weights import LossWeights
+from rl_training.step.passes import WeightedScores
 
 MAX_FOLDS = 16  # each takes a vector over the trainable parameters
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss
@@ -70,9 +71,8 @@ def make_update(
         progress(int(batch.fold_sizes[folds.start]))
         return rows.receiver(folds)
 
-    weights = [batch.loss_weights]
     shares = (1.0 / batch.fold_sizes).to(batch.fold.device)[batch.fold].unsqueeze(1)
-    restored.passes.hand_on(batch, weights, shares, rows_with_weight(weights), receiver_of)
+    restored.passes.hand_on(batch, WeightedScores([batch.loss_weights], shares), receiver_of)
     rows.complete()
     gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm

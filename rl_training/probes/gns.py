@@ -91,7 +91,7 @@ class GradientNoiseScaleProbe(Probe):
         check_share("gns: decay", decay, "(0, 1)", "; .95 remembers about 40 steps")
         self.decay = decay
         self.split_prompts = split_prompts
-        self.needs = type(self).needs | (Need.LOSS_CHECK if split_prompts else Need.NOTHING)
+        self.needs = type(self).needs | (Need.TERMS_CHECK if split_prompts else Need.NOTHING)
 
     def init(self) -> NoiseHistory:
         return NoiseHistory()

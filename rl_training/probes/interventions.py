@@ -77,7 +77,7 @@ class InterventionsProbe(Probe):
     """
 
     name = "interventions"
-    needs = Need.ENTROPY_ROWS | Need.LOSS_CHECK
+    needs = Need.ENTROPY_ROWS | Need.TERMS_CHECK
 
     def __init__(
         self,

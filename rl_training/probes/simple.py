@@ -111,7 +111,7 @@ class SimpleEntropyProbe(Probe):
         self.steps = steps
         self.unclipped = unclipped
         self.keep_gathered = keep_gathered
-        self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
+        self.needs = type(self).needs | (Need.TERMS_CHECK if per_sequence else Need.NOTHING)
 
     def measures_at(self, number: int) -> bool:
         return (number - 1) % self.every < self.steps

@@ -26,7 +26,20 @@ from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
 from rl_training.step.loss_weights import LossWeights, rows_with_weight
 
-OnScores = Callable[[Tensor, Scores], None]  # called with this rank's rows of a pass and their scores
+
+@dataclass(frozen=True)
+class WeightedScores:
+    """What passes differentiate: for each of several weightings, Σ_ik share_i (c_ik log π(t_ik) + d_ik h_ik)."""
+
+    weights: Sequence[LossWeights]  # c and d of all sequences, one for each gradient
+    shares: Tensor  # (B, 1), a factor on each sequence
+    on_scores: Callable[[Tensor, Scores], None] | None = None  # gets this rank's rows of each pass and their scores
+    varentropy: bool = False  # whether these scores have varentropies
+
+    @property
+    def no_rows(self) -> Tensor:
+        """The rows of a pass that a rank runs only because others do, (0,)."""
+        return torch.empty(0, dtype=torch.long, device=self.shares.device)
 
 
 @dataclass(frozen=True)
@@ -50,26 +63,18 @@ class Passes:
         share_of_fold = batch.num_sequences / self.ranks.count / batch.fold_sizes
         return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
 
-    def sum_by_fold(
-        self,
-        batch: Batch,
-        weights: Sequence[LossWeights],
-        shares: Tensor,
-        dtype: torch.dtype | None = None,
-    ) -> list[Rows]:
+    def sum_by_fold(self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None) -> list[Rows]:
         """Return the gradient of each fold for each weighting.
 
         Passes cover only sequences that have a weight.
 
         Args:
             batch: The step's sequences and folds.
-            weights: One for each of the returned rows.
-            shares: (B, 1), a factor on each sequence.
+            scores: What is differentiated.
             dtype: Dtype of the rows. None for the one in which gradients are summed.
         """
-        rows = [Rows(self.layout, batch.num_folds, dtype) for _ in weights]
-        has_weight = rows_with_weight(weights)
-        self.hand_on(batch, weights, shares, has_weight, lambda index, folds: rows[index].receiver(folds))
+        rows = [Rows(self.layout, batch.num_folds, dtype) for _ in scores.weights]
+        self.hand_on(batch, scores, lambda index, folds: rows[index].receiver(folds))
         for part in rows:
             part.complete()
         return rows
@@ -77,12 +82,9 @@ class Passes:
     def hand_on(
         self,
         batch: Batch,
-        weights: Sequence[LossWeights],
-        shares: Tensor,
-        is_chosen: Tensor,
+        scores: WeightedScores,
         receiver_of: Callable[[int, range], Receiver],
-        on_scores: OnScores | None = None,
-        varentropy: bool = False,
+        is_chosen: Tensor | None = None,
     ) -> None:
         """Hand the gradients of each fold group's chosen rows to receivers, bucket by bucket as they arrive.
 
@@ -90,30 +92,25 @@ class Passes:
 
         Args:
             batch: The step's sequences and folds.
-            weights: c and d of all sequences, one for each of several gradients.
-            shares: (B, 1), a factor on each sequence.
-            is_chosen: (B,) bool.
+            scores: What is differentiated.
             receiver_of: Returns what takes the gradients of a weighting's index and these folds.
-            on_scores: Called with the rows of each pass and their scores.
-            varentropy: Whether these have varentropies.
+            is_chosen: (B,) bool. None: the rows that have a weight.
         """
-        score = (on_scores, varentropy)
+        is_chosen = rows_with_weight(scores.weights) if is_chosen is None else is_chosen
         for group, rows_per_pass, num_passes in self._by_group(batch, is_chosen):
-            receivers = [receiver_of(index, group.folds) for index in range(len(weights))]
+            receivers = [receiver_of(index, group.folds) for index in range(len(scores.weights))]
             num_first = num_passes - 1
             if num_first > 0:
-                first = rows_per_pass[:num_first]
-                sums = self.sum(batch.rollout, len(group.folds), first, num_first, weights, shares, *score)
+                sums = self.sum(batch.rollout, rows_per_pass[:num_first], scores, len(group.folds), num_first)
                 receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
             if num_passes:
-                self._run(receivers, batch.rollout, rows_per_pass[num_first:], 1, weights, shares, *score)
+                self._run(batch.rollout, rows_per_pass[num_first:], scores, receivers, num_passes=1)
 
     def sum_by_rank(
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
-        weights: Sequence[LossWeights],
-        shares: Tensor,
+        scores: WeightedScores,
         use: Callable[[list[Vector]], None],
     ) -> None:
         """Call `use` with the gradients of each pass, one row for each rank: (ranks, n) per bucket and weighting.
@@ -123,42 +120,34 @@ class Passes:
         Args:
             rollout: The rollout that the rows index.
             rows_per_pass: This rank's rows in each pass.
-            weights: One for each vector.
-            shares: (B, 1), a factor on each sequence.
+            scores: What is differentiated.
             use: Called once per pass. The vectors are freed afterwards.
         """
 
         def run(rows: Tensor) -> None:
-            use(self.sum(rollout, self.ranks.count, [rows], 1, weights, shares))
+            use(self.sum(rollout, [rows], scores, num_folds=self.ranks.count, num_passes=1))
 
-        self.ranks.in_lockstep(rows_per_pass, run, _no_rows(shares))
+        self.ranks.in_lockstep(rows_per_pass, run, scores.no_rows)
 
     def sum(
         self,
         rollout: Rollout,
-        num_folds: int,
         rows_per_pass: Sequence[Tensor],
-        num_passes: int,
-        weights: Sequence[LossWeights],
-        shares: Tensor,
-        on_scores: OnScores | None = None,
-        varentropy: bool = False,
+        scores: WeightedScores,
+        num_folds: int = 1,
+        num_passes: int | None = None,
     ) -> list[Vector]:
         """Return the gradients of some rows, (folds, n) per bucket for each weighting.
 
         Args:
             rollout: The rollout that the rows index.
-            num_folds: Number of folds of these rows, over all ranks.
             rows_per_pass: This rank's rows in each pass.
-            num_passes: The number of passes of the rank with the most.
-            weights: c and d of all sequences, one for each vector returned.
-            shares: (B, 1), a factor on each sequence.
-            on_scores: Called with the rows of each pass and their scores.
-            varentropy: Whether these have varentropies.
+            scores: What is differentiated.
+            num_folds: Number of folds of these rows, over all ranks.
+            num_passes: The number of passes of the rank with the most. None: the ranks exchange it.
         """
-        sums = [self.layout.zeros(num_folds) for _ in weights]
-        receivers = [adding_to(total) for total in sums]
-        self._run(receivers, rollout, rows_per_pass, num_passes, weights, shares, on_scores, varentropy)
+        sums = [self.layout.zeros(num_folds) for _ in scores.weights]
+        self._run(rollout, rows_per_pass, scores, [adding_to(total) for total in sums], num_passes)
         return sums
 
     def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
@@ -184,51 +173,34 @@ class Passes:
 
     def _run(
         self,
-        receivers: Sequence[Receiver],
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
-        num_passes: int,
-        weights: Sequence[LossWeights],
-        shares: Tensor,
-        on_scores: OnScores | None = None,
-        varentropy: bool = False,
-    ) -> None:
-        """Hand Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each receiver, pass by pass."""
-
-        def run(rows: Tensor) -> None:
-            self._run_pass(receivers, rollout, rows, weights, shares, on_scores, varentropy)
-
-        self.ranks.in_lockstep(rows_per_pass, run, _no_rows(shares), num_passes)
-
-    def _run_pass(
-        self,
+        scores: WeightedScores,
         receivers: Sequence[Receiver],
-        rollout: Rollout,
-        rows: Tensor,
-        weights: Sequence[LossWeights],
-        shares: Tensor,
-        on_scores: OnScores | None,
-        varentropy: bool,
+        num_passes: int | None,
     ) -> None:
-        """Hand the gradients of one pass to each receiver.
+        """Hand the gradients of some rows to the receiver of each weighting, pass by pass."""
+        self.ranks.in_lockstep(
+            rows_per_pass,
+            lambda rows: self._run_pass(rollout, rows, scores, receivers),
+            filler=scores.no_rows,
+            count=num_passes,
+        )
 
-        Args:
-            rows: On this rank. If empty, the rank runs the same pass as the others, with weight 0.
-            on_scores: Called with the rows and their scores, unless `rows` is empty.
-            varentropy: Whether these have varentropies.
+    def _run_pass(self, rollout: Rollout, rows: Tensor, scores: WeightedScores, receivers: Sequence[Receiver]) -> None:
+        """Hand the gradients of one pass to the receiver of each weighting.
+
+        If this rank has no rows, it runs the same pass as the others, with weight 0.
         """
-        fresh = None
-        last = len(weights) - 1
         is_empty = not len(rows)
-        if is_empty:
-            rows = rows.new_zeros(1)
-            shares = torch.zeros_like(shares)
-        for index, (receiver, weight) in enumerate(zip(receivers, weights, strict=True)):
+        rows, shares = (rows.new_zeros(1), torch.zeros_like(scores.shares)) if is_empty else (rows, scores.shares)
+        fresh, last = None, len(scores.weights) - 1
+        for index, (receiver, weight) in enumerate(zip(receivers, scores.weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
-                fresh = self.policy.score(rollout, rows, varentropy=varentropy and index == 0)
-            if on_scores is not None and index == 0 and not is_empty:
-                on_scores(rows, fresh)
+                fresh = self.policy.score(rollout, rows, varentropy=scores.varentropy and index == 0)
+            if scores.on_scores is not None and index == 0 and not is_empty:
+                scores.on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)
             row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
             self.reduction.backward(receiver, fresh, row_weights, keep_graph)
@@ -244,7 +216,3 @@ def _with_sum(receiver: Receiver, total: Vector) -> Receiver:
         summed.zero_()  # the rest of a bucket that arrives in two parts comes without it
 
     return Receiver(receiver.num_folds, take)
-
-
-def _no_rows(shares: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.long, device=shares.device)

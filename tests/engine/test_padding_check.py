@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_training.engine.padding_check import PADDING_MATTERS, PaddingCheck
 from rl_training.models.load import load_tiny
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scorer import Scorer
@@ -54,12 +54,11 @@ class Said:
     measuring = contextlib.nullcontext
 
 
-def one_rank(tensor: Tensor) -> Tensor:
-    return tensor
+ALONE = Ranks(1, torch.clone)
 
 
-def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = one_rank, rollout: Rollout | None = None) -> str:
-    return PaddingCheck().check(rollout or sampled(), policy, reduce)
+def answer(policy: Any, ranks: Ranks = ALONE, rollout: Rollout | None = None) -> str:
+    return PaddingCheck().check(rollout or sampled(), policy, ranks)
 
 
 def test_one_token_with_a_large_difference_is_not_reported() -> None:
@@ -111,7 +110,7 @@ def test_padding_is_checked_at_measured_steps_1_10_and_100_on_the_most_padded_ro
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.check(rollout, policy, one_rank) is None  # type: ignore[arg-type]
+        assert check.check(rollout, policy, ALONE) is None  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -122,7 +121,7 @@ def test_a_padding_dependence_once_found_is_kept() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
     rollout = sampled()
     for _ in range(12):
-        assert check.check(rollout, policy, one_rank) == PADDING_MATTERS  # type: ignore[arg-type]
+        assert check.check(rollout, policy, ALONE) == PADDING_MATTERS  # type: ignore[arg-type]
     assert len(policy.asked) == 1
 
 
@@ -137,9 +136,9 @@ def test_a_rank_with_empty_responses_joins_the_reduction_and_agrees(of_other: fl
         return tensor
 
     for rank in ranks:
-        answer(rank, send)
+        answer(rank, Ranks(2, send))
     assert len(sent) == 2  # one reduction per rank
-    said = {answer(rank, lambda _: torch.stack(sent).sum(dim=0)) for rank in ranks}
+    said = {answer(rank, Ranks(2, lambda _: torch.stack(sent).sum(dim=0))) for rank in ranks}
     assert said == {PADDING_MATTERS if matters else None}
 
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import Reading, attach
-from rl_training.engine.loss_check import OTHER_TERMS
+from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.engine.reward_check import RELATIVE_REWARDS, RewardCheck
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.reward_gradient import reward_gradient
@@ -45,7 +45,7 @@ WIDER: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulatio
 class BothGradients(Seen):
     """Keeps the package's reward gradient, and one computed by hand from the rewards."""
 
-    needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
+    needs = Need.FOLD_GRADIENTS | Need.TERMS_CHECK
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step

@@ -39,7 +39,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup, plan_folds
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes
+from rl_training.step.passes import Passes, WeightedScores
 from rl_training.step.reasons import Reasons
 from rl_training.step.score_check import ScoreCheck
 
@@ -151,11 +151,12 @@ def measure_truth(rank: Rank) -> None:
 
 def sum_gradients(rank: Rank) -> None:
     weights, shares = [rank.batch.loss_weights], torch.ones(rank.rollout.num_sequences, 1)
-    rank.passes.sum_by_fold(rank.batch, weights, shares)
-    rank.passes.sum_by_fold(rank.batch, weights, shares, dtype=torch.float64)
+    scores = WeightedScores(weights, shares)
+    rank.passes.sum_by_fold(rank.batch, scores)
+    rank.passes.sum_by_fold(rank.batch, scores, dtype=torch.float64)
     chosen = torch.arange(len(shares)) % 2 == 0  # of one fold alone
     total = rank.passes.layout.zeros(1)
-    rank.passes.hand_on(rank.batch, weights, shares, chosen, lambda index, folds: adding_to(total))
+    rank.passes.hand_on(rank.batch, scores, lambda index, folds: adding_to(total), is_chosen=chosen)
     seen: list[int] = []
     parts = torch.arange(len(shares)).split(1)
     rank.context().gradients_by_rank(parts, weights, shares, lambda vectors: seen.append(len(vectors)))

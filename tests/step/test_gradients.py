@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.engine.fold_recorder import CaughtSums, FoldRecorder
-from rl_training.engine.gradient_check import gradient_mismatch
+from rl_training.engine.fold_recorder import FoldRecorder
+from rl_training.engine.gradient_check import CaughtSums, gradient_mismatch
 from rl_training.parallel import vectors
 from rl_training.parallel.rows import Rows, adding_to
 from rl_training.parallel.sharding import Shard

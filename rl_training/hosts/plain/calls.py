@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop import Loop
-from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter, as_records

@@ -7,7 +7,7 @@ import dataclasses
 from trl import GRPOTrainer
 
 from rl_training.engine.loop import Loop
-from rl_training.engine.loss_check import OTHER_TERMS
+from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.hosts.trl import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason

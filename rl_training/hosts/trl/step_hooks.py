@@ -18,7 +18,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.loss_info import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.step_warnings import StepWarnings

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loop import Loop
-from rl_training.engine.loss_check import LossInfo
+from rl_training.engine.loss_info import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.recorded_settings import settings_of_loop

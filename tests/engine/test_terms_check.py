@@ -18,10 +18,10 @@ from trainers import FEW
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach, measured_loop
-from rl_training.engine import gradient_check
+from rl_training.engine import terms_check
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import EVERY, TermsCheck
-from rl_training.engine.loss_check import OTHER_TERMS, other_terms_reason
+from rl_training.engine.loss_info import OTHER_TERMS, other_terms_reason
+from rl_training.engine.terms_check import EVERY, TermsCheck
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.plain.measured_loop import DR_GRPO_FIX
 from rl_training.models.load import load_tiny
@@ -131,14 +131,14 @@ def test_a_small_undeclared_term_is_detected_and_a_negligible_one_is_not(factor:
 
 def test_folds_are_checked_in_turn(monkeypatch: Any) -> None:
     compared: list[int] = []
-    compare = gradient_check._compare_group
+    compare = terms_check._compare_group
 
     def kept(batch: Any, passes: Any, rows: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
         return compare(batch, passes, rows, group, squares)
 
-    monkeypatch.setattr(gradient_check, "_compare_group", kept)
-    monkeypatch.setattr(gradient_check, "EVERY", 2)
+    monkeypatch.setattr(terms_check, "_compare_group", kept)
+    monkeypatch.setattr(terms_check, "EVERY", 2)
     loop_with(nothing, steps=6, probes=[GradientNoiseScaleProbe(split_prompts=2)])
     assert len(compared) == 4
     assert len({*compared}) == 4
@@ -189,7 +189,7 @@ def test_a_loop_that_declares_dr_grpo_with_other_loss_weights_is_reported(monkey
 class Terms(Seen):
     """Keeps the reason of other loss terms at each step."""
 
-    needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
+    needs = Need.FOLD_GRADIENTS | Need.TERMS_CHECK
 
     @property
     def found(self) -> list[str | None]:

@@ -1,10 +1,10 @@
-"""Detect, from a loss's graph, terms that do not go through the policy's scores.
+"""What a loop tells about its loss, and terms in the loss's graph that do not go through the policy's scores.
 
     gradient of the step = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik + gradient of other terms
 
 Other terms reach the model by another path than the scores: the auxiliary loss of a mixture of experts, a supervised
 loss on other sequences, a penalty on weights. No setting lists them all. If the loss is at hand, its graph shows them
-at every microbatch, without any computation. Otherwise gradient_check.py detects them.
+at every microbatch, without any computation. Otherwise terms_check.py detects them.
 """
 
 from __future__ import annotations

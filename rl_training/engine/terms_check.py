@@ -1,0 +1,231 @@
+"""Detect, from gradients, loss terms that the loop does not report, and hooks that change gradients.
+
+    gradient of the step = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik + gradient of other terms
+
+Further passes recompute a gradient from the loss weights c and d, and it is compared with the one that training made.
+loss_info.py finds such terms in the loss's graph, if the loss is at hand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.gradient_check import ROUNDING, CaughtSums
+from rl_training.parallel.rows import Rows
+from rl_training.parallel.vectors import Vector, dot
+from rl_training.policy.dropout import has_dropout
+from rl_training.policy.policy import Policy
+from rl_training.policy.precision import SAME_SCORES, SAME_SCORES_ROUNDED
+from rl_training.policy.rng import preserve_rng, seed_torch
+from rl_training.policy.scores import Scores
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import Batch
+from rl_training.step.data import StepData
+from rl_training.step.folds import FoldGroup
+from rl_training.step.passes import Passes, WeightedScores
+
+EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
+TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
+# The same if training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
+TOLERANCE_ROUNDED = 0.5
+NOISE_FACTOR = 2.0  # allowed in addition: this many times the distance that other dropout masks make
+SEED = 25  # for the masks of the second recomputed gradient; any seed but training's
+OTHER_GRADIENT = Unavailable(
+    "other_gradient",
+    "the gradient of a fold differs by {distance:.2g} of its norm from the one that its log-probabilities and "
+    "entropies give: the loss has another term (declare it with other_terms=True), or something changes gradients "
+    "during the backward",
+)
+
+
+class TermsCheck:
+    """Compares one fold's gradient with the one its loss weights give, at measured steps 1, 2, 4, 8 and every EVERY-th.
+
+    The folds take turns, those of one pass together. Each comparison costs a forward pass and a backward over them, and
+    nothing if their weights are all 0. With dropout it costs twice as much: two recomputed gradients show how far
+    dropout alone moves one, and another term is found only beyond that.
+
+    Args:
+        count: The number of measured steps so far.
+        distance: Of the latest comparison, if it has found another term: relative to the norm. 0 if it has not.
+    """
+
+    def __init__(self, count: int = 0, distance: float = 0.0) -> None:
+        self.count = count
+        self.distance = distance
+
+    @property
+    def reason(self) -> Unavailable | None:
+        """The result of the latest comparison."""
+        return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the current measured step is compared."""
+        count = self.count + 1
+        return count % EVERY == 0 or count & (count - 1) == 0
+
+    @property
+    def turn(self) -> int:
+        """The number of comparisons at measured steps so far, counted from 1."""
+        return self.count.bit_length() if self.count < EVERY else EVERY.bit_length() - 1 + self.count // EVERY
+
+    def check(self, step: StepData, sums: CaughtSums, passes: Passes) -> Unavailable | None:
+        """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
+
+        Args:
+            step: The step, with its gradients by fold or their square norms.
+            sums: Have the folds' square norms if no exact ones are kept.
+            passes: Recomputes a fold's gradient.
+        """
+        is_due, self.count = self.is_due, self.count + 1
+        if is_due:
+            batch, gradients = step.batch, step.gradients
+            sq_norms = gradients.sq_norms
+            if sq_norms is None:
+                squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
+            else:
+                squares = sq_norms[:-1, :, 0].sum(dim=1)
+            group = batch.folds[self.turn % len(batch.folds)]
+            norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
+            tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+            tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
+            allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
+            if is_same_policy and distance > allowed:
+                self.distance = distance / norm
+            elif is_same_policy and not noise:
+                self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
+        return self.reason
+
+    def skip_recomputing(self, policy: Policy) -> Unavailable | None:
+        """Return the term because of which the folds of this step need not be recomputed, or None.
+
+        An earlier step has shown it. It may go, so it is looked for again when a comparison is due; with dropout it
+        may just be hidden then, so it is not.
+        """
+        if self.reason is None or (self.is_due and not has_dropout(policy.model)):
+            return None
+        self.count += 1
+        return self.reason
+
+    def check_recomputed(self, step: StepData, sums: CaughtSums, passes: Passes) -> Unavailable | None:
+        """Return that the gradient of a step whose folds were recomputed reveals other loss terms, or None. Collective.
+
+        Under dropout, when a comparison is due, the whole step's gradient is recomputed twice more, with other masks.
+
+        Args:
+            step: The step.
+            sums: What the recomputed gradients add up to.
+            passes: Recomputed its folds.
+        """
+        is_due, self.count = self.is_due, self.count + 1
+        tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+        if not has_dropout(passes.policy.model):
+            self.distance = sums.distance_beyond(tolerance) or 0.0
+        elif is_due:
+            layout, reduce = passes.layout, passes.ranks.reduce
+            mean = [part.unsqueeze(0) for part in layout.vector(step.gradients.mean.values())]
+            first = _mean_by_weights(step.batch, passes)
+            with preserve_rng(layout.device):
+                seed_torch(SEED, device=layout.device)
+                second = _mean_by_weights(step.batch, passes)
+            squares = torch.cat([dot(mean, mean), _sq_distance(mean, first), _sq_distance(second, first)])
+            norm, distance, noise = reduce(squares).sqrt().tolist()
+            if distance > tolerance * norm + NOISE_FACTOR * noise:
+                self.distance = distance / norm if norm else math.inf
+        return self.reason
+
+
+def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
+    """Return the step's gradient by its loss weights, (1, n) per bucket. Collective."""
+    ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
+    rows = torch.arange(len(batch.fold), device=batch.fold.device)
+    parts = [rows[part.start : part.stop] for part in batch.microbatch_rows]
+    (gradient,) = passes.sum(batch.rollout, parts, WeightedScores([batch.loss_weights], ones / passes.ranks.count))
+    return gradient
+
+
+def _compare_group(
+    batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor
+) -> tuple[float, float, float, bool]:
+    """Recompute the gradient of these folds and compare it with the caught one. Collective.
+
+    If rows are not kept, only the norms are compared.
+
+    Returns:
+        Norms over all ranks: of the larger of both gradients, of their difference, and of the difference between two
+        recomputed gradients with other dropout masks, 0 without dropout. Then whether the scores equal training's up to
+        rounding and dropout; otherwise the comparison says nothing about the loss.
+    """
+    device = squares.device
+    gradient, scores = _recompute(batch, passes, group)
+    square = dot(gradient, gradient)
+    sq_distance = torch.zeros_like(square)
+    if rows is not None:
+        sq_distance = _sq_distance(rows.means(group.folds), gradient)
+    training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in scores]
+    sq_noise, scores_noise = torch.zeros_like(square), torch.zeros(2, dtype=square.dtype, device=device)
+    if has_dropout(passes.policy.model):
+        with preserve_rng(device):
+            seed_torch(SEED, device=device)
+            other_gradient, other_scores = _recompute(batch, passes, group)
+        sq_noise = _sq_distance(other_gradient, gradient)
+        scores_noise = _score_distance(other_scores, scores).to(square)
+    scores_off = _score_distance(training, scores).to(square)
+    sums = passes.ranks.reduce(torch.cat([square, sq_distance, sq_noise, scores_off, scores_noise]))
+    square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(group.folds)] * 3 + [2, 2])
+    caught_square = squares[group.folds.start : group.folds.stop].to(square)
+    if rows is None:
+        sq_distance = (caught_square.sqrt() - square.sqrt()).square()
+    tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
+    is_same = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
+    norm = math.sqrt(max(float(caught_square.sum()), float(square.sum())))
+    return norm, _root(sq_distance), _root(sq_noise), is_same
+
+
+def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, list[tuple[Tensor, Scores]]]:
+    """Return the gradient of these folds by their loss weights, with the scores it is made of. Collective.
+
+    Returns:
+        The gradient, (folds, n) per bucket, and this rank's rows of each pass with their scores, without graph.
+    """
+    scores: list[tuple[Tensor, Scores]] = []
+    rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
+    num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
+    has_weight = float(passes.ranks.reduce(num_weights.double()))
+    indices = torch.arange(len(batch.fold), device=batch.fold.device)
+    parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
+    weighted = WeightedScores(
+        [batch.loss_weights],
+        passes.shares_of_folds(batch),
+        on_scores=lambda part, fresh: scores.append((part, fresh.detached())),
+    )
+    (gradient,) = passes.sum(batch.rollout, parts, weighted, len(group.folds), len(parts))
+    return gradient, scores
+
+
+def _rows_of_scores(scores: Scores, rows: Tensor) -> Scores:
+    return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
+
+
+def _score_distance(training: list[tuple[Tensor, Scores]], recomputed: list[tuple[Tensor, Scores]]) -> Tensor:
+    """Return Σ |difference| of log-probabilities over the tokens of `recomputed`, and their number, (2,) fp64."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for (_, first), (_, second) in zip(training, recomputed, strict=True):
+        is_token = second.mask.bool()
+        difference = (first.logps[:, : is_token.shape[1]] - second.logps)[is_token].double().abs()
+        total = total.to(difference) + torch.stack([difference.sum(), is_token.sum().to(difference)])
+    return total
+
+
+def _sq_distance(caught: Vector, recomputed: Vector) -> Tensor:
+    """Return the squared norms of the differences of two vectors' rows, (folds,)."""
+    differences = [part.to(exact) - exact for part, exact in zip(caught, recomputed, strict=True)]
+    return dot(differences, differences)
+
+
+def _root(squares: Tensor) -> float:
+    return math.sqrt(max(float(squares.sum()), 0.0))
