@@ -7,8 +7,10 @@
     stepped()                parameters and optimizer states have moved, or the loop has skipped the step
     finish()                 returns what the step leaves: the probes' estimates, and what hosts record of it
 
-Five more are for hosts that know more: `finish_backward` or `drop_backward` as soon as a backward has ended or failed,
-`about_to_step` right before the optimizer's step, `skip_step` and `fail_step` if there is none.
+A call out of this order is a RuntimeError that names the missing one, except that a step that no probe measures needs
+no `plan`, and that `stepped` and `finish` may follow a discarded step. Five more are for hosts that know more:
+`finish_backward` or `drop_backward` as soon as a backward has ended or failed, `about_to_step` right before the
+optimizer's step, `skip_step` and `fail_step` if there is none.
 
 Only the driver calls probes, times them and owns their states. Hooks are active from `microbatch` to the next call,
 while only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same as
@@ -33,7 +35,7 @@ from rl_training.engine.kl_search import BoundState
 from rl_training.engine.loop import Loop
 from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.measurer import Measurer
-from rl_training.engine.open_step import OpenStep, SeenPrompts
+from rl_training.engine.open_step import OpenStep, SeenPrompts, StepPhase, enter
 from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
@@ -91,8 +93,8 @@ class StepDriver:
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether a step has begun whose gradients are not ready."""
-        return self._open_step is not None and not self._open_step.is_ready
+        """Whether a step has begun whose gradients are not ready. Losses are then those of its microbatches."""
+        return self._open_step is not None and self._open_step.phase not in (StepPhase.READY, StepPhase.STEPPED)
 
     @property
     def needs_scores(self) -> bool:
@@ -120,8 +122,8 @@ class StepDriver:
         """
         self.close()
         self.end()
-        values = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
-        self._states.values = {probe.name: values[probe.name] for probe in self.probes}
+        kept = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
+        self._states.values = {probe.name: kept[probe.name] for probe in self.probes}
         self._seen_prompts = SeenPrompts()
         requirements = self._requirements
         shard = loop.shard.with_fusion(requirements.fusion(loop.shard.layout))
@@ -133,12 +135,10 @@ class StepDriver:
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if self._bound is not None:
-            self._bound.start(loop.shard, loop.policy, loop.ranks, values[self._bound.name])
+            self._bound.start(loop.shard, loop.policy, loop.ranks, kept[self._bound.name])
         if requirements.needs:
             self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
-        self._measurer = Measurer(
-            loop, requirements, self._passes, self._fold_recorder, self._states, self.costs, values
-        )
+        self._measurer = Measurer(loop, requirements, self._passes, self._fold_recorder, self._states, self.costs, kept)
 
     def refuse_impossible_folds(self, num_sequences: int, responses_per_prompt: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds.
@@ -151,8 +151,9 @@ class StepDriver:
 
     def begin(self, number: int) -> None:
         """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
-        self._open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
-        if self._open_step.probes:
+        probes = [probe for probe in self.probes if probe.measures_at(number)]
+        self._open_step = OpenStep(number, probes, phase=StepPhase.BEGUN if probes else StepPhase.PLANNED)
+        if probes:
             self._running().begin()
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
@@ -160,8 +161,7 @@ class StepDriver:
 
         `sizes` is the number of sequences in each microbatch on this rank. None: as the loop says.
         """
-        step = self._open_step
-        assert step is not None, "call begin(number) first"
+        step = enter(self._open_step, StepPhase.PLANNED, StepPhase.BEGUN, StepPhase.PLANNED)
         if step.probes:
             with self.costs.timed():
                 step.sizes = sizes or self._loop.sizes
@@ -175,12 +175,9 @@ class StepDriver:
 
         The loss is made of `scores`, with graph. If given, `recorded` is recorded instead: it covers masked tokens too.
         """
-        step = self._open_step
-        assert step is not None, "call begin(number) first"
+        step = enter(self._open_step, StepPhase.FILLED, StepPhase.PLANNED, StepPhase.FILLED)
         self.finish_backward()
-        step.rollouts.append(rollout)
-        step.scores.append((recorded or scores).detached())
-        step.loss_settings = loss.settings or self._loop.loss_settings
+        step.add(rollout, (recorded or scores).detached(), loss.settings or self._loop.loss_settings)
         if step.probes:
             with self.costs.timed():
                 refuse_other_parameters(self._loop.shard)  # a leaf that was frozen since would take no hook
@@ -205,22 +202,21 @@ class StepDriver:
 
         `rollout_number` says which rollout of this training the step learns from.
         """
-        step = self._open_step
-        assert step is not None
+        filled = StepPhase.FILLED if self.needs_scores else StepPhase.PLANNED
+        step = enter(self._open_step, StepPhase.READY, filled, StepPhase.FILLED)
         self.finish_backward()
         if self._bound is not None:
             with self._isolated(), self.costs.timed(self._bound.name):
                 rollout = join_rollouts(step.rollouts)
                 self._bound.before_step(rollout, step.join_scores(rollout))
         self._seen_prompts.start_rollout(rollout_number)
-        step.is_ready = True
         if step.probes:
             with self._isolated():
                 self._running().measure(step, self._seen_prompts.numbers)
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
-        if self._open_step is not None and self._open_step.context is not None:
+        if self._open_step is not None and self._open_step.is_measured:
             self._running().about_to_step(self._open_step)
 
     def stepped(self, was_taken: bool = True) -> None:
@@ -228,18 +224,21 @@ class StepDriver:
 
         `was_taken` is False if the loop skipped the step after `gradients_ready`.
         """
+        step = self._open_step
         if self._bound is not None:
             with self._isolated(), self.costs.timed(self._bound.name):
                 self._bound.end_step(was_taken)
-        step = self._open_step
         if step is not None and was_taken:
             self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
-        if step is not None and step.context is not None:
-            with self._isolated():
-                self._running().complete(step, was_taken)
+        if step is not None and step.phase == StepPhase.READY:
+            step.phase = StepPhase.STEPPED
+            if step.is_measured:
+                with self._isolated():
+                    self._running().complete(step, was_taken)
 
     def _running(self) -> Measurer:
-        assert self._measurer is not None, "call start(loop) first"
+        if self._measurer is None:
+            raise RuntimeError(f"call start(loop) before {StepPhase.BEGUN}")
         return self._measurer
 
     def _isolated(self) -> AbstractContextManager[None]:
@@ -277,7 +276,7 @@ class StepDriver:
         step, self._open_step = self._open_step, None
         estimates = {} if step is None else step.estimates
         num_bytes = None
-        if step is not None and step.context is not None:
+        if step is not None and step.is_measured:
             num_bytes = self._running().peak_bytes + step.bytes_of_probes()
         if self._fold_recorder is not None:
             self._fold_recorder.release()

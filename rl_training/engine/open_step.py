@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,16 @@ class SeenPrompts:
             self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
 
 
+class StepPhase(enum.StrEnum):
+    """How far a step has come: the driver's latest call that has moved it on, in the order of a step."""
+
+    BEGUN = "begin(number)"
+    PLANNED = "plan(…)"
+    FILLED = "microbatch(…)"
+    READY = "gradients_ready(…)"
+    STEPPED = "stepped()"
+
+
 @dataclass
 class OpenStep:
     """The current step, measured or not: filled by each microbatch, discarded at its end."""
@@ -62,12 +73,17 @@ class OpenStep:
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
     other_terms: Unavailable | None = None  # why the loss has terms that do not go through these scores
     loss_settings: LossSettings | None = None  # of the latest microbatch
-    is_ready: bool = False  # all gradients are complete
-    context: StepContext | None = None  # set once it is ready, if it is measured
+    phase: StepPhase = StepPhase.BEGUN
+    context: StepContext | None = None  # set once its gradients are ready, if probes measure it
     witness: GradientWitness | None = None  # set with the context, if probes measure the gradient's norms
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
     # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
     verification: Mapping[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its probes have measured it, which they do as soon as its gradients are ready."""
+        return self.context is not None
 
     @property
     def needs(self) -> Need:
@@ -97,6 +113,12 @@ class OpenStep:
         """The row at which the latest microbatch was planned to start; on every rank it is in the same fold."""
         starts = [rows.start for rows in ranges_of(self.sizes)]
         return starts[min(len(self.rollouts), len(starts)) - 1]
+
+    def add(self, rollout: Rollout, scores: Scores, settings: LossSettings | None) -> None:
+        """Add a microbatch, with the settings of its loss."""
+        self.rollouts.append(rollout)
+        self.scores.append(scores)
+        self.loss_settings = settings
 
     def watch_loss(self, scores: Scores) -> None:
         """Capture the gradients that the loop's own backward will give these scores."""
@@ -188,3 +210,23 @@ class OpenStep:
         )
         has_entropies = any("entropies" in weights for weights in self.loss_weights)
         return LossWeights(logp_weights, entropy_weights if has_entropies else None)
+
+
+def enter(step: OpenStep | None, phase: StepPhase, *after: StepPhase) -> OpenStep:
+    """Return the current step, now in this phase. RuntimeError, naming the missing call, if it was in none of `after`.
+
+    >>> enter(OpenStep(1, []), StepPhase.FILLED, StepPhase.PLANNED, StepPhase.FILLED)
+    Traceback (most recent call last):
+    RuntimeError: call plan(…) before microbatch(…)
+    """
+    if step is not None and step.phase in after:
+        step.phase = phase
+        return step
+    order = list(StepPhase)
+    if step is None:
+        missing = f"{StepPhase.BEGUN}"
+    elif order.index(step.phase) < order.index(after[0]):
+        missing = f"{after[0]}"
+    else:
+        missing = f"finish() and {StepPhase.BEGUN}"
+    raise RuntimeError(f"call {missing} before {phase}")

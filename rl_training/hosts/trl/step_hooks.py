@@ -205,7 +205,7 @@ class StepHooks:
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
         trainer = self._trainer
-        if not trainer.model.training or not self._driver.has_step:
+        if not trainer.model.training or not self._driver.awaits_gradients:
             return original(model, inputs, *args, **kwargs)
         if not self._driver.num_microbatches:
             self._guard.attempt(lambda: self._plan_step(inputs))

@@ -52,7 +52,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
 ) -> None:
     rollouts, taken = rollouts_on_gpu(monkeypatch), []
     driver: Any = SimpleNamespace(
-        has_step=True, num_microbatches=0, needs_scores=False, plan=lambda *_: None,
+        awaits_gradients=True, num_microbatches=0, needs_scores=False, plan=lambda *_: None,
         microbatch=lambda *given: taken.append(given),
     )  # fmt: skip
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
