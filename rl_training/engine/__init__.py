@@ -7,7 +7,8 @@ step_reasons.py                     what cannot be measured at a step
 probe.py, context.py                what a probe is and returns, and what it is given
 requirements.py                     what all probes together need; announcement.py: what is said of it at the start
 probe_states.py                     the probes' states, kept once a step is verified
-loop.py, fold_placement.py          what the driver knows about a loop, and the folds of its steps
+loop_spec.py                        what the driver knows about a loop
+fold_placement.py                   the folds of a step; fold_advice.py: what to type for more of them
 step_checks.py                      what is checked at several steps: padding_check.py, terms_check.py, reward_check.py
 loss_info.py                        what a loop tells about its loss, and what the loss's graph shows
 gradient_check.py                   whether the step's gradient is that of its microbatches

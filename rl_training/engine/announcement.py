@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.fold_advice import more_folds_fix, one_fold_reason
+from rl_training.engine.fold_placement import FoldChoice, may_recompute
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.requirements import Requirements
 from rl_training.entropy.reward_gradient import OTHER_LOSS
 from rl_training.optim.state import view_optimizer
@@ -20,25 +22,25 @@ ROUNDED = (
 OF_SCORES = ". If the loss has a term besides log-probabilities and entropies, folds follow microbatches instead"
 
 
-def announcement(loop: Loop, requirements: Requirements) -> list[str]:
+def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     """Return the announcement at the start of training: what will be measured, what not, and how to change that."""
     layout, needs = loop.shard.layout, requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
-    num_folds, is_recomputed = requirements.folds_of_full_step(loop)
-    num_vectors, vector_mb = requirements.num_vectors(num_folds, layout), layout.num_bytes / 1e6
+    folds = requirements.folds_of_full_step(loop)
+    num_vectors, vector_mb = requirements.num_vectors(folds.num_folds, layout), layout.num_bytes / 1e6
     least, most = min(loop.sizes), max(loop.sizes)
     plan = (
-        f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
+        f"probes measure {_pluralize(folds.num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
         f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
         f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
     )
-    if is_recomputed:
+    if folds.is_recomputed:
         plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
+    warnings = _fold_warnings(loop, requirements, folds)
     warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
@@ -47,7 +49,7 @@ def announcement(loop: Loop, requirements: Requirements) -> list[str]:
     return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
 
 
-def _other_warnings(loop: Loop, needs: Need) -> list[str]:
+def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     """Return what reasons other than the folds take away: what is lost, and why."""
     formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
     other_loss = loop.reasons.other_terms or (None if loop.is_dr_grpo else OTHER_LOSS.with_fix(loop.fixes.dr_grpo))
@@ -60,29 +62,26 @@ def _other_warnings(loop: Loop, needs: Need) -> list[str]:
     return [f"{what}: {reason}" for what, reason in missing if reason]
 
 
-def _fold_warnings(loop: Loop, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
-    """Return what is lost because folds are too few, or cannot hold whole prompts.
-
-    Args:
-        num_folds: Number of folds of a full step.
-        is_recomputed: Fold gradients come from further passes, for which the position of prompts does not matter.
-    """
-    needs, probes = requirements.needs, requirements.probes
-    no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
+def _fold_warnings(loop: LoopSpec, requirements: Requirements, folds: FoldChoice) -> list[str]:
+    """Return what is lost because the folds of a full step are too few, or cannot hold whole prompts."""
+    needs, num_folds = requirements.needs, folds.num_folds
+    # For further passes the position of prompts does not matter.
+    no_folds = loop.reasons.split_prompts or (None if folds.is_recomputed else requirements.no_whole_folds(loop))
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs
+    can_recompute = may_recompute(needs, loop.reasons)
     if num_folds < 2:
         missing = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
-        return [f"{', '.join(missing)}: {loop.one_fold_reason(probes)}"] if missing else []
+        reason = one_fold_reason(loop, requirements.probes, can_recompute=can_recompute)
+        return [f"{', '.join(missing)}: {reason}"] if missing else []
     if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
         return []
-    no_stderr = stderr_reason(num_folds)
+    no_stderr, more = stderr_reason(num_folds), more_folds_fix(loop, requirements.probes, can_recompute=can_recompute)
     if no_stderr is None:
-        more = loop.more_folds_fix(probes)
         return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
     missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
-    return [f"{missing_too}{no_stderr.with_fix(f'use {loop.more_folds_fix(probes)}')}"]
+    return [f"{missing_too}{no_stderr.with_fix(f'use {more}')}"]
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:

@@ -7,10 +7,11 @@ import dataclasses
 import torch
 
 from rl_training.engine.copied_groups import find_copies
-from rl_training.engine.fold_placement import choose_folds
+from rl_training.engine.fold_advice import one_fold_reason
+from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, may_recompute
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
@@ -25,7 +26,7 @@ from rl_training.step.passes import Passes
 
 def build_step(
     open_step: OpenStep,
-    loop: Loop,
+    loop: LoopSpec,
     requirements: Requirements,
     passes: Passes,
     fold_recorder: FoldRecorder | None,
@@ -56,21 +57,27 @@ def build_step(
         reasons = dataclasses.replace(
             reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
         )
-    wants_gradients = Need.FOLD_GRADIENTS in open_step.needs  # the noise scale alone is not worth further passes
-    can_recompute = wants_gradients and not (reasons.split_prompts or reasons.other_terms)
-    folds, fold, is_recomputed = choose_folds(
-        ranks, rollout, open_step.folds, requirements.num_folds, copies,
-        plan_fails=bool(reasons.no_whole_folds), can_recompute=can_recompute,
-    )  # fmt: skip
+    can_recompute = may_recompute(open_step.needs, reasons)
+    # Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
+    index = rollout.prompt_index if copies.unit is None else copies.unit
+    folds = choose_folds(
+        open_step.folds,
+        fewest_prompts(index, ranks),
+        ranks.count,
+        1 if copies.on_several_ranks else requirements.num_folds,
+        plan_fails=reasons.no_whole_folds is not None,
+        can_recompute=can_recompute,
+    )
+    fold = fold_of_rows(folds, index, ranks.number)
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
     batch = Batch(
         rollout=rollout,
         scores=scores,
         loss_weights=open_step.join_loss_weights(),
         microbatch_rows=open_step.microbatch_rows,
-        folds=folds,
+        folds=folds.groups,
         fold=fold,
-        fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
+        fold_sizes=ranks.reduce(ones.new_zeros(folds.num_folds).index_add_(0, fold, ones)).cpu(),
         responses_per_prompt=open_step.responses_per_prompt,
         loss_settings=open_step.loss_settings,
         copies=copies,
@@ -78,12 +85,15 @@ def build_step(
     mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
     gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
     step = StepData(open_step.number, batch, gradients, optimizer, reasons)
-    step = _with_fold_gradients(step, passes, fold_recorder, checks, open_step.needs, is_recomputed=is_recomputed)
+    step = _with_fold_gradients(step, passes, fold_recorder, checks, open_step.needs, is_recomputed=folds.is_recomputed)
+    one_fold = None
+    if batch.num_folds < 2:
+        one_fold = one_fold_reason(loop, open_step.probes, can_recompute=can_recompute)
     return dataclasses.replace(
         step,
         reasons=dataclasses.replace(
             step.reasons,
-            one_fold=loop.one_fold_reason(open_step.probes, reasons.other_terms) if batch.num_folds < 2 else None,
+            one_fold=one_fold,
             relative_rewards=checks.relative_rewards(rollout, reasons, ranks),
         ),
     )

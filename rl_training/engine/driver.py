@@ -32,7 +32,7 @@ from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.kl_search import BoundState
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.measurer import Measurer
 from rl_training.engine.open_step import OpenStep, SeenPrompts, StepPhase, enter
@@ -56,7 +56,7 @@ class StepDriver:
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    _loop: Loop  # set by `start`
+    _loop: LoopSpec  # set by `start`
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
@@ -113,7 +113,7 @@ class StepDriver:
 
     # --- the start of a training --------------------------------------------------------------------------------------
 
-    def start(self, loop: Loop, states: Mapping[str, Any] | None = None) -> None:
+    def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
         """Begin a training run. Collective if the previous training failed.
 
         Args:

@@ -1,57 +1,102 @@
-"""Choose the folds of a step and assign each sequence to one, once its sequences are known."""
+"""Choose the folds of a step: those planned for its microbatches, or folds of prompts wherever these lie."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_training.parallel.ranks import Ranks
-from rl_training.policy.rollout import Rollout
 from rl_training.statistics.jackknife import MIN_FOLDS_STEP
-from rl_training.step.batch import NO_COPIES, Copies
 from rl_training.step.folds import FoldGroup, folds_of_prompts, least_recomputed, plan_prompt_folds
+from rl_training.step.needs import Need
+from rl_training.step.reasons import Reasons
+
+
+def num_folds_in(groups: Sequence[FoldGroup]) -> int:
+    """Return the number of folds over all ranks of a plan. 0 without a plan."""
+    return groups[-1].folds.stop if groups else 0
+
+
+@dataclass(frozen=True)
+class FoldChoice:
+    """The folds of a step, and where their gradients come from."""
+
+    groups: Sequence[FoldGroup]
+    are_planned: bool  # for the step's microbatches; otherwise they are of prompts, wherever these lie
+    is_recomputed: bool  # further passes give their gradients, instead of the loop's own backwards
+
+    @property
+    def num_folds(self) -> int:
+        """Number of folds over all ranks."""
+        return num_folds_in(self.groups)
+
+
+def may_recompute(needs: Need, reasons: Reasons) -> bool:
+    """Return whether further passes may give gradients by fold: probes need them, and passes give those of the loss.
+
+    Passes give the gradient of any sequences if the loss depends on scores only, and no prompt is incomplete. The noise
+    scale alone is not worth them.
+    """
+    return Need.FOLD_GRADIENTS in needs and not (reasons.split_prompts or reasons.other_terms)
 
 
 def choose_folds(
-    ranks: Ranks,
-    rollout: Rollout,
     planned: Sequence[FoldGroup],
+    num_prompts: int,
+    num_ranks: int,
     num_folds: int | None,
-    copies: Copies = NO_COPIES,
     *,
     plan_fails: bool,
     can_recompute: bool,
-) -> tuple[Sequence[FoldGroup], Tensor, bool]:
-    """Return the step's folds, the fold of each sequence (B,), and whether their gradients are recomputed. Collective.
+) -> FoldChoice:
+    """Return the folds of a step.
 
-    If microbatches do not hold whole folds, or are too few for the requested folds or an error bar, folds of whole
-    prompts, each with all its copies, replace the planned ones.
+    Folds of whole prompts replace the planned ones if microbatches do not hold whole folds, or if there are too few for
+    the request or for an error bar and further passes give more.
 
     Args:
-        rollout: All microbatches of the step.
-        planned: The folds planned for the microbatches.
-        num_folds: The number requested by a probe, if any.
-        copies: Which groups are copies.
-        plan_fails: The microbatches do not hold whole folds.
-        can_recompute: Further passes are allowed, and give the gradients of any sequences: the loss depends on scores
-            only, and no prompt is incomplete.
+        planned: The folds planned for the step's microbatches.
+        num_prompts: Prompts of the rank with the fewest, at least 1.
+        num_ranks: Number of ranks.
+        num_folds: The number that a probe asks for. None for the default.
+        plan_fails: Microbatches do not hold whole folds.
+        can_recompute: See `may_recompute`.
     """
-    index = rollout.prompt_index
-    if copies.unit is not None:
-        index, num_folds = copies.unit, 1 if copies.on_several_ranks else num_folds  # one fold: there is no other
-    if plan_fails or (can_recompute and planned[-1].folds.stop < (num_folds or MIN_FOLDS_STEP)):
-        num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-        min_prompts = int(-ranks.max(-num_prompts))
-        folds = plan_prompt_folds(min_prompts, ranks.count, num_folds)
-        count = folds[-1].folds.stop
-        has_more = plan_fails or count > planned[-1].folds.stop
-        is_recomputed = can_recompute and has_more and count >= least_recomputed(num_folds)
-        if plan_fails or is_recomputed:
-            return folds, folds_of_prompts(index, folds, ranks.number), is_recomputed
+    of_prompts = plan_prompt_folds(num_prompts, num_ranks, num_folds)
+    count, planned_count = num_folds_in(of_prompts), num_folds_in(planned)
+    has_too_few = planned_count < (num_folds or MIN_FOLDS_STEP)
+    is_gain = plan_fails or (has_too_few and count > planned_count)
+    is_recomputed = can_recompute and is_gain and count >= least_recomputed(num_folds)
+    if plan_fails or is_recomputed:
+        return FoldChoice(of_prompts, are_planned=False, is_recomputed=is_recomputed)
+    return FoldChoice(planned, are_planned=True, is_recomputed=False)
+
+
+def fewest_prompts(index: Tensor, ranks: Ranks) -> int:
+    """Return the number of prompts of the rank with the fewest. Collective.
+
+    Args:
+        index: (B,), equal for this rank's responses to the same prompt.
+    """
+    num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
+    return int(-ranks.max(-num_prompts))
+
+
+def fold_of_rows(choice: FoldChoice, index: Tensor, rank: int) -> Tensor:
+    """Return the fold of each of a rank's sequences, (B,).
+
+    Args:
+        choice: The folds of the step.
+        index: (B,), equal for responses to the same prompt.
+        rank: This rank's number.
+    """
+    if not choice.are_planned:
+        return folds_of_prompts(index, choice.groups, rank)
     fold = torch.empty_like(index)
-    for group in planned:
+    for group in choice.groups:
         for rows in group.rows_per_pass:
-            fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[ranks.number]]
-    return planned, fold, False
+            fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
+    return fold

@@ -12,7 +12,7 @@ from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe_states import ProbeStates
@@ -42,7 +42,7 @@ class Measurer:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: LoopSpec,
         requirements: Requirements,
         passes: Passes,
         fold_recorder: FoldRecorder | None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.verifier import UpdateVerifier
@@ -32,7 +32,7 @@ class Predictions:
         state: What earlier steps have left. UserError if it belongs to another model.
     """
 
-    def __init__(self, loop: Loop, requirements: Requirements, state: UpdateState) -> None:
+    def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
         self._shard: Shard = loop.shard
         device = "cpu" if requirements.offload else None
         self._setup = PredictionSetup(requirements.entropy, Attribution(loop.shard.layout.names), device)

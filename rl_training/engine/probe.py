@@ -67,6 +67,7 @@ class Probe(ABC):
         every: Measure every `every`-th step, starting with the first.
         num_folds: With FOLD_GRADIENTS: number of whole-prompt folds over all ranks. None for the default of 8 or
             slightly more.
+        takes_num_folds: Whether `num_folds` is an argument of its class, which advice on more folds can then name.
         offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
         rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
             torch.bfloat16 or torch.int8. None: int8 if they are large, otherwise exact.
@@ -78,6 +79,7 @@ class Probe(ABC):
     name: str
     needs: Need = Need.NOTHING
     num_folds: int | None = None
+    takes_num_folds: bool = False
     offload: bool = False
     rows_dtype: torch.dtype | None = None
     compile: bool | None = None

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from rl_training.engine.fold_placement import FoldChoice, choose_folds, may_recompute, num_folds_in
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.data import EntropySettings
@@ -19,9 +20,8 @@ from rl_training.errors import UserError
 from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.vectors import Layout
-from rl_training.statistics.jackknife import MIN_FOLDS_STEP
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import FoldGroup, least_recomputed, plan_folds, plan_prompt_folds
+from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
 from rl_training.vocabulary import ENGINE
@@ -72,7 +72,7 @@ class Requirements:
         """Raise UserError, naming a number that works, if steps with so many prompts per rank have too few folds."""
         if self.num_folds is None:
             return
-        fitting = plan_prompt_folds(max(1, num_prompts), num_ranks, self.num_folds)[-1].folds.stop
+        fitting = num_folds_in(plan_prompt_folds(max(1, num_prompts), num_ranks, self.num_folds))
         if fitting != self.num_folds:
             raise UserError(
                 f"num_folds={self.num_folds} cannot cut {num_prompts} prompts on each of {num_ranks} processes into "
@@ -84,27 +84,25 @@ class Requirements:
                 )
             )
 
-    def folds_of_full_step(self, loop: Loop) -> tuple[int, bool]:
-        """Return the number of folds of a full step, and whether their gradients take further passes."""
-        num_folds = self.plan(loop)[-1].folds.stop
-        num_prompts = sum(loop.sizes) // loop.responses_per_prompt
-        wants_rows = Need.FOLD_GRADIENTS in self.needs and num_prompts > 0
-        can_recompute = wants_rows and not (loop.reasons.split_prompts or loop.reasons.other_terms)
-        plan_fails = bool(self.no_whole_folds(loop))
-        if can_recompute and (plan_fails or num_folds < (self.num_folds or MIN_FOLDS_STEP)):
-            count = plan_prompt_folds(num_prompts, loop.ranks.count, self.num_folds)[-1].folds.stop
-            if count >= least_recomputed(self.num_folds) and (plan_fails or count > num_folds):
-                return count, True
-        return num_folds, False
+    def folds_of_full_step(self, loop: LoopSpec) -> FoldChoice:
+        """Return the folds of a full step."""
+        return choose_folds(
+            self.plan(loop),
+            max(1, loop.num_prompts),
+            loop.ranks.count,
+            self.num_folds,
+            plan_fails=self.no_whole_folds(loop) is not None,
+            can_recompute=may_recompute(self.needs, loop.reasons) and loop.num_prompts > 0,
+        )
 
-    def no_whole_folds(self, loop: Loop) -> Unavailable | None:
+    def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
         """Return why planned folds of a full step cannot hold whole prompts, or None."""
         groups = self.plan(loop)
         has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
         return None if has_folds_of_ranks else loop.reasons.no_whole_folds
 
     def plan(
-        self, loop: Loop, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None
+        self, loop: LoopSpec, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None
     ) -> list[FoldGroup]:
         """Return the folds that the microbatches of a step give. Collective if `sizes` is given.
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.engine.terms_check import TermsCheck
@@ -60,7 +60,7 @@ class StepChecks:
         is_repeated = reasons.reused or reasons.copied_groups
         return self.rewards.reason if is_repeated else self.rewards.check(rollout, ranks)
 
-    def sampling_reason(self, rollout: Rollout, loop: Loop, edit_reason: Unavailable | None) -> Unavailable | None:
+    def sampling_reason(self, rollout: Rollout, loop: LoopSpec, edit_reason: Unavailable | None) -> Unavailable | None:
         """Return why these are no samples of the policy that is trained and scored, or None. Collective.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS, OWN_FORWARD_PASS
 from rl_training.engine.open_step import OpenStep
 from rl_training.policy.rollout import join_origins
@@ -33,7 +33,7 @@ REASONS_ELSEWHERE = {
 }
 
 
-def reasons_of_step(step: OpenStep, loop: Loop, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
+def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
     """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
 
     Args:

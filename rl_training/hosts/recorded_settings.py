@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn, optim
 
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.records.made_by import LOOP, MADE_BY
 
 # Settings of a parameter group that affect a step, in any optimizer that has them.
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
-def settings_of_loop(loop: Loop, bound: KLBound | None = None) -> dict[str, Any]:
+def settings_of_loop(loop: LoopSpec, bound: KLBound | None = None) -> dict[str, Any]:
     """Return the settings that affect a training loop and that the engine knows, by name.
 
     Args:

@@ -78,6 +78,7 @@ class InterventionsProbe(Probe):
 
     name = "interventions"
     needs = Need.ENTROPY_ROWS | Need.TERMS_CHECK
+    takes_num_folds = True
 
     def __init__(
         self,

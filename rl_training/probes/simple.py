@@ -70,6 +70,7 @@ class SimpleEntropyProbe(Probe):
 
     name = "simple"
     needs = Need.ENTROPY_CHANGE
+    takes_num_folds = True
 
     def __init__(
         self,

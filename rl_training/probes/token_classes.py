@@ -71,6 +71,7 @@ class TokenClassesProbe(Probe):
 
     name = "token_classes"
     needs = Need.ENTROPY_ROWS
+    takes_num_folds = True
 
     def __init__(self, every: int = 10, num_folds: int | None = None, top_tokens: bool = True) -> None:
         super().__init__(every)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import plain_loop
 import pytest
@@ -21,10 +19,14 @@ from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Rollout, attach, measured_loop
-from rl_training.engine.fold_placement import choose_folds
+from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, may_recompute
+from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
+from rl_training.step.folds import plan_folds
+from rl_training.step.needs import Need
+from rl_training.step.reasons import MIXED_PROMPTS, SPLIT_PROMPTS, Reasons
 
 ROLLOUTS = {1: 1, 2: 3}  # by step: the number of the given rollout that it trains on
 TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "delta_h/reuse_sequence"]
@@ -153,11 +155,10 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
     placed_folds: list[list[int]] = [[], []]
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        ranks = Ranks(2, reduce, rank)
-        folds, fold, _ = choose_folds(ranks, rollout, [], num_folds, plan_fails=True, can_recompute=False)
-        placed_folds[rank] = fold.tolist()
-        return torch.tensor(folds[-1].folds.stop)
+        fewest = fewest_prompts(prompts[rank], Ranks(2, reduce, rank))
+        choice = choose_folds([], fewest, 2, num_folds, plan_fails=True, can_recompute=False)
+        placed_folds[rank] = fold_of_rows(choice, prompts[rank], rank).tolist()
+        return torch.tensor(choice.num_folds)
 
     first, other = map(int, on_two_ranks(placed))
     assert first == other == {None: 6, 2: 2, 6: 6, 7: 6}[num_folds]
@@ -165,3 +166,44 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
     assert [sorted({*folds_of_rank}) for folds_of_rank in placed_folds] == (
         [numbers, numbers] if first <= 3 else [numbers[0::2], numbers[1::2]]
     )
+
+
+CAUGHT, RECOMPUTED, UNUSABLE = "of the microbatches", "of prompts, recomputed", "of prompts, without gradients"
+# By case: planned folds, prompts per rank, ranks, folds asked for, whether the plan fails, whether further passes may
+# give gradients; and the folds chosen.
+CHOICES: dict[str, tuple[int, int, int, int | None, bool, bool, tuple[int, str]]] = {
+    "the plan has enough": (8, 8, 1, None, False, True, (8, CAUGHT)),
+    "the plan has enough for an error bar": (4, 8, 1, None, False, True, (4, CAUGHT)),
+    "the plan has too few for an error bar": (3, 8, 1, None, False, True, (8, RECOMPUTED)),
+    "the plan has too few, further passes are ruled out": (3, 8, 1, None, False, False, (3, CAUGHT)),
+    "prompts are too few for an error bar too": (2, 3, 1, None, False, True, (2, CAUGHT)),
+    "prompts are too few by default, enough for the request": (2, 3, 1, 3, False, True, (3, RECOMPUTED)),
+    "the plan has fewer than asked for": (4, 8, 1, 7, False, True, (7, RECOMPUTED)),
+    "no more prompts than planned folds": (4, 4, 1, 8, False, True, (4, CAUGHT)),
+    "two ranks have four prompts each": (2, 4, 2, None, False, True, (8, RECOMPUTED)),
+    "the plan fails": (8, 8, 1, None, True, True, (8, RECOMPUTED)),
+    "the plan fails, further passes are ruled out": (3, 8, 1, None, True, False, (8, UNUSABLE)),
+    "the plan fails, two folds are asked for": (8, 8, 1, 2, True, True, (2, RECOMPUTED)),
+    "the plan fails, one fold is asked for": (8, 8, 1, 1, True, True, (1, UNUSABLE)),
+    "the plan fails, prompts are too few for an error bar": (1, 3, 1, None, True, True, (3, UNUSABLE)),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_folds_are_of_microbatches_unless_these_fail_or_further_passes_give_more(case: str) -> None:
+    num_planned, num_prompts, num_ranks, num_folds, plan_fails, can_recompute, expected = CHOICES[case]
+    planned = plan_folds([1] * num_planned, 1) if num_ranks == 1 else plan_folds([1], 1, num_ranks)
+    choice = choose_folds(
+        planned, num_prompts, num_ranks, num_folds, plan_fails=plan_fails, can_recompute=can_recompute
+    )
+    source = CAUGHT if choice.are_planned else RECOMPUTED if choice.is_recomputed else UNUSABLE
+    assert (choice.num_folds, source) == expected
+    assert not (choice.are_planned and choice.is_recomputed)
+    assert choice.are_planned == (choice.groups is planned)
+
+
+def test_further_passes_need_a_probe_of_fold_gradients_and_a_loss_that_they_can_repeat() -> None:
+    assert may_recompute(Need.ENTROPY_GRADIENT | Need.SQ_NORMS, Reasons(no_whole_folds=MIXED_PROMPTS))
+    assert not may_recompute(Need.SQ_NORMS | Need.TERMS_CHECK, Reasons())
+    for reasons in (Reasons(split_prompts=SPLIT_PROMPTS), Reasons(other_terms=OTHER_TERMS)):
+        assert not may_recompute(Need.ENTROPY_GRADIENT, reasons)

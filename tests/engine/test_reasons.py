@@ -22,8 +22,9 @@ from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
 from rl_training.engine.context import StepContext
+from rl_training.engine.fold_advice import ONE_FOLD, more_folds_fix
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.loop import ONE_FOLD, Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements
@@ -226,11 +227,11 @@ def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches(
     ) as measured:
         loop, requirements = measured._driver._loop, measured._driver._requirements
     shuffled = dataclasses.replace(loop, reasons=Reasons(no_whole_folds=MIXED_PROMPTS))
-    planned = {
-        count: requirements.folds_of_full_step(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
+    folds = [
+        requirements.folds_of_full_step(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
         for count in (4, 8)
-    }
-    assert planned == {4: (8, True), 8: (8, False)}
+    ]
+    assert [(choice.num_folds, choice.is_recomputed) for choice in folds] == [(8, True), (8, False)]
 
 
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
@@ -256,8 +257,8 @@ def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(ho
     for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
         if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
             continue
-        loop = Loop(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), fixes=fixes)
-        said = loop.more_folds_fix([SimpleEntropyProbe()])
+        loop = LoopSpec(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), fixes=fixes)
+        said = more_folds_fix(loop, [SimpleEntropyProbe()], can_recompute=True)
         asked, cut = re.search(of_batch, said), re.search(of_folds, said)
         assert asked or cut, said
         if asked:

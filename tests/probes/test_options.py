@@ -95,3 +95,8 @@ def test_a_boundary_value_is_accepted(probe: type[Probe]) -> None:
     _, *options = inspect.signature(probe.__init__).parameters
     made = probe(**{name: value for name, value in ends.items() if name in options})
     assert settings_of_probes([made])[made.name].keys() == {"class", *options}, "the run's settings lack one"
+
+
+@pytest.mark.parametrize("probe", probes.BUILT_IN.values())
+def test_a_probe_says_whether_num_folds_is_one_of_its_arguments(probe: type[Probe]) -> None:
+    assert probe.takes_num_folds == ("num_folds" in inspect.signature(probe).parameters)

@@ -20,7 +20,7 @@ from trainers import FEW, L_MAX, graded, trainer_maker
 from rl_training import Reading
 from rl_training.engine import measurer
 from rl_training.engine.build_step import build_step
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.models.load import load_tiny
@@ -335,7 +335,7 @@ class NanInPadding(Policy):
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
 
-    def shown(recorder: OpenStep, loop: Loop, passes: Passes, *args: Any) -> Any:
+    def shown(recorder: OpenStep, loop: LoopSpec, passes: Passes, *args: Any) -> Any:
         step = build_step(recorder, loop, passes, *args)
         object.__setattr__(passes, "policy", NanInPadding(loop.policy))
         return dataclasses.replace(

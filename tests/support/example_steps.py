@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.loop import ONE_FOLD
+from rl_training.engine.fold_advice import ONE_FOLD
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.prediction import PredictionSetup, predict_entropy

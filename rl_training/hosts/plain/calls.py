@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
@@ -37,7 +37,7 @@ LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measu
 class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
-    def __init__(self, probes: Sequence[Probe], loop: Loop, records: Any, bound: KLBound | None = None) -> None:
+    def __init__(self, probes: Sequence[Probe], loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
         self._driver = StepDriver(probes, bound)
         self._loop, self._policy, self._bound = loop, loop.policy, bound
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)

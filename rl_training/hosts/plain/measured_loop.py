@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
 from rl_training.hosts.plain import refusals
 from rl_training.hosts.plain.calls import MeasuredLoop
@@ -113,7 +113,7 @@ def measured_loop(
     refusals.refuse_what_cannot_be_measured(model, module, optimizer)
     is_sharded = isinstance(module, FSDPModule)
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, run_inside_forward=is_sharded)
-    loop = Loop(
+    loop = LoopSpec(
         responses_per_prompt=responses_per_prompt,
         microbatch_size=microbatch_size,
         microbatches=microbatches,

@@ -5,7 +5,7 @@ Read in this order:
     attachment.py    what `attach` puts on a trainer and removes again, by wrapping.py; options.py has its options;
                      compatibility.py refuses what cannot work
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
-    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
+    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop_spec.py describes the loop to it
     rollouts.py      what the trainer knows about a batch until its step; batches.py, generated.py and prompt_numbers.py
                      read its rows, batch_kind.py tells whether they are the rollout, and old_logps.py whose old
                      log-probabilities they have; loss_settings.py reads the settings of the loss

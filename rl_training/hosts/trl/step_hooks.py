@@ -24,7 +24,7 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.loop import loop_of
+from rl_training.hosts.trl.loop_spec import loop_spec_of
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -104,7 +104,7 @@ class StepHooks:
             states: The states of probes in the checkpoint that training resumes from. None starts from scratch.
         """
         self._rollouts.mark_leftover_rollout()
-        loop = loop_of(
+        loop = loop_spec_of(
             self._trainer,
             self._policy,
             self.loss_settings,

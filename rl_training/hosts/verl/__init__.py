@@ -9,7 +9,8 @@ A training has three kinds of process, and a step passes through them in this or
     Ray's runner     trainer.py: verl's synchronous trainer, which keeps the responses to a prompt together and sends
                      each rollout to the workers with what only it knows, rollout_settings.py
     the workers      engine.py: verl's FSDP2 engine, which calls measurement.py at the moments of a step: that is the
-                     engine's driver, as for any loop. loop.py describes verl's loop to it, batch.py reads microbatches
+                     engine's driver, as for any loop. loop_spec.py describes verl's loop to it, batch.py reads
+                     microbatches
 
 probes.py makes the probes: in the command to refuse them, in the workers to measure. members.py lists what is relied on
 in verl; read it first when verl changes. verl's own command can do the same by the plugin rl_training.verl_plugin. That

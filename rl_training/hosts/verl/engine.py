@@ -21,7 +21,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.hosts.verl.loop import end_tokens_of, loop_of
+from rl_training.hosts.verl.loop_spec import end_tokens_of, loop_spec_of
 from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.members import ENGINE_METHODS, refuse_other_methods
 from rl_training.hosts.verl.rollout_settings import BATCH_KEY
@@ -45,7 +45,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
         if settings is None:
             return super().train_batch(data, loss_function)
         if self._measurement is None:
-            loop = loop_of(self, settings, loss_function, data, self._sizes_of_microbatches(data))
+            loop = loop_spec_of(self, settings, loss_function, data, self._sizes_of_microbatches(data))
             end_tokens = end_tokens_of(self, settings)
             self._measurement = Measurement(loop, settings, end_tokens, self._resumed_from)
         self._active_measurement = self._measurement

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.folder_claim import FolderClaim
@@ -53,7 +53,7 @@ class Measurement:
     """
 
     def __init__(
-        self, loop: Loop, settings: RolloutSettings, end_tokens: Sequence[int], resumed_from: Path | None
+        self, loop: LoopSpec, settings: RolloutSettings, end_tokens: Sequence[int], resumed_from: Path | None
     ) -> None:
         probes = make_probes(settings["probes"])
         self.driver = StepDriver(probes)

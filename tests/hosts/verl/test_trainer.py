@@ -30,9 +30,10 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loop import Loop
+from rl_training.engine.fold_advice import more_folds_fix
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.errors import UserError
-from rl_training.hosts.verl.loop import FIXES, dr_grpo_settings, end_tokens_of
+from rl_training.hosts.verl.loop_spec import FIXES, dr_grpo_settings, end_tokens_of
 from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.refusals import ESTIMATORS
 from rl_training.hosts.verl.rollout_settings import rollout_settings, whole_prompts_fix
@@ -108,8 +109,8 @@ def test_advice_for_more_folds_names_verls_settings_and_following_it_gives_enoug
         size = group * prompts
         if plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
             continue
-        loop = Loop(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), FIXES)
-        said = loop.more_folds_fix([SimpleEntropyProbe()])
+        loop = LoopSpec(group, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), FIXES)
+        said = more_folds_fix(loop, [SimpleEntropyProbe()], can_recompute=True)
         asked = re.search(rf"(?:{MICROBATCH}=(\d+) )?{ACTOR}\.ppo_mini_batch_size=(\d+), with data.train_batch_", said)
         cut = re.search(r"probes\.simple\.num_folds=(\d+)", said)
         assert asked or cut, said

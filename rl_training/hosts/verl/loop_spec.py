@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.hosts.policy import HostPolicy
 from rl_training.hosts.verl.rollout_settings import ACTOR, RolloutSettings
 from rl_training.parallel.fsdp import FullyShard
@@ -39,13 +39,13 @@ NO_SAMPLE = Unavailable(
 )
 
 
-def loop_of(
+def loop_spec_of(
     engine: FSDPEngineWithLMHead,
     settings: RolloutSettings,
     loss_function: Callable[..., Any],
     data: TensorDict,
     sizes: Sequence[int],
-) -> Loop:
+) -> LoopSpec:
     """Return what the driver must know about a training that is about to make its first step.
 
     Args:
@@ -64,7 +64,7 @@ def loop_of(
     loss = dr_grpo_settings(loss_function, data) if settings["has_plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    return Loop(
+    return LoopSpec(
         responses_per_prompt=group,
         microbatch_size=size,
         microbatches=len(sizes),

@@ -6,7 +6,7 @@ import dataclasses
 
 from trl import GRPOTrainer
 
-from rl_training.engine.loop import Loop
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.hosts.trl import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -18,7 +18,7 @@ from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
 
 
-def loop_of(
+def loop_spec_of(
     trainer: GRPOTrainer,
     policy: TrainerPolicy,
     settings: LossSettings,
@@ -26,7 +26,7 @@ def loop_of(
     whole_prompts: bool,
     is_cli: bool,
     opening: str,
-) -> Loop:
+) -> LoopSpec:
     """Return what the driver must know about a training that is about to begin.
 
     Args:
@@ -46,7 +46,7 @@ def loop_of(
         fixes = dataclasses.replace(fixes, whole_prompts=loss_settings.whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
     is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
-    return Loop(
+    return LoopSpec(
         responses_per_prompt=trainer.num_generations,
         microbatch_size=args.per_device_train_batch_size,
         microbatches=args.gradient_accumulation_steps,

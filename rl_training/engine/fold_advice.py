@@ -1,0 +1,86 @@
+"""Advice to a user whose steps have too few folds: what to type, in the host's own settings, to get enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rl_training.engine.fold_placement import choose_folds, num_folds_in
+from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.probe import Probe
+from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
+
+ONE_FOLD = Unavailable(
+    "one_fold",
+    "a step has only one fold, so there is no scatter between folds and none can be left out",
+    fix="use {more}",
+)
+
+
+def one_fold_reason(loop: LoopSpec, probes: Sequence[Probe], *, can_recompute: bool) -> Unavailable:
+    """Return why a step of one fold is not enough for these probes, with the advice of `more_folds_fix`."""
+    return ONE_FOLD.formatted(more=more_folds_fix(loop, probes, can_recompute=can_recompute))
+
+
+def more_folds_fix(loop: LoopSpec, probes: Sequence[Probe], *, can_recompute: bool) -> str:
+    """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
+
+    Args:
+        loop: The training loop.
+        probes: What measures the step.
+        can_recompute: See `choose_folds`.
+    """
+    same_responses = [_smaller_microbatches(loop), _further_passes(loop, probes) if can_recompute else ""]
+    return ", or ".join(filter(None, same_responses)) or _larger_steps(loop)
+
+
+def _smaller_microbatches(loop: LoopSpec) -> str:
+    """Return the largest microbatches that give the same step enough folds. Empty if none do."""
+    group, local_size = loop.responses_per_prompt, sum(loop.sizes)
+    # Sizes of whole prompts, or of equal parts of one.
+    fitting = [n for n in range(1, max(loop.sizes)) if local_size % n == 0 and 0 in (n % group, group % n)]
+    enough = [
+        size
+        for size in fitting
+        if num_folds_in(plan_folds([size] * (local_size // size), group, loop.ranks.count)) >= DEFAULT_NUM_FOLDS
+    ]
+    return f"smaller microbatches, {_batch_setting(loop, enough[-1], local_size // enough[-1])}" if enough else ""
+
+
+def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
+    """Return the option of a probe that gives the same step enough folds by further passes. Empty if none does."""
+    probe = next((probe for probe in probes if probe.takes_num_folds), None)
+    if probe is None or loop.num_prompts == 0:
+        return ""
+    planned = plan_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
+    most = num_folds_in(plan_prompt_folds(loop.num_prompts, loop.ranks.count))
+    choice = choose_folds(planned, loop.num_prompts, loop.ranks.count, most, plan_fails=False, can_recompute=True)
+    if not choice.is_recomputed or most < DEFAULT_NUM_FOLDS:
+        return ""
+    option = loop.fixes.num_folds_setting.format(name=probe.name, probe=type(probe).__name__, folds=most)
+    return f"{option}, which takes a step's forward passes and backwards once more"
+
+
+def _larger_steps(loop: LoopSpec) -> str:
+    """Return the smallest steps that have enough prompts, and what they cost."""
+    size, group, num_ranks = max(loop.sizes), loop.responses_per_prompt, loop.ranks.count
+    new_size = math.gcd(size, group)
+    new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group // new_size
+    setting = _batch_setting(loop, new_size, new_count)
+    if new_size == size:
+        setting = loop.fixes.steps_setting.format(**_step_of(loop, new_size, new_count))
+    cost = f"{new_size * new_count / sum(loop.sizes):.3g} times as many responses a step"
+    num_prompts = loop.num_prompts * num_ranks
+    return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {setting} ({cost})"
+
+
+def _batch_setting(loop: LoopSpec, size: int, count: int) -> str:
+    """Return the setting of so many microbatches of this size on each rank."""
+    return loop.fixes.batch_setting.format(size=size, **_step_of(loop, size, count))
+
+
+def _step_of(loop: LoopSpec, size: int, count: int) -> dict[str, int]:
+    """Return what a host's settings may name of a step of so many microbatches of this size on each rank."""
+    sequences = size * count * loop.ranks.count
+    return {"count": count, "sequences": sequences, "prompts": sequences // loop.responses_per_prompt}
