@@ -40,6 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Rollout, attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.models.load import load_tiny
+from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
@@ -109,7 +110,7 @@ def honest_run(seed: int, steps: int) -> tuple[str, float, bool]:
             logs = (scores.logps[step] - sampled).double().masked_fill(scores.mask[step] == 0, 0.0)
         part = type(scores)(*(table[step] for table in vars(scores).values()))
         test.add(step, part, logs, False)
-        alarm |= test.decide(torch.clone, None, is_reported) is not None
+        alarm |= test.decide(all_ranks(), None, is_reported) is not None
         estimates = test.finish(was_taken=True)
         extreme = max(extreme, abs(estimates[RUN].value))
     what = f"{task}, {rows} × {length} tokens, T {temperature}, entropy {float(scores.entropies.mean()):.3f}"

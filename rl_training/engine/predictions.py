@@ -37,7 +37,7 @@ class Predictions:
         device = "cpu" if requirements.offload else None
         self._setup = PredictionSetup(requirements.entropy, Attribution(loop.shard.layout.names), device)
         self._previous = PreviousUpdate(loop.shard, state)
-        self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks.reduce)
+        self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks)
         # Number of the predicted step that awaits verification, and its `variance_of_batch`.
         self._unverified: tuple[int, Tensor | None] | None = None
         self.peak_bytes = 0  # the most bytes of vectors held at once during the last step

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.state import OptimizerView
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import sums_of_spans
 from rl_training.parallel.vectors import sample_entries
@@ -83,8 +83,8 @@ class _PredictedStep:
 class UpdateVerifier:
     """Compares each step with the optimizer's formula. Predictions for a step that differs are void."""
 
-    def __init__(self, shard: Shard, previous: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
-        self._shard, self._layout, self._previous, self._reduce = shard, shard.layout, previous, reduce
+    def __init__(self, shard: Shard, previous: PreviousUpdate, ranks: Ranks) -> None:
+        self._shard, self._layout, self._previous, self._ranks = shard, shard.layout, previous, ranks
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
         self._layer_of = torch.tensor(
@@ -122,7 +122,7 @@ class UpdateVerifier:
     def _differ(self, first: Tensor, other: Tensor) -> bool:
         # compared bit by bit, so that nan equals itself
         changed = (first.view(torch.int64) != other.view(torch.int64)).any()
-        return float(self._reduce(changed.double())) > 0.0
+        return float(self._ranks.reduce(changed.double())) > 0.0
 
     def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
         """Keep what is needed to verify the upcoming step."""
@@ -206,7 +206,7 @@ class UpdateVerifier:
         products = (deviation.square(), rounded.square(), moved * formula, formula.square())
         sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
         by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
-        by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
+        by_layer = self._ranks.reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
         table = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # the total comes first
         sq_deviation, square = table[0, :2].tolist()
         error = math.sqrt(sq_deviation / square) if square else math.inf if sq_deviation else 0.0

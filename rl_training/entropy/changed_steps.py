@@ -9,7 +9,7 @@ basis, is the gradient of a loss with other weights on the same scores. Changes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import Entries, OptimizerPiece, clip_factors
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
@@ -48,7 +49,7 @@ class Direction:
 
 
 def changes_by_basis(
-    added_weights: Mapping[str, Tensor], unchanged: Tensor | None, reduce: Callable[[Tensor], Tensor]
+    added_weights: Mapping[str, Tensor], unchanged: Tensor | None, ranks: Ranks
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
     """Find out from their weights which changed losses share a basis. Collective; the result is the same on all ranks.
 
@@ -58,7 +59,7 @@ def changes_by_basis(
     Args:
         added_weights: What each changed loss adds to the `unchanged` weights, by name, shaped like them.
         unchanged: Weights whose gradient is the step's own. None if the step's loss has other terms too.
-        reduce: Sums a tensor over ranks.
+        ranks: The ranks that train together.
 
     Returns:
         The changes that need no basis, by name. Then the changes that need one, by name, grouped by basis; a basis has
@@ -70,7 +71,7 @@ def changes_by_basis(
         return without_basis, by_basis
     zeros = torch.zeros_like(next(iter(added_weights.values())))
     vectors = torch.stack([zeros if unchanged is None else unchanged, *added_weights.values()]).double().flatten(1)
-    products = reduce(vectors @ vectors.T)
+    products = ranks.reduce(vectors @ vectors.T)
     rows = {name: row for row, name in enumerate(added_weights, 1)}
     for name, row in rows.items():
         candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
@@ -156,16 +157,13 @@ class ChangedUpdates:
 
     Args:
         unchanged: The updates as they are.
-        reduce: Sums a tensor over ranks.
         basis: D. None: the changes need no basis.
     """
 
-    def __init__(
-        self, unchanged: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
-    ) -> None:
+    def __init__(self, unchanged: LeaveOneOutUpdates, basis: FoldMeans | None = None) -> None:
         gradient = unchanged.gradient
         self._max_grad_norm = unchanged.max_grad_norm
-        self._reduce = reduce
+        self._ranks = unchanged.ranks
         self._pieces = unchanged.pieces.halved()
         self._sizes = gradient.sizes.to(gradient.mean_coefficient.device)
         self._terms = [gradient] if basis is None else [gradient, basis]  # summands of a changed gradient
@@ -203,7 +201,7 @@ class ChangedUpdates:
                         del fold_effect
                 del delta
             del gradients, unchanged  # free them before the next piece's are made
-        parts = self._reduce(torch.stack([by_fold, corrections])).cpu()
+        parts = self._ranks.reduce(torch.stack([by_fold, corrections])).cpu()
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
@@ -219,7 +217,7 @@ class ChangedUpdates:
             for i in range(count):
                 for j in range(count):
                     grams[:, i, j] += dots(gradients[i], gradients[j])
-        return self._reduce(grams)
+        return self._ranks.reduce(grams)
 
     def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         """Return a piece's updates with the changed gradients, (K + 1, n)."""

@@ -37,7 +37,7 @@ def fold_table(
         nan, or None.
     """
     assert prediction.totals is not None
-    by_fold, corrections = products.sum_over_ranks(ranks.reduce)
+    by_fold, corrections = products.sum_over_ranks(ranks)
     table = torch.cat([prediction.totals, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
     factor, reward_reason = None, None
     if prediction.settings.per_sequence:

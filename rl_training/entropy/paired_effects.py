@@ -93,10 +93,10 @@ def paired_effects(
             Δreward is nan.
     """
     updates, rows = updates_and_rows(prediction)
-    reduce = passes.ranks.reduce
     unchanged = step.batch.loss_weights.stacked()
     added_weights = {name: table - unchanged for name, table in weights.items()}
-    without_basis, by_basis = changes_by_basis(added_weights, None if step.reasons.other_terms else unchanged, reduce)
+    of_step = None if step.reasons.other_terms else unchanged
+    without_basis, by_basis = changes_by_basis(added_weights, of_step, passes.ranks)
     directions = [Direction(rows)]
     names = list(by_basis)
     reward_weights = [reward] if isinstance(reward, LossWeights) else []
@@ -108,7 +108,7 @@ def paired_effects(
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
-        products = ChangedUpdates(updates, reduce, basis).products(list(changes.values()), directions)
+        products = ChangedUpdates(updates, basis).products(list(changes.values()), directions)
         pairs.update((name, effect_of(prediction, *product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
@@ -131,7 +131,7 @@ def gradient_shares(
     updates, rows = updates_and_rows(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        parts = GradientParts(updates, passes.ranks.reduce, basis)
+        parts = GradientParts(updates, basis)
         ((by_fold, _),) = parts.products([None], [Direction(rows)])
         return by_fold
 

@@ -162,7 +162,7 @@ def _predict(
     score_check = ScoreCheck(batch, passes.policy, test)
     held = _calculate_entropy_gradient(step, passes, setup, needs, ratios, entropy / length, products, score_check)
     peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
-    seen = score_check.check(ranks.reduce, step.reasons)
+    seen = score_check.check(ranks, step.reasons)
     if seen:
         return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
     prediction = EntropyPrediction(
@@ -224,7 +224,7 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
     if gradients.rows is None or _forward_reason(step):
         return whole, None
     folds = FoldMeans.of(mean, gradients.rows, step.batch.fold_sizes)
-    return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks.reduce, whole)
+    return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, whole)
 
 
 def _calculate_entropy_gradient(

@@ -8,7 +8,7 @@ its own entries, and the ranks' sums are added once, at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from rl_training.optim.formula import CAUSES
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import OptimizerPiece, StepUpdate
 from rl_training.parallel.fusion import Product
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sums import dots, inner_product
 from rl_training.parallel.vectors import Layout, Vector
@@ -172,7 +173,7 @@ class FoldProducts:
         if self._unclipped is not None and self._unclipped is not self._forward:
             self._unclipped.add(piece, index, target, x)
 
-    def sum_over_ranks(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def sum_over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Sum the products over ranks. Collective.
 
         Returns:
@@ -196,7 +197,7 @@ class FoldProducts:
                 if index == FORWARD:
                     products[:, len(PRODUCTS) :] = self._attribution.sum_all(part.without)
                     corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
-        parts = pad_units(reduce(torch.stack([products, corrections])))
+        parts = pad_units(ranks.reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
 

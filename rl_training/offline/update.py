@@ -79,7 +79,7 @@ def make_update(
     pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
     folds = FoldMeans.of(gradient, rows, batch.fold_sizes)
     whole = StepUpdate(pieces, gradient, clip=float(clip_factors(restored.reduce(dot(gradient, gradient)), max_norm)))
-    without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.reduce, whole)
+    without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.passes.ranks, whole)
     return Update(batch, gradient, compute_update(layout, without.whole), without)
 
 

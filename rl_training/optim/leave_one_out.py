@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl_training.optim.updates import (
     scaled,
 )
 from rl_training.parallel.fusion import Product
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import EncodedRow, Rows, entries_of
 from rl_training.parallel.sums import square_norm
 from rl_training.statistics.jackknife import leave_out_coefficients
@@ -137,7 +138,7 @@ class LeaveOneOutUpdates:
         pieces: The parameters and their optimizer state.
         gradient: The gradient by fold, before clipping.
         max_grad_norm: The clipping threshold.
-        reduce: Sums a tensor over ranks.
+        ranks: The ranks over which entries are spread.
         whole: The update of the step. None: it is not clipped.
     """
 
@@ -146,12 +147,13 @@ class LeaveOneOutUpdates:
         pieces: OptimizerPieces,
         gradient: FoldMeans,
         max_grad_norm: float,
-        reduce: Callable[[Tensor], Tensor],
+        ranks: Ranks,
         whole: StepUpdate | None = None,
     ) -> None:
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
+        self.ranks = ranks
         self.whole = whole or StepUpdate(pieces, gradient.mean, clip=1.0)
         # The clipping factor of the gradient without each fold, (K,) fp64 in host memory.
         self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
@@ -159,7 +161,7 @@ class LeaveOneOutUpdates:
             squares = torch.zeros_like(gradient.mean_coefficient[:, 0], dtype=torch.float64)
             for span in pieces.spans:
                 squares += gradient.square_norms_without(span)
-            self.clips = clip_factors(reduce(squares).cpu(), max_grad_norm)
+            self.clips = clip_factors(ranks.reduce(squares).cpu(), max_grad_norm)
         self.clipped = gradient.scaled(self.clips)
 
     @property
@@ -169,7 +171,7 @@ class LeaveOneOutUpdates:
 
     def unclipped(self) -> LeaveOneOutUpdates:
         """Return the updates that the optimizer would make if nothing were clipped."""
-        return LeaveOneOutUpdates(self.pieces, self.gradient, math.inf, torch.clone)
+        return LeaveOneOutUpdates(self.pieces, self.gradient, math.inf, self.ranks)
 
     def changes(self, piece: OptimizerPiece, x: Tensor) -> Tensor:
         """Return how leaving out each fold changes the parts of the update in this piece, times x, (K, causes) fp64.

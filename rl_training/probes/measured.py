@@ -149,7 +149,7 @@ class MeasuredStepProbe(Probe):
             return None  # making the entropy gradient has already compared the scores with training's
         score_check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.residual_test)
         score_check.score_and_compare(self._rows(ctx))
-        return score_check.check(ctx.ranks.reduce, ctx.step.reasons)
+        return score_check.check(ctx.ranks, ctx.step.reasons)
 
     def _changes(
         self, ctx: StepContext, names: Sequence[str], before: Mapping[str, Tensor], state: WeightsBefore
@@ -257,7 +257,7 @@ def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlie
     drawn = current.logps if rollout.sampling_logps is None else rollout.sampling_logps
     log_ratios = (earlier.logps.double() - drawn[rows].double()).masked_fill(earlier.mask == 0, 0.0)
     test.add(rows, earlier, log_ratios, rollout.untested)
-    test.decide(ctx.ranks.reduce, ctx.step.reasons.reused, rollout.sampling_logps is not None)
+    test.decide(ctx.ranks, ctx.step.reasons.reused, rollout.sampling_logps is not None)
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
@@ -145,19 +145,17 @@ class ResidualTest:
         sums = [column.masked_fill(~is_token, 0.0).sum() for column in [*columns, torch.ones_like(x)]]
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
 
-    def decide(
-        self, reduce: Callable[[Tensor], Tensor], missing: Unavailable | None, is_sampler: bool
-    ) -> Unavailable | None:
+    def decide(self, ranks: Ranks, missing: Unavailable | None, is_sampler: bool) -> Unavailable | None:
         """Return that the policy did not draw the step's tokens, or those of the run so far, or None. Collective.
 
         It takes what was added since the last call. A step may have several.
 
         Args:
-            reduce: Sums over ranks.
+            ranks: The ranks that train together.
             missing: Why this step's tokens cannot be tested, the same on all ranks.
             is_sampler: Whether tokens are weighted by their ratios to a sampler.
         """
-        residual, variance, squares, single, tokens, num_untested = reduce(self._sums).tolist()
+        residual, variance, squares, single, tokens, num_untested = ranks.reduce(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
         pending, self._pending_rows = self._pending_rows, []
         missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)

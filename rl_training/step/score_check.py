@@ -14,11 +14,11 @@ The same scores then show whether the policy drew the responses (residual.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.dropout import draws_noise, has_dropout
 from rl_training.policy.policy import Policy, split_rows
 from rl_training.policy.rng import preserve_rng, seed_torch
@@ -98,33 +98,33 @@ class ScoreCheck:
         for part, fresh in zip(batches, scored, strict=True):
             self.compare(part, fresh)
 
-    def check(self, reduce: Callable[[Tensor], Tensor], reasons: Reasons) -> Unavailable | None:
+    def check(self, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
         """Return why these are not training's scores, or not of tokens that the policy drew, or None. Collective.
 
         Args:
-            reduce: Sums over ranks.
+            ranks: The ranks that train together.
             reasons: What else cannot be measured at the step.
         """
-        differing = self.difference_reason(reduce)
+        differing = self.difference_reason(ranks)
         if self._test is None:
             return differing
         if differing:
             self._test.leave_untested(differing)
             return differing
         missing = reasons.reused or (RANDOM_PASSES if draws_noise(self._policy.model) else None)
-        return self._test.decide(reduce, missing, self._is_sampler)
+        return self._test.decide(ranks, missing, self._is_sampler)
 
-    def difference_reason(self, reduce: Callable[[Tensor], Tensor]) -> Unavailable | None:
+    def difference_reason(self, ranks: Ranks) -> Unavailable | None:
         """Return that the step's scores on all ranks differ from training's, or None. Collective."""
-        difference, tolerance = _means(reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
+        difference, tolerance = _means(ranks.reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
         if bool((difference <= tolerance).all()):
             return None
         if self._policy.scorer.training_rounding:
             tolerance += TOLERANCE_ROUNDED - TOLERANCE
         if bool((difference > tolerance).any()):
-            noise = NOISE_FACTOR * torch.stack([_means(reduce(sums)) for sums in self._noise_sums()]).amax(dim=0)
+            noise = NOISE_FACTOR * torch.stack([_means(ranks.reduce(sums)) for sums in self._noise_sums()]).amax(dim=0)
             if has_dropout(self._policy.model) and bool((difference <= tolerance + noise).all()):
-                difference, noise = self._shift(reduce)
+                difference, noise = self._shift(ranks)
             tolerance += noise
         differing = (difference > tolerance).tolist()
         if not any(differing):
@@ -152,7 +152,7 @@ class ScoreCheck:
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, indices) for other in others]
 
-    def _shift(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _shift(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Return the absolute mean SIGNED difference, and the largest that dropout explains, (2,) each. Collective.
 
         Dropout masks of two passes are drawn alike, so they move scores by the same on average, and the mean difference
@@ -167,7 +167,7 @@ class ScoreCheck:
             by_score = (values.sum(dim=1), values.square().sum(dim=1), (values * lengths).sum(dim=1))
             counts = torch.stack([lengths.sum(), lengths.square().sum(), (lengths > 0).sum().double()])
             sums += torch.cat([*by_score, counts])
-        total, square, product, (num_tokens, square_tokens, num_rows) = reduce(sums).cpu().split([2, 2, 2, 3])
+        total, square, product, (num_tokens, square_tokens, num_rows) = ranks.reduce(sums).cpu().split([2, 2, 2, 3])
         if num_rows < 2:
             return torch.zeros_like(total), torch.full_like(total, torch.inf)
         mean = total / num_tokens

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import ALONE
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -52,9 +53,6 @@ class Said:
         return Scores(self.padded, self.padded, self.mask)
 
     measuring = contextlib.nullcontext
-
-
-ALONE = Ranks(1, torch.clone)
 
 
 def answer(policy: Any, ranks: Ranks = ALONE, rollout: Rollout | None = None) -> str:

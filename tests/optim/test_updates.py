@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_steps import draw, rows_of, shard_of
+from example_steps import ALONE, draw, rows_of, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from rl_training.parallel import vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
-from rl_training.statistics.jackknife import identity
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # maximum number of entries that are joined, in these tests
@@ -89,7 +88,7 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     layout = dataclasses.replace(layout, chunk_size=8)
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = LeaveOneOutUpdates(pieces, FoldMeans.of(mean, rows_of(layout, rows), sizes), max_grad_norm, identity)
+    steps = LeaveOneOutUpdates(pieces, FoldMeans.of(mean, rows_of(layout, rows), sizes), max_grad_norm, ALONE)
     assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
     for k in range(3):
         others = [i for i in range(3) if i != k]
@@ -113,7 +112,7 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout.of(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, FoldMeans.of([mean], rows_of(Layout.of(weights), [rows]), sizes), reason, identity
+            pieces, FoldMeans.of([mean], rows_of(Layout.of(weights), [rows]), sizes), reason, ALONE
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()

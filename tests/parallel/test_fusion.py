@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import ALONE
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
@@ -27,7 +28,6 @@ from rl_training.parallel.fusion import BLOCK, Fusion, Product
 from rl_training.parallel.rows import BLOCK as ROW_BLOCK
 from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout
-from rl_training.statistics.jackknife import identity
 
 SIZES = {"a": 3 * ROW_BLOCK, "b": BLOCK, "c": 5 * BLOCK, "odd": 70, "large": 40 * BLOCK}
 FOLDS = 3
@@ -70,14 +70,14 @@ def results(fusion: Fusion, kind: str, step: int, rows_dtype: torch.dtype, weigh
     pieces = OptimizerPieces(layout, weights, states)
     whole = StepUpdate(pieces, mean, float(clip_factors(torch.tensor((limit / 0.7) ** 2), limit)))
     folds = FoldMeans.of(mean, rows, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
-    updates = LeaveOneOutUpdates(pieces, folds, limit, identity, whole)
+    updates = LeaveOneOutUpdates(pieces, folds, limit, ALONE, whole)
     previous = [torch.randn(bucket.size) for bucket in layout.buckets]
     attribution = Attribution(list(SIZES))
     products = FoldProducts(layout, folds.sizes, attribution, whole, updates, previous, EntropySettings())
     for fold, index in itertools.product(range(FOLDS), range(len(layout.buckets))):
         x = torch.randn(1, layout.buckets[index].size)
         products.receiver(0, range(fold, fold + 1)).take(index, 0, x)
-    return [updates.clips, *products.sum_over_ranks(identity), *compute_update(layout, whole)]
+    return [updates.clips, *products.sum_over_ranks(ALONE), *compute_update(layout, whole)]
 
 
 def assert_same(compiled: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:

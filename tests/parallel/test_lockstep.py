@@ -126,7 +126,7 @@ def check_scores(rank: Rank) -> None:
     check = ScoreCheck(rank.batch, rank.policy)
     check.score_and_compare(torch.arange(rank.rollout.num_sequences))
     assert check._sums[2] == rank.rollout.completion_mask[:8].sum()  # a pass for the others' sake is not compared
-    assert not check.difference_reason(rank.ranks.reduce)
+    assert not check.difference_reason(rank.ranks)
 
 
 def measure_numerics(rank: Rank) -> None:

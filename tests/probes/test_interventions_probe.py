@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import ALONE
 from peft import LoraConfig
 from seen import Kept
 from simple_twin import Recorder, Twin
@@ -353,7 +354,7 @@ def test_only_loss_weights_that_are_not_multiples_need_their_own_backward() -> N
         "bonus": torch.stack([none, torch.full((2, 2), 0.3)]),
         "nearly twice": torch.stack([torch.tensor([[1.01, -2.0], [0.5, 0.0]]), none]),
     }
-    without_basis, by_basis = changes_by_basis(further, plain, lambda x: x)
+    without_basis, by_basis = changes_by_basis(further, plain, ALONE)
     assert without_basis["twice"].gradient == pytest.approx(1.0)
     assert {name: list(changes) for name, changes in by_basis.items()} == {
         "first": ["first", "second"],

@@ -12,7 +12,7 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
-from example_steps import rows_of
+from example_steps import ALONE, rows_of
 from ranks_in_threads import on_two_ranks
 from seen import Kept
 from simple_twin import Recorder, Twin
@@ -32,7 +32,6 @@ from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes
 from rl_training.probes.token_classes import CLASSES
-from rl_training.statistics.jackknife import identity
 from rl_training.step.loss_weights import LossWeights
 
 NUM_FOLDS, LENGTH = 8, 12
@@ -219,10 +218,10 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, FoldMeans.of([weight], rows_of(layout, [rows]), sizes), math.inf, identity)
+    steps = LeaveOneOutUpdates(pieces, FoldMeans.of([weight], rows_of(layout, [rows]), sizes), math.inf, ALONE)
     basis = FoldMeans.of([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
     direction = Direction(rows_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
-    ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
+    ((products, _),) = GradientParts(steps, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 
 

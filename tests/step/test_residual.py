@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import ALONE
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training import Rollout, measured_loop
 from rl_training.models.load import load_tiny
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.policy.rollout import take_rows
 from rl_training.policy.scorer import Scorer
@@ -150,7 +152,7 @@ def twin(model: Any, rollout: Rollout, rows: list[int], temperature: float = 1.0
     return ResidualSums(residual_sum, variance * max(1.0, squares / single), squares, count, 1)
 
 
-def run_test(rollout: Rollout, scores: Scores, reduce: Any = torch.clone, missing: Any = None) -> ResidualTest:
+def run_test(rollout: Rollout, scores: Scores, ranks: Ranks = ALONE, missing: Any = None) -> ResidualTest:
     """Return a test of all rows of a rollout, added in two parts."""
     test, logs = ResidualTest(ResidualSums(), 1.0), None
     if rollout.sampling_logps is not None:
@@ -158,7 +160,7 @@ def run_test(rollout: Rollout, scores: Scores, reduce: Any = torch.clone, missin
     for rows in torch.arange(rollout.num_sequences).split(40):
         part = Scores(*(getattr(scores, name)[rows] for name in ("logps", "entropies", "mask", "varentropies")))
         test.add(rows, part, None if logs is None else logs[rows], rollout.untested)
-    test.decide(reduce, missing, logs is not None)
+    test.decide(ranks, missing, logs is not None)
     return test
 
 
@@ -207,7 +209,7 @@ def test_weighted_tokens_of_a_known_sampler_have_mean_zero_and_the_policys_own_d
             test, row = ResidualTest(ResidualSums(), 1.0), slice(token, token + 1)
             part = Scores(*(getattr(scores, name)[row] for name in ("logps", "entropies", "mask", "varentropies")))
             test.add(torch.tensor([token]), part, None if logs is None else logs[row], False)
-            test.decide(torch.clone, None, logs is not None)
+            test.decide(ALONE, None, logs is not None)
             assert test._step is not None
             share = float(sampler[token]) * test._step.residual
             weighted, plain = weighted + (logs is not None) * share, plain + (logs is None) * share
@@ -226,7 +228,7 @@ def test_tokens_of_which_the_sampler_gave_no_log_probability_are_not_tested() ->
     policy: Any = SimpleNamespace(scorer=None)
     test = ResidualTest(ResidualSums(), 1.0)
     ScoreCheck(batch, policy, test).compare(torch.arange(2), scores)
-    test.decide(torch.clone, None, is_sampler=True)
+    test.decide(ALONE, None, is_sampler=True)
     assert test._step is not None
     assert (test._step.tokens, test._step.residual) == (5.0, -2.5)
 
@@ -240,7 +242,7 @@ def test_two_ranks_test_all_tokens_together() -> None:
     def run(rank: int, reduce: Any) -> Tensor:
         rows = torch.arange(5, rollout.num_sequences) if rank else torch.arange(5)
         part = Scores(*(getattr(scores, name)[rows] for name in ("logps", "entropies", "mask", "varentropies")))
-        test = run_test(take_rows(rollout, rows), part, reduce)
+        test = run_test(take_rows(rollout, rows), part, Ranks(2, reduce, rank))
         assert test._step is not None
         return torch.tensor(dataclasses.astuple(test._step))
 
@@ -305,7 +307,7 @@ def test_what_cannot_be_tested_says_why_and_enters_no_sum(missing: Any) -> None:
 def once(rollout: Rollout, scores: Scores, missing: Any) -> ResidualTest:
     test = ResidualTest(ResidualSums(), 1.0)
     test.add(torch.zeros(1), scores, None, rollout.untested)
-    test.decide(torch.clone, missing, False)
+    test.decide(ALONE, missing, False)
     return test
 
 
