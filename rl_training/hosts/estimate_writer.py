@@ -73,8 +73,7 @@ class EstimateWriter:
                 raise UserError(f"metrics[{name!r}] has the name of a probe's number: give the loop's own another name")
         line = {**{name: value for name, value in numbers.items() if not math.isnan(value)}, **known}
         if self.records is not None:
-            row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
-            self.records.write_metrics(number, row)
+            self.records.write_metrics(number, line)
         return line
 
     def write_missing(self, number: int, reason: str) -> None:

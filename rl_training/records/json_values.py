@@ -56,12 +56,16 @@ def checked_number(value: Any) -> float:
 def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     """Return the value with every non-finite number, at any depth, replaced by null.
 
+    Numbers of NumPy and tensors of one entry become Python's own numbers.
+
     Args:
         infinite_as_text: Write infinite numbers as text instead of null.
 
     >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
     ({'a': [1.0, None]}, '-inf')
     """
+    if getattr(value, "ndim", None) == 0:  # not by type: a report must not wait for torch to be imported
+        value = value.item()
     if isinstance(value, float):
         kept = str(value) if infinite_as_text and not math.isnan(value) else None
         return value if math.isfinite(value) else kept

@@ -7,7 +7,9 @@ import math
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rl_training import Estimate
 from rl_training.records import checkpoint_states
@@ -47,6 +49,18 @@ def test_resuming_keeps_only_a_few_record_lines_in_memory(tmp_path: Path) -> Non
     assert peak < 7e6
     assert [line["step"] for line in read_metrics(tmp_path)] == [*range(1, 2000)]
     assert sum(1 for _ in iterate_rollouts(tmp_path)) == 1999
+
+
+def test_numbers_of_numpy_and_torch_are_recorded_as_pythons_own(tmp_path: Path) -> None:
+    """A loop's metrics and a probe of one's own come as what its library computes."""
+    records = Records(tmp_path)
+    numbers = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(math.nan), "d": {"e": [np.float64("inf")]}}
+    records.write_metrics(1, numbers)
+    records.write_estimates(1, 1, "probe", {"x": Estimate(torch.tensor(0.25), np.float32(0.5), np.int64(8))})
+    (line,) = (json.loads(text) for text in (tmp_path / METRICS_FILE).read_text("utf-8").splitlines())
+    assert line == {"step": 1, "a": 0.5, "b": 3, "c": None, "d": {"e": ["inf"]}}
+    (x,) = read_estimates(tmp_path)
+    assert (x["value"], x["stderr"], x["num_samples"]) == (0.25, 0.5, 8)
 
 
 def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_loop import CLIP, loss_of, microbatches, scores_of
@@ -286,7 +287,7 @@ def test_a_step_whose_line_could_not_be_written_need_not_be_repeated_and_a_loops
         training.metrics = {"entropy/token": 1.0}
         with pytest.raises(ValueError, match=r"metrics\['entropy/token'\] .* another name"):
             training.step(2)
-        training.metrics = {"reward": 123.0, "entropy": 77.0}
+        training.metrics = {"reward": np.float32(123.0), "entropy": torch.tensor(77.0)}
         training.step(3)
     assert math.isfinite(training.answers[-1]["delta_h/backward"].value)
     (row,) = read_metrics(tmp_path)
