@@ -54,6 +54,15 @@ def has_settings(run: Path) -> bool:
     return (run / CONFIG_FILE).is_file()
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run that a checkpoint belongs to, or None: a folder with settings around its training_state.
+
+    Both are asked for: other programs keep a config.yaml two levels above their checkpoints too.
+    """
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == TRAINING_STATE and has_settings(folder.parent) else None
+
+
 def refuse_a_file(path: Path) -> None:
     """Raise UserError if a file stands at the path of a folder that is to be created."""
     if path.exists() and not path.is_dir():

@@ -34,7 +34,7 @@ from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind
 from rl_training.limited_files import read_text
 from rl_training.options import did_you_mean
-from rl_training.records.folder import has_settings
+from rl_training.records.folder import run_of
 from rl_training.records.hydra_text import quote_list, quote_value
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.
@@ -195,7 +195,7 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter_overrides(checkpoint: Path) -> list[str]:
     """Return overrides for the adapter of a checkpoint outside a run, read from its adapter_config.json."""
     file = checkpoint / "adapter_config.json"
-    if not file.is_file() or has_settings(checkpoint.resolve().parent.parent):
+    if not file.is_file() or run_of(checkpoint) is not None:
         return []
     try:
         adapter = json.loads(read_text(file))

@@ -18,12 +18,13 @@ from rl_training.job.configuration.prepare import normalize, read_numbers
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import PROVENANCE, load_settings, refuse_marked, unmarked
 from rl_training.records.files.masking import without_masks, without_secrets
-from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, has_settings
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, run_of
 from rl_training.records.made_by import JOB, MADE_BY
 from rl_training.records.training_settings import affects_training
 
 BRANCH_OWN_KEYS = ("run_dir", "resume", "branch", "additional_steps")  # that a branch does not take from its run
 UNCHANGEABLE_PREFIXES = ("model.", "adapter.", "data.", "trainer.optim")  # of settings that a branch must not change
+IN_A_RUN = f"RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}"
 # Settings that determine which prompts each step learns from.
 PROMPT_ORDER_KEYS = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer.steps_per_generation",
                      "trainer.num_iterations")  # fmt: skip
@@ -37,18 +38,19 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     Raises:
         UserError: For a setting that does not exist, or if model or data must be named and are not.
     """
-    config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    if not config_file.is_file():
+    run = run_of(checkpoint)
+    if run is None:
         missing = [f"{group}=…" for group in ("model", "data") if group not in {root_key(word) for word in changes}]
         if missing:
             raise UserError(
-                f"{checkpoint} is not in a run (there is no {config_file}): give {' '.join(missing)}, and "
-                "adapter=lora if it is an adapter; see --help"
+                f"{checkpoint} is not in a run ({IN_A_RUN}): give {' '.join(missing)}, and adapter=lora if it is an "
+                "adapter; see --help"
             )
         cfg = compose("train", overrides=[force_add(word) for word in changes])
         normalize(cfg, "train")
         return cfg
-    cfg = with_overrides(load_settings(config_file), changes, f"the run in {config_file.parent}")
+    config_file = run / CONFIG_FILE
+    cfg = with_overrides(load_settings(config_file), changes, f"the run in {run}")
     missing = [key for key in REQUIRED_KEYS if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
@@ -94,14 +96,13 @@ def resolve_branch(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     if cfg.get("branch") is None:
         return cfg
-    checkpoint = _branch_checkpoint(cfg.branch)
-    config_file = checkpoint.parents[1] / CONFIG_FILE
-    stored = load_settings(config_file)
+    run, checkpoint = _branch_checkpoint(cfg.branch)
+    stored = load_settings(run / CONFIG_FILE)
     for name in (PROVENANCE, MADE_BY):  # those of a branch are its own
         stored.pop(name, None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if root_key(word) not in BRANCH_OWN_KEYS]
-    settings = with_overrides(stored, changes, f"the run in {config_file.parent}")
+    settings = with_overrides(stored, changes, f"the run in {run}")
     read_numbers(settings, "train")
     if changed := describe_differences(_unchangeable(stored), _unchangeable(settings)):
         raise UserError(
@@ -126,8 +127,8 @@ def _unchangeable(settings: DictConfig) -> dict[str, Any]:
     return {key: unmarked(value) for key, value in flatten(settings).items() if key.startswith(UNCHANGEABLE_PREFIXES)}
 
 
-def _branch_checkpoint(value: object) -> Path:
-    """Return the checkpoint that branch=VALUE names: a checkpoint folder, or a run for its newest checkpoint.
+def _branch_checkpoint(value: object) -> tuple[Path, Path]:
+    """Return the run and the checkpoint that branch=VALUE names: a checkpoint folder, or a run for its newest.
 
     Raises:
         UserError: If it is not in a run folder.
@@ -137,12 +138,13 @@ def _branch_checkpoint(value: object) -> Path:
     if str(value) in ("", "latest", "auto", "none"):
         raise UserError(f"branch={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
     checkpoint = find_checkpoint(with_home("branch", str(value)), Path(), setting="branch").resolve()
-    if checkpoint.parent.name != TRAINING_STATE or not has_settings(checkpoint.parents[1]):
+    run = run_of(checkpoint)
+    if run is None:
         raise UserError(
-            f"branch={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
-            "start a new run from its weights with model=hub model.name=CHECKPOINT"
+            f"branch={value} is not in a run folder ({IN_A_RUN}): start a new run from its weights with model=hub "
+            "model.name=CHECKPOINT"
         )
-    return checkpoint
+    return run, checkpoint
 
 
 def prompt_order_changes(cfg: DictConfig) -> str:

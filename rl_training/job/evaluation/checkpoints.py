@@ -16,6 +16,7 @@ from rl_training.records.folder import (
     checkpoints_of,
     has_settings,
     number_at_end,
+    run_of,
     step_of,
 )
 from rl_training.records.made_by import is_of_attached_run
@@ -25,12 +26,13 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
     """Return the run folder, or None, and the checkpoints to evaluate by step: those given, or all of the run."""
     paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
     if run is None:
-        runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
+        runs = {run_of(path) for path in paths}
         if not paths:
             raise UserError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
         if len(runs) > 1:
+            names = ", ".join(sorted(str(run or "none at all") for run in runs))
             raise UserError(
-                f"the checkpoints belong to several runs, {', '.join(map(str, runs))}: evaluate each run by itself"
+                f"the checkpoints belong to several runs, {names}: evaluate each by itself, or name one: run=RUN"
             )
         folder = next(iter(runs), None)
     else:

@@ -24,7 +24,7 @@ from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
 from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import CONFIG_FILE, OFFLINE, has_settings
+from rl_training.records.folder import CONFIG_FILE, OFFLINE, run_of
 from rl_training.records.made_by import is_of_attached_run
 from rl_training.records.report.sections.checkpoint_analyses import core_numbers
 
@@ -49,7 +49,7 @@ def analyze_checkpoints(prepared: PreparedAnalysis) -> list[Path]:
         _analyze_checkpoint(checkpoint, path, prepared)
     if PartialState().is_main_process:
         if values["report"]:
-            runs = {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}
+            runs = {result.parents[1]: run_of(checkpoint) for checkpoint, result in results.items()}
             for folder, run in runs.items():
                 write_pages(folder, run)
         if values["dashboards"]:
@@ -73,7 +73,7 @@ def result_files(prepared: PreparedAnalysis) -> dict[Path, Path]:
     checkpoints = resolve_checkpoints(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
     folders = {}
     for checkpoint in checkpoints:
-        owner = _run_of(checkpoint) or checkpoint.resolve().parent
+        owner = run_of(checkpoint) or checkpoint.resolve().parent
         home = Path(values["output"] or owner / OFFLINE)
         refuse_links_out(*((home, prepared.folder_name) if values["output"] else (owner, OFFLINE)))
         folders[checkpoint] = home / prepared.folder_name / checkpoint.name
@@ -87,11 +87,6 @@ def is_attached(named: Path) -> bool:
     """Return whether this is a run of a trainer made by a script, or a checkpoint of one."""
     is_checkpoint = named.is_dir() and (named / PROBE_STATES).is_file()
     return is_of_attached_run(named) or (is_checkpoint and bool(read_notes(named).get("run")))
-
-
-def _run_of(checkpoint: Path) -> Path | None:
-    run = checkpoint.resolve().parent.parent
-    return run if has_settings(run) else None
 
 
 def _analyze_checkpoint(checkpoint: Path, path: Path, prepared: PreparedAnalysis) -> None:
@@ -112,7 +107,7 @@ def _log_to_dashboards(results: Mapping[Path, Path]) -> None:
     The command chooses the dashboards. The settings that they show remain those that the run trained with.
     """
     for checkpoint, result in results.items():
-        run = _run_of(checkpoint)
+        run = run_of(checkpoint)
         if run is None:
             continue
         analysis = read_analysis(result)

@@ -185,7 +185,7 @@ def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
         return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
     checkpoint = find_checkpoint(resume, run_dir, sharded_by, or_else="start a new run without resume")
     folder = checkpoint.resolve().parent
-    run = folder.parent
+    run = folder.parent  # its config.yaml may be missing: the settings are those of this command
     if folder.name != TRAINING_STATE:
         raise UserError(
             f"resume={checkpoint} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N): give one that is, or "

@@ -21,6 +21,7 @@ from rl_training.job.configuration.prepare import prepare_analysis, prepare_eval
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.sweep import analysis_folder_name
+from rl_training.job.evaluation.checkpoints import find_checkpoints
 from rl_training.offline.settings import (
     EvaluationSettings,
     KernelSettings,
@@ -161,3 +162,19 @@ def test_a_run_whose_config_lacks_data_is_analyzed_with_given_data(tmp_path: Pat
         changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])
     assert changed.data._target_.endswith("arithmetic")
     assert changed.model.dtype == "bfloat16"  # not listed in conf/model/tiny.yaml, but its loader accepts it
+
+
+def test_a_project_whose_folder_holds_any_config_yaml_is_not_the_run_of_a_checkpoint_in_it(tmp_path: Path) -> None:
+    """A checkpoint of another trainer in PROJECT/outputs, and a copied one without its run's settings."""
+    (tmp_path / "config.yaml").write_text("site: mine")
+    outside = tmp_path / "outputs" / "checkpoint-1"
+    copied = tmp_path / "copied" / "training_state" / "checkpoint-1"
+    given = ["data=arithmetic", "model=tiny"]
+    for checkpoint in (outside, copied):
+        checkpoint.mkdir(parents=True)
+        with composing():
+            assert run_settings(checkpoint, given).data._target_.endswith("arithmetic")
+            with pytest.raises(ValueError, match=r"is not in a run .* give model=… data=…"):
+                run_settings(checkpoint, [])
+        run, _ = find_checkpoints(None, [str(checkpoint)])
+        assert run is None
