@@ -9,6 +9,8 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 
+MEMORY_FULL = ("allocate memory", "not enough memory", "out of memory")  # messages on Linux, Windows and devices
+
 
 class UserError(ValueError):
     """What the user asked for cannot be done, because of a setting, a file, the machine or the user's own code.
@@ -45,6 +47,11 @@ def add_note_on_error(what: str, hint: Callable[[], str] = str) -> Iterator[None
         raise
 
 
+def is_short_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory has run out: Python's, torch's or the system's."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in MEMORY_FULL)
+
+
 def one_line(error: BaseException, if_out_of_memory: str = "") -> str:
     """Return an error as one line: a UserError's message, or any other error's type, message and location.
 
@@ -52,7 +59,7 @@ def one_line(error: BaseException, if_out_of_memory: str = "") -> str:
         if_out_of_memory: What to do about an error that says that memory ran out.
     """
     message = " ".join(str(error).split())
-    if if_out_of_memory and (isinstance(error, MemoryError) or "out of memory" in message.lower()):
+    if if_out_of_memory and is_short_of_memory(error):
         return f"it ran out of memory: {if_out_of_memory} ({message or type(error).__name__})"
     if isinstance(error, UserError):
         return message

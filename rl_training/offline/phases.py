@@ -6,10 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 from tqdm.auto import tqdm
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, is_short_of_memory
 
 Progress = Callable[[int], None]  # called with the number of sequences done since the last call
 LOWER = {  # what to do if a phase runs out of memory
@@ -23,7 +22,6 @@ LOWER = {  # what to do if a phase runs out of memory
     "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
     "sweep": "lower memory.microbatch_size, or for scoring batch.microbatch_size",
 }
-FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's messages on Linux, Windows and devices
 
 
 class Phases:
@@ -52,15 +50,10 @@ def explain_out_of_memory(phase: str) -> Iterator[None]:
     """Turn an out-of-memory error inside the context into a UserError that names the settings to lower."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch's errors are RuntimeErrors
         if not is_short_of_memory(error):
             raise
         raise UserError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
-
-
-def is_short_of_memory(error: Exception) -> bool:
-    """Return whether an error says that memory has run out. torch.OutOfMemoryError is itself a RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
 
 
 def silent(count: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, is_short_of_memory
 from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import sampling_reason
@@ -252,9 +252,9 @@ def refuse_without_gradients(
         gradients = torch.autograd.grad(
             scores.logps.sum() + scores.entropies.sum(), list(parameters.values()), allow_unused=True
         )
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_short_of_memory(error):
+            raise
         raise UserError(
             f"the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
             'trainer.gradient_checkpointing_kwargs={"use_reentrant": false}, and neither torch.no_grad() nor '

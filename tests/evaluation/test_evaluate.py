@@ -27,7 +27,7 @@ from full_disk import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, one_line
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import BUILT_IN, custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import Batch, Response, choose_rows, generate_responses, reward_responses
@@ -261,6 +261,12 @@ def test_the_error_says_what_ended_a_process(work: Any, reason: str) -> None:
     received: list[Any] = []
     assert reason in run_in_process(work, received.append, if_out_of_memory="ask for less")
     assert received == (["begun"] if work is kill_itself else [])
+
+
+def test_a_cpu_whose_memory_runs_out_is_known_by_torchs_error() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert one_line(raised.value, "ask for less").startswith("it ran out of memory: ask for less (")
 
 
 INTERRUPTED = """

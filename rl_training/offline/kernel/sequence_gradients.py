@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rl_training.errors import UserError
-from rl_training.offline.phases import is_short_of_memory
+from rl_training.errors import UserError, is_short_of_memory
 from rl_training.parallel.vectors import Layout
 
 Scored = TypeVar("Scored")
