@@ -1,8 +1,8 @@
 """verl's FSDP2 engine with probes: it reports each optimizer step to them, and trains exactly as without them.
 
-The engine is a subclass, registered for the platform's own vendor, a key that verl looks up before its default. The
-settings of probes come with the data, from trainer.py; without them nothing is measured. verl also makes the reference
-policy from this class, which never trains.
+The engine is a subclass, registered for the platform's own vendor, a key that verl looks up before its default. A
+message from trainer.py comes with the data; without one nothing is measured. verl also makes the reference policy from
+this class, which never trains.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verl.workers.engine.utils import prepare_micro_batches
 from rl_training.hosts.verl.loop_spec import end_tokens_of, loop_spec_of
 from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.members import ENGINE_METHODS, refuse_other_methods
-from rl_training.hosts.verl.rollout_settings import BATCH_KEY
+from rl_training.hosts.verl.message import BATCH_KEY
 
 
 class ProbedEngine(FSDPEngineWithLMHead):
-    """verl's FSDP2 engine, which runs probes if its data come with their settings.
+    """verl's FSDP2 engine, which runs probes if its data come with a message from the trainer.
 
     Its methods are in the order in which verl calls them in a step. All of verl's own passes come to `forward_step` and
     `prepare_model_outputs`, also those that only score: they are watched during `train_batch` alone.
@@ -37,25 +37,24 @@ class ProbedEngine(FSDPEngineWithLMHead):
     # Class attributes, so that verl's __init__ stays as it is.
     _measurement: Measurement | None = None  # made at the first step, since the model is complete then
     _resumed_from: Path | None = None  # folder of the checkpoint that was loaded before the first step
-    _active_measurement: Measurement | None = None  # `_measurement` during a `train_batch` with settings, else None
+    _active_measurement: Measurement | None = None  # `_measurement` during a `train_batch` with a message, else None
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         """Make an optimizer step. verl calls this for each mini-batch of a rollout, with this rank's rows."""
-        settings = tensordict_utils.get(data, BATCH_KEY)
-        if settings is None:
+        message = tensordict_utils.get(data, BATCH_KEY)
+        if message is None:
             return super().train_batch(data, loss_function)
         if self._measurement is None:
-            loop = loop_spec_of(self, settings, loss_function, data, self._sizes_of_microbatches(data))
-            end_tokens = end_tokens_of(self, settings)
-            self._measurement = Measurement(loop, settings, end_tokens, self._resumed_from)
-        self._active_measurement = self._measurement
+            training = message["training"]
+            loop = loop_spec_of(self, training, loss_function, data, self._sizes_of_microbatches(data))
+            self._measurement = Measurement(loop, training, end_tokens_of(self, training), self._resumed_from)
+        measurement = self._active_measurement = self._measurement
         try:
-            if self._active_measurement.begin(settings):
-                self._active_measurement.plan(self._sizes_of_microbatches(data))
+            measurement.begin(message["rollout"], lambda: self._sizes_of_microbatches(data))
             outputs = super().train_batch(data, loss_function)
-            outputs["metrics"] |= self._active_measurement.finish(outputs)
+            outputs["metrics"] |= measurement.finish(outputs)
         except BaseException:
-            self._active_measurement.fail()
+            measurement.fail()
             raise
         finally:
             self._active_measurement = None
@@ -94,7 +93,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
         """Clip the gradient, make the step, and return the norm before clipping."""
         if self._active_measurement is None:
             return super().optimizer_step()
-        return self._active_measurement.step(super().optimizer_step, self._gradient_norm)
+        return self._active_measurement.optimizer_step(super().optimizer_step, self._gradient_norm)
 
     def _gradient_norm(self) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])

@@ -13,7 +13,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.hosts.policy import HostPolicy
-from rl_training.hosts.verl.rollout_settings import ACTOR, RolloutSettings
+from rl_training.hosts.verl.training_settings import ACTOR, TrainingSettings
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scorer import Scorer
@@ -41,7 +41,7 @@ NO_SAMPLE = Unavailable(
 
 def loop_spec_of(
     engine: FSDPEngineWithLMHead,
-    settings: RolloutSettings,
+    settings: TrainingSettings,
     loss_function: Callable[..., Any],
     data: TensorDict,
     sizes: Sequence[int],
@@ -80,7 +80,7 @@ def loop_spec_of(
     )
 
 
-def end_tokens_of(engine: FSDPEngineWithLMHead, settings: RolloutSettings) -> list[int]:
+def end_tokens_of(engine: FSDPEngineWithLMHead, settings: TrainingSettings) -> list[int]:
     """Return the token ids that end a response: the tokenizer's, and those of the model's generation config."""
     configured = getattr(engine.model_config.generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]

@@ -24,8 +24,9 @@ from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
+from rl_training.hosts.verl.message import RolloutFacts
 from rl_training.hosts.verl.probes import NUM_STEPS, make_probes
-from rl_training.hosts.verl.rollout_settings import RolloutSettings
+from rl_training.hosts.verl.training_settings import TrainingSettings
 from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
 from rl_training.records.jsonl import Records
@@ -35,60 +36,61 @@ logger = logging.getLogger(__name__)
 
 ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
 SKIPPED = (
-    "a gradient is not finite, so verl does not make this optimizer step: it has no number and no line, and the line "
-    "of step {number} counts it (`skipped`)"
+    "step {number}: a gradient is not finite, so verl does not make this optimizer step. Its line has `skipped` and no "
+    "estimates, like those of any further ones"
 )
 
 
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    A step is `begin`, `plan`, `microbatch` for each, `step`, `finish`. Collective from the start on.
+    A step is `begin`, `microbatch` for each, `optimizer_step`, `finish`. Collective from the start on.
 
     Args:
         loop: verl's loop.
-        settings: What only the trainer knows, with the first rollout.
+        settings: What only the trainer knows of the training.
         end_tokens: Token ids that end a response.
         resumed_from: The folder of the checkpoint that training resumes from, or None.
     """
 
     def __init__(
-        self, loop: LoopSpec, settings: RolloutSettings, end_tokens: Sequence[int], resumed_from: Path | None
+        self, loop: LoopSpec, settings: TrainingSettings, end_tokens: Sequence[int], resumed_from: Path | None
     ) -> None:
         probes = make_probes(settings["probes"])
         self.driver = StepDriver(probes)
-        self._loop, self._max_length, self._end_tokens = loop, settings["max_response_length"], end_tokens
-        self._steps = 0  # number of optimizer steps made
-        self._rollout = 0  # number of the rollout that the last one learned from
+        self._loop, self._settings, self._end_tokens = loop, settings, end_tokens
+        self._number = 0  # of the latest optimizer step, made or skipped
+        self._rollout_number = 0  # of the rollout that it learned from
         self._is_fresh = False  # no step has learned from the rollout, and the present weights sampled it
-        self._is_skipped = False  # verl has not made the open step
-        self._num_skipped = 0  # steps that verl has not made since the last one that it made
         self._metrics: dict[str, Any] = {}  # of the open step
+        self._has_warned_of_skipped = False
         states, run_id = None, ""
         if resumed_from is not None:
             states = load_probe_states(self.driver.initial_states() | {NUM_STEPS: 0}, resumed_from)
-            self._steps, run_id = states[NUM_STEPS], read_notes(resumed_from).get("run", "")
+            self._number, run_id = states[NUM_STEPS], read_notes(resumed_from).get("run", "")
         records = Records(settings["folder"], settings["rollouts_every"]) if loop.ranks.number == 0 else None
         self.claim = FolderClaim(records, run_id)  # until the process ends
-        self.claim.take(self._steps + 1, loop.shard.layout.device)
+        self.claim.take(self._number + 1, loop.shard.layout.device)
         if records is not None:
             recorded = {**settings_of_loop(loop), **settings["recorded"], MADE_BY: VERL}
-            records.start(after_step=self._steps, settings=recorded)
+            records.start(after_step=self._number, settings=recorded)
         self._writer = EstimateWriter(probes, records, loop.policy.decode)
         self._warnings = StepWarnings()
         self.driver.start(loop, states)
 
-    def begin(self, settings: RolloutSettings) -> bool:
-        """Begin an optimizer step on the rollout that has these settings, and return whether a probe measures it."""
-        self._metrics, self._is_skipped = {}, False
-        if settings["rollout_number"] != self._rollout:
-            self._rollout, self._is_fresh = settings["rollout_number"], settings["is_fresh"]
-        self.driver.begin(self._steps + 1)
-        return self.driver.needs_scores
+    def begin(self, rollout: RolloutFacts, microbatch_sizes: Callable[[], Sequence[int]]) -> None:
+        """Begin an optimizer step.
 
-    def plan(self, sizes: Sequence[int]) -> None:
-        """Plan the folds of a measured step, whose microbatches on this rank have so many sequences. Collective."""
-        self.driver.plan(sizes)
+        Args:
+            rollout: What only the trainer knows of the rollout that the step learns from.
+            microbatch_sizes: Returns the number of sequences in each microbatch on this rank. Collective, and called
+                only if a probe measures the step.
+        """
+        self._metrics = {}
+        if rollout["number"] != self._rollout_number:
+            self._rollout_number, self._is_fresh = rollout["number"], rollout["is_fresh"]
+        self.driver.begin(self._number + 1)
+        self.driver.plan(microbatch_sizes() if self.driver.needs_scores else None)
 
     def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
         """Return entropies for a microbatch without verl's own. Empty if no probe measures the step."""
@@ -105,7 +107,7 @@ class Measurement:
             data: verl's microbatch.
         """
         tokens = ResponseTokens(data)
-        rollout = read_rollout(data, self._is_fresh, self._max_length, self._end_tokens)
+        rollout = read_rollout(data, self._is_fresh, self._settings["max_response_length"], self._end_tokens)
         logps = tokens.padded(model_output["log_probs"].values())
         watched = {"log_probs": tokens.to_nested(logps, model_output["log_probs"])}
         if "entropy" in model_output:
@@ -117,36 +119,37 @@ class Measurement:
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), LossInfo())
         return model_output | watched
 
-    def step(self, optimizer_step: Callable[[], float], gradient_norm: Callable[[], Tensor]) -> float:
+    def optimizer_step(self, step: Callable[[], float], gradient_norm: Callable[[], Tensor]) -> float:
         """Run the probes and the optimizer's step, and return what the step returns, the gradient's norm.
 
-        verl does not step with a gradient that is not finite.
+        verl skips a step whose gradient is not finite. It keeps its number.
 
         Args:
-            optimizer_step: verl's: clips the gradient and makes the step.
+            step: verl's: clips the gradient and makes the step.
             gradient_norm: Returns the norm of the gradient. Called only if a probe measures the step: verl computes
                 the norm itself, but too late for probes.
         """
         if self.driver.needs_scores and not math.isfinite(gradient_norm()):
             self.driver.skip_step()
-            self._skip()
-            return optimizer_step()
-        self.driver.gradients_ready(self._rollout)
-        norm = optimizer_step()
-        was_taken = math.isfinite(norm)
-        self.driver.stepped(was_taken)
-        if was_taken:
-            self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
-            self._steps, self._is_fresh = self._steps + 1, False
+            norm = step()
         else:
-            self._skip()
+            self.driver.gradients_ready(self._rollout_number)
+            norm = step()
+            self.driver.stepped(was_taken=math.isfinite(norm))
+        self._number += 1
+        if math.isfinite(norm):
+            self._is_fresh = False
+            self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
+        else:
+            self._metrics["skipped"] = 1
+            self._warn_of_skipped()
         return norm
 
-    def _skip(self) -> None:
-        """Note that verl does not make the open step, which has no number."""
-        if self._num_skipped == 0 and self._loop.ranks.number == 0:
-            logger.warning(SKIPPED.format(number=self._steps + 1))
-        self._is_skipped, self._num_skipped = True, self._num_skipped + 1
+    def _warn_of_skipped(self) -> None:
+        """Say once that verl has not made a step."""
+        if not self._has_warned_of_skipped and self._loop.ranks.number == 0:
+            logger.warning(SKIPPED.format(number=self._number))
+        self._has_warned_of_skipped = True
 
     def fail(self) -> None:
         """Drop what was caught of a step that ended in an error, perhaps on this rank alone."""
@@ -159,20 +162,19 @@ class Measurement:
             outputs: What verl's `train_batch` returns.
         """
         result, ranks = self.driver.finish(), self._loop.ranks
-        if self._is_skipped:
-            return {}
-        if self._num_skipped:
-            self._metrics["skipped"], self._num_skipped = self._num_skipped, 0
-        loss = ranks.reduce(torch.tensor(outputs["loss"], device=result.scores[0].logps.device).sum())
-        self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
-        self._warnings.warn(self._steps, result)
-        self._writer.write(self._steps, result)
-        self._writer.write_line(self._steps, self._metrics, result)
+        local_loss = torch.tensor(outputs["loss"], device=self._loop.shard.layout.device).sum()
+        loss = float(ranks.reduce(local_loss)) / ranks.count
+        self._metrics["training/global_step"] = self._rollout_number
+        if math.isfinite(loss):
+            self._metrics["loss"] = loss
+        self._warnings.warn(self._number, result)
+        self._writer.write(self._number, result)
+        self._writer.write_line(self._number, self._metrics, result)
         return {name: [value] for name, value in result.numbers.items() if not math.isnan(value)}
 
     def save(self, folder: Path) -> None:
         """Write the probes' states into a folder in which verl has saved its checkpoint. Collective."""
         ranks = self._loop.ranks
-        states = self.driver.states() | {NUM_STEPS: self._steps}
+        states = self.driver.states() | {NUM_STEPS: self._number}
         save_probe_states(states, folder, ranks.count, ranks.number, run=self.claim.run_id)
         torch.distributed.barrier()

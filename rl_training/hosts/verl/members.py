@@ -2,7 +2,7 @@
 
 Methods are checked when this package is imported, so that a change is named before training, not met within it. The
 rest is checked by the tests of hosts/verl alone. All settings of verl that are read are in refusals.py and
-rollout_settings.py.
+training_settings.py.
 
     verl.workers.engine.EngineRegistry      looks up (device, vendor) before the device alone
     engine, an FSDPEngineWithLMHead         module, optimizer, optimizer_config.clip_grad, model_config.tokenizer,

@@ -6,6 +6,7 @@ are moved. This only changes the order of summation, and makes leave-one-prompt-
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ray
@@ -17,8 +18,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from rl_training.hosts.verl.members import TRAINER_METHODS, refuse_other_methods
+from rl_training.hosts.verl.message import BATCH_KEY, Message, rollout_facts
 from rl_training.hosts.verl.refusals import refuse_what_cannot_be_measured
-from rl_training.hosts.verl.rollout_settings import BATCH_KEY, rollout_settings, whole_prompts_fix
+from rl_training.hosts.verl.training_settings import TrainingSettings, training_settings, whole_prompts_fix
 
 TRAINER = "sync_with_probes"  # its name in trainer.v1.trainer_mode
 LIBRARY = "rl_training.hosts.verl"  # registers the engine in each worker that imports it
@@ -44,10 +46,14 @@ def with_probes(config: DictConfig) -> DictConfig:
 
 @register_trainer(TRAINER)
 class ProbedTrainer(PPOTrainerSync):
-    """verl's synchronous trainer, with whole prompts on each rank and with settings of probes in its batches."""
+    """verl's synchronous trainer, with whole prompts on each rank and with a message to the engine in its batches."""
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(with_probes(config))  # verl's own command has not called it
+
+    @functools.cached_property
+    def _training_settings(self) -> TrainingSettings:
+        return training_settings(self.config, self.tokenizer.eos_token_id)
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Order the rows so that each rank gets whole prompts. verl deals out consecutive rows, equally many each."""
@@ -59,9 +65,9 @@ class ProbedTrainer(PPOTrainerSync):
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Train on a rollout, which the workers receive with the settings of probes."""
-        config, end_token = self.config, self.tokenizer.eos_token_id
-        batch.extra_info[BATCH_KEY] = rollout_settings(config, batch.tags, self.global_steps, end_token)
+        """Train on a rollout, which the workers receive with a message."""
+        config, rollout = self.config, rollout_facts(batch.tags, self.global_steps)
+        batch.extra_info[BATCH_KEY] = Message(training=self._training_settings, rollout=rollout)
         if config.actor_rollout_ref.actor.use_dynamic_bsz and not whole_prompts_fix(config):
             # verl splits batches by tokens alone, which would split prompts. A group too large for a microbatch would
             # end training, so this is set only if every group fits.

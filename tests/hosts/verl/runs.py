@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -49,7 +50,8 @@ import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Probe
 from rl_training.hosts.verl import measurement
 from rl_training.hosts.verl.batch import read_rollout
-from rl_training.hosts.verl.rollout_settings import BATCH_KEY, RolloutSettings
+from rl_training.hosts.verl.message import BATCH_KEY, Message
+from rl_training.hosts.verl.training_settings import TrainingSettings
 from rl_training.models.load import load_tiny
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.needs import Need
@@ -82,7 +84,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bonus": {"calculate_entropy": True, "entropy_coeff": 0.01},
     "sync_each": {"use_no_sync": False},
     "all_at_once": {"packed": True, "dynamic": 200, "group": G, "checkpointing": True, "dtype": "bf16"},
-    "lora": {"lora": 4},
+    "lora": {"lora": 4, "probes": {"simple": FEW["simple"] | {"every": 2}}},
     "ended": {"probes": {**FEW, "ground_truth": {"_target_": "rl_training.probes.GroundTruthProbe", "every": 1}}},
     "skipped": {"not_finite": 2},
 }
@@ -110,6 +112,21 @@ class Recorder(Probe):
 
 
 KEPT: list[dict[str, Any]] = []
+
+
+class Said(logging.Handler):
+    """Keeps the messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+SAID = Said()
+logging.getLogger("rl_training").addHandler(SAID)
 
 
 def read_untested(*args: Any) -> Rollout:
@@ -184,20 +201,20 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
     return worker
 
 
-def settings(folder: Path, step: int, run: dict[str, Any]) -> RolloutSettings:
-    """Return the settings that the trainer would send with this rollout."""
+def message(folder: Path, step: int, run: dict[str, Any]) -> Message:
+    """Return what the trainer would send with this rollout."""
     if "folder" in run:
         folder = folder.with_name(f"{run['folder']}_{dist.get_world_size()}")
-    return {
+    training: TrainingSettings = {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
-        "recorded": {"verl": {"actor": {"entropy_coeff": run.get("entropy_coeff", 0.0)}}},
-        "responses_per_prompt": G, "rollout_number": step, "is_fresh": True,
+        "recorded": {"verl": {"actor": {"entropy_coeff": run.get("entropy_coeff", 0.0)}}}, "responses_per_prompt": G,
         "has_plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
         "whole_prompts_fix": "the fix of verl's trainer",
     }  # fmt: skip
+    return {"training": training, "rollout": {"number": step, "is_fresh": True}}
 
 
-def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: RolloutSettings | None) -> Any:
+def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: Message | None) -> Any:
     """Take the steps on one rollout, and return verl's metrics."""
     common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
     tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
@@ -230,13 +247,14 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
     kind = name.removesuffix("_bare")
     run, rank, world = RUNS[kind], dist.get_rank(), dist.get_world_size()
     KEPT.clear()
+    SAID.messages.clear()
     torch.manual_seed(0)
     worker = new_worker(model, run)
     metrics, started = [], time.perf_counter()
     if run.get("begins"):
         worker.load_checkpoint(str(folder.parent / f"ended_{world}" / "checkpoint"))
     for step in range(run.get("begins", 1), STEPS + 1):
-        about = None if name != kind else settings(folder, step, run)
+        about = None if name != kind else message(folder, step, run)
         data = data_of(step, rank, world)
         if run.get("not_finite") == step:
             data["advantages"].values()[: int(data["advantages"].offsets()[1])] = torch.inf  # in the first response
@@ -247,7 +265,7 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
     if measured is not None:
         measured.claim.release()  # as the end of a process does
     return {
-        "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT),
+        "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT), "said": list(SAID.messages),
         "sizes": [] if measured is None else measured._loop.sizes,
         "latest": {} if measured is None else dict(measured._writer.latest),
         "seconds": (time.perf_counter() - started) / STEPS,

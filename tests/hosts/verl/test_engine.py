@@ -32,7 +32,7 @@ from rl_training.probes import (
 from rl_training.records.checkpoint_states import read_notes
 from rl_training.records.compare.groups import differences as differences_of_settings
 from rl_training.records.compare.groups import read_groups
-from rl_training.records.jsonl import read_metrics
+from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.reasons import UNKNOWN_TRUNCATION
 
@@ -229,9 +229,22 @@ def same(first: Estimate, other: Estimate) -> bool:
     )
 
 
-def test_a_step_that_verl_skips_is_skipped_by_the_probes(ranks: Callable[..., Any], folder: Path) -> None:
-    """The second of three rollouts has an infinite advantage, so the third rollout makes the second step."""
-    latest, rows = ranks("skipped_1")[0]["latest"], read_metrics(folder / "skipped_1" / "logs")
-    assert [(row["step"], row["training/global_step"], row.get("skipped")) for row in rows] == [(1, 1, None), (2, 3, 1)]
-    assert math.isfinite(latest["delta_h/backward"].value)
-    assert math.isfinite(latest["delta_h/cumulative_predicted"].value)
+def test_a_step_that_verl_skips_has_a_line_without_estimates_and_is_warned_of(
+    ranks: Callable[..., Any], folder: Path
+) -> None:
+    """The second of three rollouts has an infinite advantage. As in a plain loop, the next step has no `backward`."""
+    result, rows = ranks("skipped_1")[0], read_metrics(folder / "skipped_1" / "logs")
+    steps = [(row["step"], row["training/global_step"], row.get("skipped")) for row in rows]
+    assert steps == [(1, 1, None), (2, 2, 1), (3, 3, None)]
+    assert rows[1].keys() == {"step", "step_time", "training/global_step", "skipped"}
+    assert {row["step"] for row in read_estimates(folder / "skipped_1" / "logs")} == {1, 3}
+    (said,) = [line for line in result["said"] if "not finite" in line]
+    assert said.startswith("step 2: ")
+    assert result["latest"]["delta_h/backward"].code == "step_not_measured"
+    assert math.isfinite(result["latest"]["delta_h/forward"].value)
+
+
+def test_a_step_that_no_probe_measures_has_a_line_too(folder: Path) -> None:
+    """`every` is 2."""
+    assert [row["step"] for row in read_metrics(folder / "lora_1" / "logs")] == [1, 2, 3]
+    assert {row["step"] for row in read_estimates(folder / "lora_1" / "logs")} == {1, 3}

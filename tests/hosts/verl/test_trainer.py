@@ -35,9 +35,10 @@ from rl_training.engine.loop_spec import LoopSpec
 from rl_training.errors import UserError
 from rl_training.hosts.verl.loop_spec import FIXES, dr_grpo_settings, end_tokens_of
 from rl_training.hosts.verl.measurement import Measurement
+from rl_training.hosts.verl.message import rollout_facts
 from rl_training.hosts.verl.refusals import ESTIMATORS
-from rl_training.hosts.verl.rollout_settings import rollout_settings, whole_prompts_fix
 from rl_training.hosts.verl.trainer import TRAINER, ProbedTrainer, whole_prompts_order, with_probes
+from rl_training.hosts.verl.training_settings import training_settings, whole_prompts_fix
 from rl_training.parallel.ranks import Ranks
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
@@ -157,26 +158,17 @@ def tag(version: int) -> dict[str, int]:
     return {"min_global_steps": version, "max_global_steps": version}
 
 
-def test_the_engine_receives_the_rollout_settings_it_cannot_see() -> None:
-    settings = rollout_settings(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
+def test_the_engine_receives_what_it_cannot_see_of_training_and_rollout() -> None:
+    assert rollout_facts([tag(4)] * 8, 5) == {"number": 5, "is_fresh": True}
+    settings = training_settings(config_of("algorithm.norm_adv_by_std_in_grpo=False"), 2)
     assert settings["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
-    assert (
-        settings["responses_per_prompt"],
-        settings["rollout_number"],
-        settings["is_fresh"],
-        settings["end_tokens"],
-    ) == (
-        4,
-        5,
-        True,
-        [2],
-    )
+    assert (settings["responses_per_prompt"], settings["end_tokens"]) == (4, [2])
     assert (settings["has_plain_advantages"], settings["sampling_mismatch"]) == (True, "")
 
 
 def test_settings_that_change_training_are_recorded_and_others_are_not() -> None:
     def recorded(*words: str) -> Any:
-        return rollout_settings(config_of(*words), [tag(0)], 1, None)["recorded"]
+        return training_settings(config_of(*words), None)["recorded"]
 
     plain = recorded()
     for word in (f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.clip_ratio_high=0.28",
@@ -191,24 +183,25 @@ def test_settings_that_change_training_are_recorded_and_others_are_not() -> None
 @pytest.mark.parametrize("configured", [7, [2, 7]])
 def test_stop_tokens_of_the_generation_config_end_a_response_too(configured: Any) -> None:
     model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=configured))
-    settings = rollout_settings(config_of(), [tag(0)], 1, 2)
+    settings = training_settings(config_of(), 2)
     assert end_tokens_of(cast(Any, types.SimpleNamespace(model_config=model)), settings) == [2, 7]
 
 
 def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own() -> None:
     """Verl's own then tells whether it makes the step."""
     measurement = object.__new__(Measurement)
-    measurement.driver, measurement._steps, measurement._rollout, measurement._num_skipped = StepDriver([]), 0, 0, 0
+    measurement.driver, measurement._number, measurement._rollout_number = StepDriver([]), 0, 0
+    measurement._has_warned_of_skipped = False
     group = types.SimpleNamespace(param_groups=[{"lr": 0.1}])
     measurement._loop = cast(Any, types.SimpleNamespace(
         ranks=Ranks(1, torch.clone), shard=types.SimpleNamespace(optimizer=group)
     ))  # fmt: skip
     for rollout, norm in enumerate((1.0, math.nan, 1.0), start=1):
-        measurement.begin(cast(Any, {"rollout_number": rollout, "is_fresh": True}))
-        measurement.step(lambda norm=norm: norm, lambda: pytest.fail("the norm is computed twice"))
-        assert measurement._is_skipped == math.isnan(norm)
+        measurement.begin({"number": rollout, "is_fresh": True}, lambda: pytest.fail("microbatches are cut twice"))
+        measurement.optimizer_step(lambda norm=norm: norm, lambda: pytest.fail("the norm is computed twice"))
+        assert measurement._metrics.get("skipped", 0) == math.isnan(norm)
         assert measurement._is_fresh == math.isnan(norm)
-    assert (measurement._steps, measurement._num_skipped) == (2, 1)
+    assert measurement._number == 3
 
 
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
@@ -271,11 +264,11 @@ def test_supported_estimators_give_one_advantage_per_response(name: str) -> None
 
 @pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])
 def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) -> None:
-    assert not rollout_settings(config_of(), tags, 5, None)["is_fresh"]
+    assert not rollout_facts(tags, 5)["is_fresh"]
 
 
 def test_top_p_is_named_with_the_fix_and_normalized_advantages_are_not_dr_grpos() -> None:
-    settings = rollout_settings(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
+    settings = training_settings(config_of("actor_rollout_ref.rollout.top_p=0.9"), None)
     assert settings["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
     assert not settings["has_plain_advantages"]
 
@@ -284,8 +277,8 @@ def test_the_documented_command_is_supported_and_has_dr_grpos_loss() -> None:
     command = (Path(__file__).parents[3] / "examples" / "verl_gsm8k.sh").read_text(encoding="utf-8")
     words = [word for word in shlex.split(command.replace("\\\n", " "), comments=True) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
-    settings = rollout_settings(config, [tag(0)], 1, None)
-    assert (settings["has_plain_advantages"], settings["is_fresh"], settings["sampling_mismatch"]) == (True, True, "")
+    settings = training_settings(config, None)
+    assert (settings["has_plain_advantages"], settings["sampling_mismatch"]) == (True, "")
     actor = config.actor_rollout_ref.actor
     assert actor.loss_scale_factor == config.data.max_response_length
     longest = config.data.max_prompt_length + config.data.max_response_length

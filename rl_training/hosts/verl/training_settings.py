@@ -1,4 +1,4 @@
-"""What the trainer tells the workers with each rollout: what they need and cannot know, read from verl's settings."""
+"""The settings of verl that the workers need and cannot see, read from its configuration."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from typing import Any, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
-BATCH_KEY = "rl_training"  # key of a batch, under which they are sent; verl reads no such key
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Settings that change the sampled distribution, with the values that switch each off.
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
-
-
 # What is recorded of verl's configuration. Of its sampler only these, and of the rest not what only says how it runs.
 SAMPLING = ("n", "temperature", "top_p", "top_k", "do_sample", "ignore_eos", "dtype", "quantization", "response_length")
 NOT_RECORDED = ("_target_", "checkpoint", "profiler", "num_workers", "dataloader_num_workers", "val_files")
 
 
-class RolloutSettings(TypedDict):
-    """What the workers need and cannot know."""
+class TrainingSettings(TypedDict):
+    """What the workers need and cannot see of a training: a plain dictionary, which verl sends to them."""
 
-    # Of this rollout:
-    rollout_number: int  # the trainer's step
-    is_fresh: bool  # the present weights have sampled it
-
-    # The same in all rollouts; the workers read these at their first step:
     probes: dict[str, Any]  # configurations of probes by name, each with its `_target_`
     folder: str  # of the records
     rollouts_every: int  # see `Records`
@@ -38,24 +30,17 @@ class RolloutSettings(TypedDict):
     whole_prompts_fix: str  # what keeps the responses to a prompt together
 
 
-def rollout_settings(
-    config: DictConfig, tags: list[dict[str, Any]], step: int, end_token: int | None
-) -> RolloutSettings:
-    """Return what the workers cannot know about a rollout, and which probes to run.
+def training_settings(config: DictConfig, end_token: int | None) -> TrainingSettings:
+    """Return what the workers cannot see of a training, and which probes to run.
 
     Args:
         config: verl's configuration.
-        tags: verl's tags of each row.
-        step: The trainer's step, which is the rollout's number. The weights before it have the number below.
         end_token: The end-of-sequence token id, or None.
     """
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
     probes: Any = OmegaConf.to_container(config.probes, resolve=True)
     is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized always divides by the standard deviation
-    return RolloutSettings(
-        rollout_number=step,
-        is_fresh=versions == {step - 1},
+    return TrainingSettings(
         probes=probes,
         folder=str(Path(config.trainer.default_local_dir).absolute() / "logs"),
         rollouts_every=OmegaConf.select(config, "rollouts.every", default=0),
