@@ -24,7 +24,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import DESCRIBES_STEP, Estimate
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
@@ -98,7 +98,7 @@ class StepContext:
         total = float(self.ranks.reduce(count.to(self.step.batch.fold.device, torch.float64)))
         if math.isnan(total):
             return Estimate.missing(UNKNOWN_TRUNCATION)
-        return Estimate(total / self.step.batch.num_sequences, reason="no error bar: it describes this batch")
+        return Estimate(total / self.step.batch.num_sequences, reason=DESCRIBES_STEP)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

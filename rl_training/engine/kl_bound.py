@@ -11,9 +11,9 @@ sampled token, and averaged over tokens (policy/token_distributions.py):
 
 The optimizer then steps with its learning rate times f. The roots are there because KL is quadratic in the length of a
 step: one measurement determines the factor. KL scatters with the responses it is measured on, by more than the
-curvature changes from step to step, so the first try uses the averaged one. The steps of AdamW, Adam and SGD are linear
-in the learning rate, weight decay included. Scaling the rate thus scales the step and leaves the moments as they would
-be, and a prediction made with the scaled rate is the prediction of the actual step.
+curvature changes from step to step, so the first try uses the averaged one. A step that has a formula is linear in the
+learning rate, weight decay included. Scaling the rate thus scales the step and leaves the moments as they would be, and
+a prediction made with the scaled rate is the prediction of the actual step.
 
 Any other optimizer steps first, with the first factor on its rate. The weights are then moved back along the step.
 

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import DESCRIBES_STEP, Estimate
 from rl_training.statistics.jackknife import NOT_FINITE
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import NO_SAMPLING_LOGPS
 
-NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = Unavailable("no_weight", "every advantage of the step is zero, so no sequence has any weight")
 NO_RATIO = Unavailable("no_ratio", "a ratio to the sampler is more than float64 can hold, or not a number")
 
@@ -73,7 +72,7 @@ class EffectiveSampleSizeProbe(Probe):
         num_sequences, num_prompts = batch.num_sequences, ctx.num_prompts
 
         def estimate(value: float, reason: str | None = None) -> Estimate:
-            return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
+            return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or DESCRIBES_STEP)
 
         importance = kish_size_of_sums(*size_sums[:2])
         no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None

@@ -89,7 +89,8 @@ def test_folds_that_split_prompts_give_a_value_without_an_error(answers: Answers
     ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
     spread = dataclasses.replace(ctx.step.reasons, split_prompts="spread")
     reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, reasons=spread)), None)
-    for name, estimate in reading.estimates.items():
+    for name in NAMES:
+        estimate = reading.estimates[name]
         assert estimate.value == answers.all[-1][name].value
         assert math.isnan(estimate.stderr)
         assert estimate.reason == "spread"
@@ -98,5 +99,5 @@ def test_folds_that_split_prompts_give_a_value_without_an_error(answers: Answers
 def test_few_folds_give_a_value_without_an_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
-    assert {estimate.code for estimate in probe.all[0].values()} == {"few_folds"}
-    assert all(math.isnan(estimate.stderr) for estimate in probe.all[0].values())
+    assert {probe.all[0][name].code for name in NAMES} == {"few_folds"}
+    assert all(math.isnan(probe.all[0][name].stderr) for name in NAMES)

@@ -1,10 +1,12 @@
 """The summary table of a report: what changed, how it was measured, and what that cost.
 
-row.py            a row
-level_rows.py     rewards and entropy at both ends of the run
-changes.py        the change of entropy
-batch.py          the batch
+level_rows.py     steps, rewards (also held out; is it hacked?), accepted prompts and entropy, at both ends of the run
+changes.py        the change of entropy: measured, predicted and naive
+batch.py          noise scale and effective sample
 step_numbers.py   what one step does: a table of its own
+row.py            a row
+
+Here: the probes that were off, the token that takes most, interventions, and the probes' cost.
 """
 
 from __future__ import annotations
