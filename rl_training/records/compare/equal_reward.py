@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_training.records.compare.groups import Group, Member
+from rl_training.records.compare.groups import Member
 from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Z_95, Estimate
 from rl_training.statistics.unavailable import Unavailable
@@ -142,12 +142,12 @@ def entropy_at(path: RewardPath, level: float) -> Estimate:
     return Estimate(float(mean_entropy) + slope * away, math.sqrt(variance), len(steps) - 1)
 
 
-def at_equal_reward(first: Group, second: Group) -> EqualReward:
-    """Return the entropies of two groups at the highest reward that all of their runs reach.
+def at_equal_reward(first: Sequence[Member], second: Sequence[Member]) -> EqualReward:
+    """Return the entropies of two groups' runs at the highest reward that all of these runs reach.
 
     Several seeds give their mean, with the error between them; a single one has the error within its run.
     """
-    paths = [[(member, path_of(member.run)) for member in group.members] for group in (first, second)]
+    paths = [[(member, path_of(member.run)) for member in members] for members in (first, second)]
     missing = [member for group in paths for member, path in group if path is None]
     if missing:
         reason = _about(missing[0], NO_PATH.formatted(least=MIN_PATH_STEPS))

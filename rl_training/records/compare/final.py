@@ -5,7 +5,7 @@ that varies with the seed. With one seed: within the run (over the averaged step
 an evaluation). This excludes variation between seeds, and the page says so.
 
 Step. A group is evaluated at the last step that two of its runs have reached (a single run: at its last step). Seeds
-that ended earlier are left out. Two groups are compared at the earlier of their steps.
+that ended earlier are left out, of entropy at equal reward too. Two groups are compared at the earlier of their steps.
 
 Noise scale B. For several seeds it is 1 / the mean of 1/B, the signal-to-noise ratio, with the inverted interval of
 that mean. For one seed it has Fieller's interval, as in the run's own report.
@@ -155,7 +155,7 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
         single_seed = any(len(column.members) < 2 for column in columns)
         task = other_task(first, second)
         windows = {label: _window(columns, values) for label, values in AVERAGED.items()}
-        equal = at_equal_reward(first, second)
+        equal = at_equal_reward(columns[0].members, columns[1].members)
         differences.append(Difference(first, second, step, common, single_seed, windows, task, equal))
     return differences
 

@@ -1,5 +1,8 @@
 """Sort runs into groups. Runs of one group were trained alike except for the seed, as their recorded settings show.
 
+Runs with the same seeds are repeats of each other: `seed`, and those of the data and of sampling that have a setting of
+their own, such as data.seed. One that is not set follows `seed`.
+
 Ignored, besides seeds: settings that do not affect training (output paths, provenance, probes, dashboards), and the
 run's length if the learning rate does not depend on it.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import string
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,10 @@ class Member:
     run: Run
     name: str  # unique in the comparison
     settings: dict[str, Any] | None  # that affect training, dotted name → value; None if none are recorded
-    seed: str
+    seed: str  # ABSENT if it is not recorded; once in a group, with the further seeds by which its runs differ
     planned_steps: str = ""
     branch: tuple[Path, int] | None = None  # run folder and step that it branched off from
+    further_seeds: Mapping[str, str] = field(default_factory=dict)  # those that are set, by dotted name
 
     @property
     def last_step(self) -> int:
@@ -130,8 +134,9 @@ def _read_member(path: Path, name: str) -> Member:
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
     branch = _branch(flat, path)
     counts |= {} if branch is None else {"branch at step": branch[1]}
-    seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, name, counts, str(seed), str(steps), branch)
+    seed = str(flat.get("seed", flat.get("trainer.seed", ABSENT)))
+    planned_steps = str(flat.get("trainer.max_steps", ""))
+    return Member(run, name, counts, seed, planned_steps, branch, _further_seeds(flat))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -164,10 +169,23 @@ def _branch(settings: Mapping[str, Any], folder: Path) -> tuple[Path, int] | Non
 
 
 def _counts(name: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether this setting affects training."""
+    """Return whether runs that differ in this setting were not trained alike."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
-    return name.rpartition(".")[2] not in SEEDS and name != "branch" and affects_training(name)
+    return not _is_seed(name) and name != "branch" and affects_training(name)
+
+
+def _is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] in SEEDS
+
+
+def _further_seeds(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the seeds that are set beside `seed`, by dotted name, without those of probes, which train nothing."""
+    return {
+        name: str(value)
+        for name, value in settings.items()
+        if _is_seed(name) and name != "seed" and value is not None and affects_training(name)
+    }
 
 
 def trunks_of(groups: Sequence[Group]) -> list[Run]:
@@ -204,13 +222,29 @@ def branching_steps(groups: Sequence[Group]) -> list[int]:
     return sorted({member.branch[1] for group in groups for member in group.members if member.branch is not None})
 
 
-def _make_group(letter: str, members: list[Member]) -> Group:
+def _make_group(letter: str, members: Sequence[Member]) -> Group:
+    named = [replace(member, seed=seed) for member, seed in zip(members, _seeds_in_words(members), strict=True)]
     by_seed: dict[str | Member, list[Member]] = {}
-    for member in members:  # an unknown seed may be any: such a run is no repeat of another
+    for member in named:  # an unknown seed may be any: such a run is no repeat of another
         by_seed.setdefault(member if member.seed == ABSENT else member.seed, []).append(member)
     chosen = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
-    repeats = [member for member in members if member not in chosen]
+    repeats = [member for member in named if member not in chosen]
     return Group(letter, chosen, repeats)
+
+
+def _seeds_in_words(members: Sequence[Member]) -> list[str]:
+    """Return the seed of each run of a group, with the further ones by which they differ: "0 with data.seed=1"."""
+    seeds = [member.seed for member in members]
+    by_name = {
+        name: [member.further_seeds.get(name, member.seed) for member in members]
+        for name in sorted({name for member in members for name in member.further_seeds})
+    }
+    differing = {name: values for name, values in by_name.items() if len(set(values)) > 1 and values != seeds}
+    in_words = []
+    for place, seed in enumerate(seeds):
+        further = " and ".join(f"{name}={values[place]}" for name, values in differing.items())
+        in_words.append(f"{seed} with {further}" if further and seed != ABSENT else seed)
+    return in_words
 
 
 def _letter(index: int) -> str:

@@ -268,6 +268,26 @@ def test_repeated_runs_and_repeated_seeds_count_once(tmp_path: Path) -> None:
     assert [m.run.name for m in group.repeats] == ["a"]
 
 
+@pytest.mark.parametrize(("section", "name"), [("data", "seed"), ("trainer", "data_seed"), ("buffer", "seed")])
+def test_runs_with_other_seeds_of_their_data_are_no_repeats(tmp_path: Path, section: str, name: str) -> None:
+    """A seed that is not set follows `seed`, so that setting it to the same value changes nothing."""
+    settings = {None: {}, 0: {name: 0}, 1: {name: 1}, 2: {name: 2}}
+    for value, of_data in settings.items():
+        base = TRAINER if section == "trainer" else {}
+        record(tmp_path / f"data_{value}", **{section: {**base, "kind": "x", **of_data}})
+    (group,) = read_groups([tmp_path])
+    assert [member.seed for member in group.members] == [f"0 with {section}.{name}={value}" for value in (0, 1, 2)]
+    assert [member.run.name for member in group.repeats] == ["data_None"]
+    _, [sentence] = write_comparison([tmp_path], tmp_path / "page.html")
+    assert sentence.endswith(f"only the seeds differ ({', '.join(member.seed for member in group.members)}).")
+
+
+def test_seeds_that_follow_the_seed_are_not_repeated_beside_it(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        record(tmp_path / str(seed), seed, data={"seed": seed}, buffer={"seed": 7})
+    assert [member.seed for group in read_groups([tmp_path]) for member in group.members] == ["0", "1"]
+
+
 def test_settings_that_do_not_affect_training_do_not_separate_runs(tmp_path: Path) -> None:
     record(tmp_path / "plain")
     watched = {"probes": {"simple": {"every": 5}}, "rollouts": {"every": 2}}

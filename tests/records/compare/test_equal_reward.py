@@ -123,7 +123,7 @@ def test_the_level_is_the_highest_reward_that_both_reach_beyond_noise(tmp_path: 
     """Without noise it is the lower of the highest running means: B ends at the mean of its last five rewards."""
     rising = np.linspace(0.1, 0.9, 40)
     runs = [record(tmp_path / "a", rising, 1 - rising), record(tmp_path / "b", rising / 2, 1 - rising, rate=0.2)]
-    equal = at_equal_reward(*read_groups(runs))
+    equal = at_equal_reward(*(group.members for group in read_groups(runs)))
     assert equal.level == pytest.approx(rising[-5:].mean() / 2)
     assert [e.value for e in equal.entropies] == pytest.approx([1 - equal.level, 1 - 2 * equal.level])
     assert equal.gap.value == pytest.approx(-equal.level)
@@ -156,11 +156,26 @@ def test_seeds_give_the_mean_with_the_error_between_them(tmp_path: Path) -> None
     """At equal reward, two seeds of A have 1 and 1.2 nats more than 1 − R: mean 1.1, standard error .1."""
     rising = np.linspace(0.1, 0.5, 30)
     runs = [record(tmp_path / f"a{seed}", rising, 2 + 0.2 * seed - rising, seed=seed) for seed in (0, 1)]
-    equal = at_equal_reward(*read_groups([*runs, record(tmp_path / "b", rising, 1 - rising, rate=0.2)]))
+    groups = read_groups([*runs, record(tmp_path / "b", rising, 1 - rising, rate=0.2)])
+    equal = at_equal_reward(*(group.members for group in groups))
     before = equal.entropies[0]
     assert before.value == pytest.approx(2.1 - equal.level)
     assert (before.stderr, before.num_samples) == (pytest.approx(0.1), 2)
     assert equal.gap.value == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize("steps", [4, 15])
+def test_a_seed_that_ended_early_neither_prevents_the_comparison_nor_lowers_the_reward(
+    tmp_path: Path, steps: int
+) -> None:
+    """The other two seeds of A go on to step 30, where the figures are."""
+    rising = np.linspace(0.1, 0.5, 30)
+    runs = [record(tmp_path / f"a{seed}", rising, 2 + 0.2 * seed - rising, seed=seed) for seed in (0, 1)]
+    runs.append(record(tmp_path / "b", rising, 1 - rising, rate=0.2))
+    (whole,) = compare_groups(read_groups(runs))
+    killed = record(tmp_path / "killed", rising[:steps], 3 - rising[:steps], seed=2)
+    (pair,) = compare_groups(read_groups([*runs, killed]))
+    assert pair.equal_reward == whole.equal_reward
 
 
 def test_the_sentence_says_both_entropies_at_the_reward_that_both_earn(tmp_path: Path) -> None:
