@@ -16,7 +16,7 @@ def test_a_second_order_that_cancels_the_first_is_reported_with_a_smaller_step_t
     assert first_order_verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
         True,
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
-        "-0.807 ± 0.902, measured -0.026 ± 0.902, difference -0.781 ± 0.410 (1e-3 nats per token, 95 %). If it is "
+        "-0.81 ± 0.90, measured -0.03 ± 0.90, difference -0.78 ± 0.41 (1e-3 nats per token, 95 %). If it is "
         "second order, it would be less than half of the prediction at 1/2 of the step.",
     )
 
@@ -54,7 +54,7 @@ def test_small_or_insignificant_differences_are_not_reported(
 def test_unknown_differences_are_not_reported_and_the_prediction_needs_no_error_bar() -> None:
     without_bar = {**results_of(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
     assert "cancel the first" in first_order_verdict(1, without_bar).sentence
-    assert "cancel the first" in first_order_verdict(1, {**without_bar, "deltaH1_se": math.nan}).sentence
+    assert "Predicted -1, measured" in first_order_verdict(1, without_bar).sentence
     for lost in ("paired_error", "paired_error_se", "deltaH1"):
         told = first_order_verdict(1, {**results_of(-1.0, 0.0, 0.1), lost: math.nan}, {lost: "it was not asked for"})
         assert told == (False, "Step 1: whether the prediction holds is not known: it was not asked for.")
@@ -69,5 +69,5 @@ def test_a_change_that_a_prediction_of_0_does_not_have_is_not_said_to_agree_with
     assert told == (
         True,
         "Step 5: the first order is as good as 0, and higher orders are not: do not trust forward here. "
-        "Measured -50.000 ± 1.960 (1e-3 nats per token, 95 %).",
+        "Measured -50.0 ± 2.0 (1e-3 nats per token, 95 %).",
     )

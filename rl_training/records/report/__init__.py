@@ -18,6 +18,7 @@ Records alone are enough, whether the run is finished, killed or still going. A 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rl_training.records.pages.page import write_page
 from rl_training.records.report.opening import Opening, opening
 from rl_training.records.report.run_page import RunPage, comparison_command
 from rl_training.records.report.summary import summarize
+from rl_training.records.report.summary.row import Row
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.table.series import Run, read_run
 
@@ -63,28 +65,57 @@ def print_summary(run_dir: str | Path | Run) -> None:
     if not _is_first_process():
         return
     run = _read(run_dir)
-    console = Console(highlight=False)
+    first = opening(run)
+    rows = summarize(run)
+    console = Console(highlight=False, record=True)
     console.print(Text(printable(run.name), style="bold"))
-    _print_opening(console, opening(run))
-    table = Table(show_header=False, box=None)
-    for row in summarize(run):
-        note = "; see ".join(filter(None, (row.note, row.see and row.see.text)))
-        value = _as_recorded(row.value, style="bold")
-        said = value.append_text(_as_recorded(f"  {note}", style="not bold dim")) if note else value
-        table.add_row(_as_recorded(row.label), said)
+    _print_opening(console, first)
+    _print_rows(console, rows)
+    _print_step_numbers(console, step_numbers(run))
+    of_lines = (setting for line in first.lines for setting in line.advice.settings)
+    of_rows = (setting for row in rows for setting in row.settings)
+    _repeat_broken(console, [*first.settings, *of_lines, *of_rows])
     page = run.folder / REPORT_FOLDER / PAGE_FILE
+    _print_whole(console, f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}")
+    _print_whole(console, f"To compare runs: {comparison_command(run)}")
+
+
+def _print_rows(console: Console, rows: Iterable[Row]) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        note = "; see ".join(filter(None, (row.note, row.see and row.see.text)))
+        content = _as_recorded(row.value, style="bold")
+        if note:
+            content.append_text(_as_recorded(f"  {note}", style="not bold dim"))
+        table.add_row(_as_recorded(row.label), content)
     console.print(table)
-    headings, *rows = step_numbers(run) or [[]]
-    if rows:
-        numbers = Table(box=None)
-        for heading in headings:
-            numbers.add_column(_as_recorded(heading))
-        for cells in rows:
-            numbers.add_row(*map(_as_recorded, cells))
-        console.print(numbers)
-    where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
-    console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
-    console.print(Text(printable(f" To compare runs: {comparison_command(run)}")), soft_wrap=True)
+
+
+def _print_step_numbers(console: Console, numbers: Sequence[Sequence[str]]) -> None:
+    if not numbers:
+        return
+    headings, *rows = numbers
+    table = Table(box=None)
+    for heading in headings:
+        table.add_column(_as_recorded(heading), overflow="fold")
+    for cells in rows:
+        table.add_row(*map(_as_recorded, cells))
+    console.print(table)
+
+
+def _repeat_broken(console: Console, settings: Iterable[str]) -> None:
+    """Print the settings that the lines above have in pieces, because the terminal is narrow."""
+    printed = console.export_text(clear=False)
+    for setting in dict.fromkeys(settings):
+        if printable(setting) not in printed:
+            _print_whole(console, f"To paste: {setting}")
+
+
+def _print_whole(console: Console, line: str) -> None:
+    """Print a line that rich does not break: a path or a command in pieces cannot be copied."""
+    console.print(Text(printable(f" {line}")), soft_wrap=True)
 
 
 def _as_recorded(text: str, style: str = "") -> Text:

@@ -83,7 +83,7 @@ class Wording:
 
     def fields(self, **fields: Any) -> Advice:
         """Return what sets these fields, which are named as in GRPOConfig."""
-        return _settings([f"{name}={_written(value)}" for name, value in fields.items()], ", ")
+        return _settings([f"{name}={value}" for name, value in fields.items()], ", ")
 
     def sample_with(self, **fields: Any) -> Advice:
         """Return what makes the sampler use these fields: in `generation_kwargs` where they are set there."""
@@ -111,7 +111,7 @@ class Wording:
                 f"a schedule that never exceeds its first rate (this one made of {KEPT_STEP} targets of up to "
                 f"{set_up.aimed_at:.2g} times the entropy)"
             )
-        return self._bounded_to(min(times * set_up.share, MAX_SHARE) if set_up.is_bounded else AUTO)
+        return self._bounded_to(rounded(min(times * set_up.share, MAX_SHARE)) if set_up.is_bounded else AUTO)
 
     def _bounded_to(self, share: float | str) -> Advice:
         return _argument("measured_loop", f"{KEPT_STEP}={_in_python(share)}")
@@ -124,7 +124,9 @@ class Wording:
         if self.set_up.is_bounded:
             return self.bounded_step(times=1 / SMALLER)
         rate = self.set_up.rate
-        return self.fields(learning_rate=rate / SMALLER) if math.isfinite(rate) else Advice("a higher learning rate")
+        if not math.isfinite(rate):
+            return Advice("a higher learning rate")
+        return self.fields(learning_rate=rounded(rate / SMALLER))
 
     def longer_responses(self) -> Advice:
         """Return what doubles the maximum length of a response."""
@@ -148,7 +150,7 @@ class Wording:
         """Return what trains with an intervention, at the strength that halves the fall or else as measured."""
         strength = effect.advised_strength
         if effect.bare_name == "lr" and strength and math.isfinite(self.set_up.rate):
-            return self.fields(learning_rate=float(strength) * self.set_up.rate)
+            return self.fields(learning_rate=rounded(float(strength) * self.set_up.rate))
         name = f"{effect.bare_name}{f':{strength}' * bool(strength)}"
         return self._instead_of(effect.bare_name, strength) or Advice(name)
 
@@ -214,7 +216,7 @@ class JobWording(Wording):
         return "trainer.learning_rate"
 
     def fields(self, **fields: Any) -> Advice:
-        return _settings([f"trainer.{name}={_written(value)}" for name, value in fields.items()])
+        return _settings([f"trainer.{name}={value}" for name, value in fields.items()])
 
     def _sample_with(self, shared: dict[str, Any], apart: dict[str, Any]) -> Advice:
         return self.fields(**shared, **{f"generation_kwargs.{name}": value for name, value in apart.items()})
@@ -261,13 +263,13 @@ class VerlWording(Wording):
         return VERL_NAMES["learning_rate"]
 
     def fields(self, **fields: Any) -> Advice:
-        texts = [f"{VERL_NAMES.get(name, name)}={_written(value)}" for name, value in fields.items()]
+        texts = [f"{VERL_NAMES.get(name, name)}={value}" for name, value in fields.items()]
         known = [text for text, name in zip(texts, fields, strict=True) if name in VERL_NAMES]
         return Advice(" ".join(texts), _settings(known).settings)
 
     def bounded_step(self, times: float = SMALLER) -> Advice:
         rate = self.set_up.rate
-        return self.fields(learning_rate=times * rate if math.isfinite(rate) else OPEN)
+        return self.fields(learning_rate=rounded(times * rate) if math.isfinite(rate) else OPEN)
 
     def smaller_steps(self) -> Advice:
         return self.bounded_step()  # it is a lower rate already
@@ -310,9 +312,10 @@ def _with_simple(names: tuple[str, ...]) -> list[str]:
     return ["simple", *(name for name in names if name != "simple")]
 
 
-def _written(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
+def rounded(proposed: float) -> float:
+    """Return a new value for a setting with two digits. A value that the run has already is written as it is."""
+    return float(f"{proposed:.2g}")
 
 
 def _in_python(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) and OPEN not in value else _written(value)
+    return json.dumps(value) if isinstance(value, str) and OPEN not in value else str(value)

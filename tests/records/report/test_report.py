@@ -204,6 +204,24 @@ def test_probes_that_were_off_are_named_with_what_they_tell_and_the_setting(tmp_
     assert [*rows].index("probes that were off") < 5  # where it is seen
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 300])
+def test_every_setting_is_in_one_piece_in_a_terminal_of_any_width(tmp_path, capsys, monkeypatch, width: int) -> None:
+    """A setting of 74 characters in the table, and one of the advice that names a path with spaces."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    rewards, entropies = noisy(lambda step: 0.8 if step < 25 else 0.2, 0.03, 1), noisy(lambda step: 0.5, 0.01, 2)
+    folder = log_run(tmp_path / "a b", reward=rewards, entropy=entropies, others={"made_by": "job"})
+    Records(folder / "logs").write_estimates(1, 1, "simple", {"delta_h/forward": Estimate(-1e-3, 1e-4, 8)})
+    (folder / "training_state" / "checkpoint-20").mkdir(parents=True)
+    run = read_run(folder)
+    settings = {setting for row in summarize(run) for setting in row.settings} | {*opening(run).settings}
+    assert len(settings) == 3
+    print_summary(run)
+    printed = capsys.readouterr().out
+    assert all(printed.count(setting) == 1 for setting in settings)
+    assert ("To paste" in printed) == (width < 300)
+    assert "interventions…" not in printed
+
+
 def test_the_effective_sample_and_the_share_without_advantage_are_of_the_last_ten_steps(tmp_path: Path) -> None:
     told = {"ess/advantage": lambda step: Estimate(9.0),
             "ess/advantage_fraction": lambda step: Estimate(0.5 if step > 10 else 0.0),

@@ -328,7 +328,7 @@ def test_a_reward_that_has_not_risen_names_what_to_look_at_first(
     assert told in opening(run).advice
     assert judge(run.until(19)).kind != FLAT
     cut = read_run(log_run(tmp_path / "cut", settings={"top_p": 0.7}, **flat))
-    assert opening(cut).advice == "To change first: GRPOConfig(top_p=1)."
+    assert opening(cut).advice == "To change first: GRPOConfig(top_p=1.0)."
 
 
 def test_a_long_run_has_a_verdict_whatever_its_noise_may_hide(tmp_path: Path) -> None:
@@ -593,7 +593,7 @@ def test_where_entropy_needs_nothing_the_advice_is_to_fix_the_anomaly(tmp_path: 
     for steps, nothing in ((40, "nothing to do."), (7, "nothing to do yet.")):
         folder = log_run(tmp_path / str(steps), steps, entropy=noisy(lambda step: 0.5, 0.01, 1),
                          reward=noisy(rising, 0.03, 2), settings={"top_p": 0.7})  # fmt: skip
-        told = f"About entropy there is {nothing} To change because of what stands out: GRPOConfig(top_p=1)."
+        told = f"About entropy there is {nothing} To change because of what stands out: GRPOConfig(top_p=1.0)."
         assert opening(read_run(folder)).advice == told
 
 

@@ -247,7 +247,7 @@ def test_a_samplers_own_setting_is_corrected_where_it_was_set(tmp_path: Path) ->
     told = lines(tmp_path / "both", **both)["sampler"].advice.text
     assert told == "GRPOConfig(top_k=0, generation_kwargs={'top_p': 1.0})"
     job = JobWording(SetUp("job", {"trainer": {"generation_kwargs": {"top_p": 0.7}}}))
-    assert job.sample_with(top_p=1.0, top_k=0).text == "trainer.top_k=0 trainer.generation_kwargs.top_p=1"
+    assert job.sample_with(top_p=1.0, top_k=0).text == "trainer.top_k=0 trainer.generation_kwargs.top_p=1.0"
 
 
 def test_a_rate_of_0_or_nan_rewards_from_the_start_are_the_verdict(tmp_path: Path) -> None:

@@ -73,6 +73,21 @@ def test_an_advised_intervention_of_a_job_keeps_those_that_it_has() -> None:
     assert typed(alone.intervention(effect("softer", 0.5)).settings) == {"intervention": ["nsr", "my.py:softer:0.5"]}
 
 
+def test_values_of_the_run_are_advised_exactly_and_new_ones_with_two_digits() -> None:
+    """A sampler's 1.0 beside a training at 1.25; a rate of 1.234e-4 times three; a tenth of the share of .0333."""
+    trained = {"temperature": 1.25, "learning_rate": 1.234e-4, "target_kl_share": 0.0333}
+    job = JobWording(SetUp("job", {"trainer": trained | {"generation_kwargs": {"temperature": 1.0}}}))
+    assert typed(job.sample_with(temperature=1.25).settings) == {"trainer.generation_kwargs.temperature": 1.25}
+    assert typed(job.larger_steps().settings) == {"trainer.learning_rate": 3.7e-4}
+    trl = TrlWording(SetUp("trl", {"trainer": trained}))
+    assert trl.intervention(effect("lr", 0.333)).settings == ("GRPOConfig(learning_rate=4.1e-05)",)
+    bounded = TrlWording(SetUp("trl", {}, share=0.0333))
+    assert bounded.bounded_step(times=0.1).settings == ("target_kl_share=0.0033",)
+    assert typed(VerlWording(SetUp("verl", trained)).bounded_step(times=0.3).settings) == {
+        "actor_rollout_ref.actor.optim.lr": 3.7e-5
+    }
+
+
 def test_a_list_with_a_comma_in_a_name_is_no_sweep() -> None:
     assert typed(JobWording(SetUp("job", {})).intervention(effect("mis:0.5,2")).settings) == {
         "intervention": "mis:0.5,2"

@@ -121,7 +121,7 @@ def first_order_verdict(
     size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
     if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
         return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
-    said, measured, off = (f"{MILLI * numbers[key]:+.3f} ± {MILLI * Z_95 * numbers[f'{key}_se']:.3f}" for key in KEYS)
+    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
     times = abs(error) / (MISLEADING * size) if size > 0 else math.inf
     if math.isinf(times):  # no step is small enough
         return FirstOrderVerdict(

@@ -6,6 +6,7 @@ import math
 
 from rl_training.records.pages.writing import format_estimate, milli, steps_of
 from rl_training.records.report.standing_out.line import BONUS, DECAY, REFERENCE, Line, RunRecords, recent
+from rl_training.records.report.wording import rounded
 from rl_training.records.table.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.statistics.welch import is_significant, mean_of
 
@@ -28,7 +29,7 @@ def decay_wins(records: RunRecords) -> Line | None:
         return None
     said = f"Weight decay wins: weight_decay={weight:g} has taken {100 * shrinkage:.0f}% of the weights"
     said += f", and moves entropy by {milli(by_decay)} thousandths of a nat a step" if wins else ""
-    smaller = records.wording.fields(weight_decay=0.0 if weight > 1 else weight / 10)
+    smaller = records.wording.fields(weight_decay=0 if weight > 1 else rounded(weight / 10))
     return Line(DECAY, records.run.steps[0], f"{said}.", smaller)
 
 

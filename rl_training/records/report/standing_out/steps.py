@@ -18,7 +18,7 @@ from rl_training.records.report.standing_out.line import (
     recent,
 )
 from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, fall_as_if_by_lot, noise_of_a_step
-from rl_training.records.report.wording import Advice
+from rl_training.records.report.wording import Advice, rounded
 from rl_training.records.table.estimates import by_about_step, last_of, to_estimates
 from rl_training.records.table.measured import of_one_step
 from rl_training.records.table.rates import forward_and_backward, predictions_disagree
@@ -134,7 +134,7 @@ def _more(records: RunRecords) -> Advice:
         return warm_up[1]
     norm, clip = records.run.logged("grad_norm"), records.set_up.number("max_grad_norm")
     if str(records.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
-        return records.wording.fields(max_grad_norm=float(norm.median()))
+        return records.wording.fields(max_grad_norm=rounded(norm.median()))
     if records.set_up.is_bounded:
         return records.wording.bounded_step(times=3.0).followed_by(", or more trained parameters")
     others = ", which adapts the rate; or a higher learning_rate, or more trained parameters"
