@@ -54,11 +54,11 @@ def analyze(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Analyze how the next step from a checkpoint changes entropy. The trainer is left unchanged. Collective."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory = settings.memory
-    total = settings.evaluation.num_sequences
+    e = settings.evaluation
+    total = e.num_sequences
     with phases("sample U", settings.update.prompts * restored.trainer.num_generations) as progress:
         update_buffer = sample_update(restored, settings.update, memory.generation_size, progress)
     with phases("sample E", total) as progress:
-        e = settings.evaluation
         evaluation = sample_evaluation(restored, e, update_buffer, memory.generation_size, progress)
     with phases("gradient of U", update_buffer.num_sequences) as progress:
         update = make_update(restored, update_buffer, memory, progress)
@@ -71,7 +71,8 @@ def analyze(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    numbers = _buffer_numbers(restored, evaluation, update_buffer, update)
+    numbers: list[Numbers] = [({"B_E": float(e.num_prompts)}, NOT_FINITE)]
+    numbers += _buffer_numbers(restored, evaluation, update_buffer, update)
     numbers += _predicted(first_order, restored.learning_rate)
     numbers += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
     numbers += _measured(truth, first_order)
@@ -111,7 +112,7 @@ def _buffer_numbers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer
     sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
     reward, length, zero_advantage = (float(restored.reduce(x)) / u.num_sequences for x in sums)
     numbers = {
-        "B_E": float(len(e.rows)),
+        "N_E": float(e.num_sequences),
         "B_U": float(u.num_prompts),
         "G": float(u.responses_per_prompt),
         "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,

@@ -1,7 +1,7 @@
 """The two independent buffers of sequences that a prediction needs.
 
-    E  evaluation: B_E prompts, drawn uniformly and independently, with one or more responses each. Not filtered and not
-       rewarded: the population whose entropy is measured.
+    E  evaluation: B_E prompts, drawn uniformly and independently, with one or more responses each, N_E in all. Not
+       filtered and not rewarded: the population whose entropy is measured.
     U  update: B_U prompts with G responses each, generated and rewarded as in training: what the next optimizer step
        would learn from. Filtered if the settings ask for it.
 

@@ -22,6 +22,7 @@ from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
 from rl_training.options import check_positive
 from rl_training.records.analyses import RESULT_FILE
+from rl_training.records.checkpoints import checkpoint_name
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import OFFLINE
 from rl_training.records.json_values import plain_settings
@@ -64,7 +65,7 @@ def analyze(
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder: give a checkpoint-N of the trainer's output_dir")
     refuse_links_out(Path(folder), OFFLINE)
-    path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
+    path = Path(folder) / OFFLINE / name / checkpoint_name(checkpoint) / RESULT_FILE
     restored = restore(trainer, checkpoint, learning_rate)
     offline_settings = dataclasses.asdict(analysis_settings) | {"name": name}
     values = plain_settings({"offline": offline_settings, "run": settings_of_trainer(trainer, {})})

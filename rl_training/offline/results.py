@@ -35,6 +35,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
 from rl_training.policy.rollout import Rollout
 from rl_training.probes.importance import sequence_totals
+from rl_training.records.checkpoints import checkpoint_name
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
 from rl_training.records.pages.writing import MILLI, normal_milli
@@ -59,7 +60,7 @@ DRAWN_AFRESH = {
 }
 CORE = (
     "deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "H_orig", "H_upd", "bars_dot",
-    "learning_rate", "ESS", "w_max", "w_min", "B_E", "B_U", "G", "avg_generation_length", "avg_reward",
+    "learning_rate", "ESS", "w_max", "w_min", "B_E", "N_E", "B_U", "G", "avg_generation_length", "avg_reward",
 )  # fmt: skip
 
 
@@ -105,13 +106,13 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
             table.add_row(label, _with_error(results, key), _with_error(results, f"{key}_sequence"))
     console = Console(soft_wrap=True, markup=False, emoji=False)  # prints paths unchanged
     console.print(table)
-    sizes = f"E {results['B_E']:.0f} sequences, U {results['B_U']:.0f} × {results['G']:.0f}"
+    sizes = f"E {results['N_E']:.0f} sequences, U {results['B_U']:.0f} × {results['G']:.0f}"
     zero_advantage = f"{100 * results['zero_advantage']:.0f} % of U has zero advantage"
     rate = f"learning rate {results['learning_rate']:.3g}"
     console.print(f" {sizes}; reward {results['avg_reward']:.3f}, {zero_advantage}; {rate}")
     if analysis.truth is not None:
         how = "fresh samples at the moved weights: effective sample size" if results["resampled"] else "ESS"
-        console.print(f" {how} {results['ESS']:.1f} of {results['B_E']:.0f}; H {results['H_orig']:.4f} nats per token")
+        console.print(f" {how} {results['ESS']:.1f} of {results['N_E']:.0f}; H {results['H_orig']:.4f} nats per token")
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
@@ -142,11 +143,9 @@ def write_log(
     summary, content = _contents(restored, analysis, log)  # on all processes, as each has some of the sequences
     with_tensors = log.reaches("debug") and log.raw_tensors
     tensors = {"_tensors.safetensors": save(_tensors(restored, analysis))} if with_tensors else {}
-    checkpoint = restored.checkpoint.resolve()
     ending = f".json{'.gz' * log.compress}"
     place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
-    name = checkpoint.parent.name if checkpoint.name == "model" else checkpoint.name
-    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{name}"
+    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{checkpoint_name(restored.checkpoint)}"
     if restored.rank == 0:
         stem = _unused_stem(place, stem)
         text = json.dumps(to_json(content), ensure_ascii=False).encode(errors="backslashreplace")

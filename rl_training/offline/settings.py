@@ -48,8 +48,12 @@ class EvaluationSettings:
             check_whole("evaluation.source", row, 0)
 
     @property
+    def num_prompts(self) -> int:
+        return self.prompts if isinstance(self.source, str) else len(self.source)
+
+    @property
     def num_sequences(self) -> int:
-        return (self.prompts if isinstance(self.source, str) else len(self.source)) * self.responses
+        return self.num_prompts * self.responses
 
 
 @dataclass(frozen=True)

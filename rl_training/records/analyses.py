@@ -25,7 +25,7 @@ ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
-SIZES, PRECONDITIONED = ("B_E", "B_U", "G"), ("name", "delta_h1", "delta_h1_same_gain")
+SIZES, PRECONDITIONED = ("B_E", "N_E", "B_U", "G"), ("name", "delta_h1", "delta_h1_same_gain")
 NO_NUMBERS = ("name", "update_filtered")  # columns of its tables that hold other types
 LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # proportional to the size of the step
 ANALYSIS_COLUMNS = [
@@ -62,6 +62,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
     with naming_the_file(Path(path), "is not a result of a checkpoint analysis", "delete it"):
         content: dict[str, Any] = from_json(parse_json(read_text(Path(path), MAX_RESULT_BYTES)), verbatim=("settings",))
         results = {key: float(value) for key, value in content["results"].items()}
+        results.setdefault("N_E", results["B_E"])  # earlier versions wrote the sequences as B_E
         content["results"] = {key: value if math.isfinite(value) else math.nan for key, value in results.items()}
         checked_count(content["step"])
         checked_text(content["checkpoint"])
@@ -79,7 +80,7 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
     results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
         "analysis": escape_surrogates(path.resolve().parents[1].name), "checkpoint": content["checkpoint"],
-        "step": content["step"], "kind": "whole", "evaluation_size": results["B_E"], "eta": 1.0,
+        "step": content["step"], "kind": "whole", "evaluation_size": results["N_E"], "eta": 1.0,
         "update_prompts": results["B_U"], "update_filtered": bool(settings["update"]["filtered"]),
         "update_seed": float(settings["update"]["seed"]),
         **{name: results.get(name) for name in ANALYSIS_COLUMNS if name in results},

@@ -160,6 +160,15 @@ def state_folder(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent if alone else checkpoint
 
 
+def checkpoint_name(checkpoint: Path) -> str:
+    """Return the name of a checkpoint's folder; of weights in `model`, that of the folder around it.
+
+    >>> checkpoint_name(Path("runs/state/checkpoint-20")), checkpoint_name(Path("trained/global_step_20/model"))
+    ('checkpoint-20', 'global_step_20')
+    """
+    return state_folder(checkpoint).absolute().name
+
+
 def set_aside_later(run: Path, after_step: int) -> None:
     """Move later checkpoints away, because the run takes those steps again and `latest` might pick one of them."""
     aside = run / TRAINING_STATE / SET_ASIDE

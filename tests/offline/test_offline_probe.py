@@ -73,12 +73,12 @@ def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: d
 
 def test_without_a_prediction_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
-    results = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
-        checkpoint(run, 2)
-    )
+    config |= {"batch_config": {"B_E": 8, "B_U": 4, "G": 2}, "overrides": ["evaluation.responses=2"]}
+    results = OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 2))
     assert set(results) == KEYS_OF_ANSWER - {"deltaH1", "bars_dot", "learning_rate"}
     assert "gradient of E" not in results["timing"]
     assert (results["log"], results["G"]) == ("", 2)
+    assert (results["B_E"], results["diagnostics"]["N_E"]) == (8, 16)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,6 +132,7 @@ def test_an_adapter_folder_uses_the_optimizer_state_of_its_parent(tmp_path: Path
     assert results["learning_rate"] == pytest.approx(1e-4)
     assert results["deltaH1"] == pytest.approx(of_run.run_mixed_probe(saved)["deltaH1"], rel=1e-6)
     assert "_step_2.json.gz" in results["log"]
+    assert (tmp_path / "step_2" / "offline" / "mixed_probe" / "step_2" / "result.json").is_file()
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_malformed_settings_in_records_are_refused_with_their_file_or_shown_safe
 
 
 RESULT: dict[str, Any] = {
-    "checkpoint": "c", "step": 1, "results": {"B_E": 8.0, "B_U": 4.0, "G": 2.0},
+    "checkpoint": "c", "step": 1, "results": {"B_E": 8.0, "N_E": 8.0, "B_U": 4.0, "G": 2.0},
     "tables": {
         "eta": [{"eta": 0.5, "deltaH_true": 0.1}], "updates": [{"update_seed": 2, "deltaH1": 0.1, "deltaH1_se": 0.01}],
         "conditioning": [{"name": "Adam", "delta_h1": 0.1, "delta_h1_same_gain": 0.2}],

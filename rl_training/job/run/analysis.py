@@ -21,7 +21,7 @@ from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.records.analyses import RESULT_FILE, read_analysis
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
-from rl_training.records.checkpoints import resolve_checkpoints
+from rl_training.records.checkpoints import checkpoint_name, resolve_checkpoints
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import CONFIG_FILE, OFFLINE, run_of
@@ -76,7 +76,7 @@ def result_files(prepared: PreparedAnalysis) -> dict[Path, Path]:
         owner = run_of(checkpoint) or checkpoint.resolve().parent
         home = Path(values["output"] or owner / OFFLINE)
         refuse_links_out(*((home, prepared.folder_name) if values["output"] else (owner, OFFLINE)))
-        folders[checkpoint] = home / prepared.folder_name / checkpoint.name
+        folders[checkpoint] = home / prepared.folder_name / checkpoint_name(checkpoint)
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
         raise UserError(f"{times} checkpoints would write their results to {folder}: analyze each run separately")
