@@ -69,7 +69,7 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     held_out_prompts = {row["prompt"] for row in held_out}
     unseen = [row for row in train if row["prompt"] not in held_out_prompts]
     if not unseen:
-        raise UserError("no training row is left: every prompt of the training rows is also held out")
+        raise UserError(f"{path or name} leaves no training row: every prompt of the training rows is also held out")
     if len(unseen) < len(train):
         logger.warning("%d training rows are left out: their prompts are held out", len(train) - len(unseen))
     return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, given_answer, (0.0, 1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from typing import Any
 
 import pytest
@@ -23,31 +22,23 @@ from rl_training.probes import (
 @pytest.mark.parametrize(
     ("probe", "options", "said"),
     [
-        (SimpleEntropyProbe, {"responses_per_prompt": 0}, "at least 1"),
-        (SimpleEntropyProbe, {"error_decay": 1.0}, "must lie in"),
-        (
-            SimpleEntropyProbe,
-            {"every": 0},
-            "simple: every=0 must be a whole number, at least 1 (measure each `every`-th step)",
-        ),
-        (
-            MeasuredStepProbe,
-            {"responses_per_prompt": 0},
-            "measured: responses_per_prompt=0 must be a whole number, at least 1",
-        ),
-        (MeasuredStepProbe, {"error_decay": 1.0}, "measured: error_decay=1.0 must lie in [0, 1)"),
-        (GradientNoiseScaleProbe, {"decay": 1.0}, "gns: decay=1.0 must lie in (0, 1); .95 remembers about 40 steps"),
-        (GradientNoiseScaleProbe, {"decay": 0.0}, "must lie in (0, 1)"),
-        (GroundTruthProbe, {"sequences": 1}, "sequences=1 must be a whole number, at least 2"),
-        (GroundTruthProbe, {"sequences": 100_000_000}, "takes hours per step: use at most 65536"),
-        (InterventionsProbe, {"which": ["bonus", "clipcov"]}, "did you mean clip_cov"),
-        (InterventionsProbe, {"which": []}, "is empty: name some"),
-        (InterventionsProbe, {"which": ["lr", "lr"]}, "has lr twice"),
-        (InterventionsProbe, {"decay": 0.0}, "must lie in (0, 1]"),
+        (SimpleEntropyProbe, {"responses_per_prompt": 0}, r"^simple: responses_per_prompt=0 .*\b1\b"),
+        (SimpleEntropyProbe, {"error_decay": 1.0}, r"error_decay=1\.0 .*\[0, 1\)"),
+        (SimpleEntropyProbe, {"every": 0}, r"^simple: every=0 .*\b1\b"),
+        (MeasuredStepProbe, {"responses_per_prompt": 0}, r"^measured: responses_per_prompt=0 .*\b1\b"),
+        (MeasuredStepProbe, {"error_decay": 1.0}, r"^measured: error_decay=1\.0 .*\[0, 1\)"),
+        (GradientNoiseScaleProbe, {"decay": 1.0}, r"^gns: decay=1\.0 .*\(0, 1\)"),
+        (GradientNoiseScaleProbe, {"decay": 0.0}, r"^gns: decay=0\.0 .*\(0, 1\)"),
+        (GroundTruthProbe, {"sequences": 1}, r"^ground_truth: sequences=1 .*\b2\b"),
+        (GroundTruthProbe, {"sequences": 100_000_000}, r"^ground_truth: sequences=100000000 .*\b65536\b"),
+        (InterventionsProbe, {"which": ["bonus", "clipcov"]}, r"clipcov.*\bclip_cov\b"),
+        (InterventionsProbe, {"which": []}, r"which=\[\] .*which=\["),
+        (InterventionsProbe, {"which": ["lr", "lr"]}, r"\blr\b"),
+        (InterventionsProbe, {"decay": 0.0}, r"decay=0\.0 .*\(0, 1\]"),
     ],
 )
 def test_invalid_options_are_refused(probe: type[Probe], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=said):
         probe(**options)
 
 
@@ -80,6 +71,7 @@ PROBES = [probe for name, probe in vars(probes).items() if name.endswith("Probe"
 def test_an_invalid_value_is_refused_in_one_line_by_every_probe(probe: type[Probe]) -> None:
     _, *options = inspect.signature(probe.__init__).parameters
     assert "every" in options
+    assert MEANINGLESS.keys() >= {*options}, "give an option that is new its meaningless values"
     for option in options:
         for value in MEANINGLESS[option]:
             with pytest.raises(UserError) as refused:

@@ -175,7 +175,7 @@ def test_a_held_out_prompt_is_not_in_training(tmp_path: Path, caplog: pytest.Log
     task = gsm8k(str(_write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])))
     assert list(task.train_dataset["answer"]) == ["1,080", "-3", "1.5"]
     assert "1 training rows are left out" in caplog.text
-    with pytest.raises(ValueError, match="training rows"):
+    with pytest.raises(ValueError, match=r"same\.jsonl "):
         gsm8k(str(_write(tmp_path / "same.jsonl", [ROWS[0], ROWS[0]])))
 
 
@@ -205,7 +205,7 @@ def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> 
         gsm8k(str(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.jsonl .*data\.path=FILE\.jsonl"):
         gsm8k(str(_write(tmp_path / "rows.jsonl", [])))
-    with pytest.raises(ValueError, match="one row"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl .*\bone\b"):
         gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS[:1])))
 
 
