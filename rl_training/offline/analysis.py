@@ -49,6 +49,12 @@ class Analysis:
     first_order: FirstOrder | None
     truth: Truth | None
 
+    def add(self, groups: Sequence[Numbers]) -> None:
+        """Add further numbers to the results, with the reason for each nan."""
+        results, reasons = _with_reasons(groups)
+        self.results.update(results)
+        self.reasons.update(reasons)
+
 
 def analyze(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Analyze how the next step from a checkpoint changes entropy. The trainer is left unchanged. Collective."""

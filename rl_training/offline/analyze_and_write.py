@@ -46,7 +46,7 @@ def analyze_and_write(
         if restored.rank == 0:
             write_result(path, restored, analysis, values)
         with explain_out_of_memory("kernel"):
-            analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
+            analysis.add(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
     with explain_out_of_memory("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})

@@ -18,13 +18,13 @@ from torch import Tensor
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.limited_files import MAX_STATE_BYTES, read_text
-from rl_training.offline.analysis import Analysis
+from rl_training.offline.analysis import Analysis, Numbers
 from rl_training.offline.buffers import evaluation_rewards, gather_rollout, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel.calculate import calculate_kernel, token_hash
 from rl_training.offline.kernel.report import write_report
-from rl_training.offline.kernel.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
+from rl_training.offline.kernel.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline_groups
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
 from rl_training.parallel.vectors import Vector
@@ -36,10 +36,8 @@ from rl_training.records.json_values import to_json
 TEXTS_FILE = "kernel_texts.json"
 
 
-def add_kernel(
-    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
-) -> dict[str, float]:
-    """Compute and draw the kernel of an analysis, and return its headline numbers. Collective.
+def add_kernel(restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path) -> list[Numbers]:
+    """Compute and draw the kernel of an analysis, and return its headline numbers with reasons. Collective.
 
     Args:
         folder: Folder of the kernel's files and page. The file of fixed texts is two levels above.
@@ -73,7 +71,7 @@ def add_kernel(
     if restored.rank == 0:
         print(f"kernel: {write_report(folder)}")
     restored.trainer.accelerator.wait_for_everyone()
-    return headline(Structure.read(folder))
+    return headline_groups(Structure.read(folder))
 
 
 def _fixed(

@@ -44,6 +44,12 @@ SEQUENCES_FILE = "sequences.jsonl"
 EVALUATION = "evaluation"
 UPDATE = "update"
 Row = dict[str, Any]
+# Why numbers of an analysis are nan:
+NOT_FINITE = "not a finite number"
+NO_PAIR = "E and U have no such pair of sequences with gradients"
+NO_CHANGE = "the pairs' contributions add up to 0: there are no shares of it"
+OTHER_POLICY = "E is a sample of another step's policy (kernel.source=fixed): it does not tell this policy's entropy"
+NO_SPREAD = "E's log-probabilities are all predicted to change equally, or all do: there is no slope"
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def pair_table(s: Structure) -> list[Row]:
             "pairs": name,
             "count": int(mask.sum()),
             "contribution": float(whole[mask].sum()),
-            "share": float(whole[mask].sum()) / total if total else math.nan,
+            "share": float(whole[mask].sum()) / total + 0.0 if total else math.nan,  # + 0.0: no pairs have 0, not -0
             **_distribution(cosine[mask]),
             "log_probability_change": float(moved[mask].sum()) / len(mask),
         }
@@ -281,20 +287,33 @@ def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]
 
 def headline(s: Structure) -> dict[str, float]:
     """Return the kernel's numbers that go into the results of an analysis."""
+    return {name: value for numbers, _ in headline_groups(s) for name, value in numbers.items()}
+
+
+def headline_groups(s: Structure) -> list[tuple[dict[str, float], str]]:
+    """Return the numbers of `headline` in groups, each with the reason for those of them that are nan."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
     share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)
     distinct = distinct_texts(s)
-    return {
-        "kernel/identity_error": float(s.kernel.metadata["identity_error"]),
+    shares = {
         "kernel/share_same_text": share[SAME_TEXT],
         "kernel/share_coupling": share[COUPLING],
         "kernel/share_same_prompt": share[SAME_TEXT] + share[SAME_PROMPT],
         "kernel/share_other_prompt": share[OTHER_PROMPT],
+    }
+    mean_cosines = {
         "kernel/cosine_same_prompt_other_text": by_class[SAME_PROMPT]["cosine_mean"],
         "kernel/cosine_other_prompt": by_class[OTHER_PROMPT]["cosine_mean"],
+    }
+    of_texts = {
         "kernel/distinct_texts": float(len(distinct.rows)),
         "kernel/participation_ratio": distinct.participation_ratio,
-        "kernel/logp_slope": slope,
-        "kernel/logp_correlation": correlation,
     }
+    return [
+        ({"kernel/identity_error": float(s.kernel.metadata["identity_error"])}, NOT_FINITE),
+        (shares, NO_CHANGE if s.on_policy else OTHER_POLICY),
+        (mean_cosines, NO_PAIR),
+        (of_texts, NOT_FINITE),
+        ({"kernel/logp_slope": slope, "kernel/logp_correlation": correlation}, NO_SPREAD),
+    ]

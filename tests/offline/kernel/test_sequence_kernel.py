@@ -367,7 +367,9 @@ def test_fixed_texts_are_kept_over_checkpoints_and_estimate_only_their_own_polic
     for step, folder in enumerate(folders, start=1):
         restored = restored_at(run, step)
         analysis = analyze(restored, asked)
-        add_kernel(restored, analysis, fixed, folder)
+        analysis.add(add_kernel(restored, analysis, fixed, folder))
+        assert {key for key, value in analysis.results.items() if math.isnan(value)} == analysis.reasons.keys()
+    assert "another step's policy" in analysis.reasons["kernel/share_coupling"]
     first, second = (Structure.read(folder) for folder in folders)
     assert [row["hash"] for row in first.evaluation] == [row["hash"] for row in second.evaluation]
     assert [row["reward"] for row in first.evaluation] == [row["reward"] for row in second.evaluation]
