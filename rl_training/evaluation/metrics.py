@@ -34,7 +34,6 @@ from rl_training.statistics.unavailable import Unavailable
 Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
 
-BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
 NO_ANSWER = Unavailable("no_given_answer", "the task does not define how to read an answer (Task.given_answer)")
 NO_GREEDY = Unavailable("no_greedy", "greedy decoding is off (the option greedy)")
 NO_REFERENCE = Unavailable(

@@ -21,11 +21,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from rl_training.errors import UserError, one_line
 from rl_training.evaluation.metrics import Metric
+from rl_training.evaluation.options import EvaluationOptions
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import generate_responses
 from rl_training.hosts.trl.batches import rewards_of
@@ -105,7 +105,7 @@ def evaluate(
         checkpoints=checkpoints_by_step(paths),
         task=Task(dataset, dataset, _reward_of(trainer), given_answer, reward_range),
         metrics=metrics or {},
-        options=OmegaConf.create(_options(trainer, options)),
+        options=_options(trainer, options),
         settings={
             "metrics": [*(metrics or {})],
             "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
@@ -141,7 +141,7 @@ def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
         )
 
 
-def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> EvaluationOptions:
     """Return all options: those given, the trainer's sampling, and the command's defaults."""
     sampling = {name: getattr(trainer.args, name) for name in ("temperature", "max_completion_length")}
     defaults = load_plain(CONF / "evaluate.yaml")["evaluation"]
@@ -151,7 +151,7 @@ def _options(trainer: GRPOTrainer, given: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"evaluate({key}=...): there are {', '.join(choices)}{did_you_mean(key, choices)}")
     values = {**defaults, **given}
     check_evaluation_options(values, PYTHON.prefix)
-    return values | sampling
+    return EvaluationOptions.of(values | sampling)
 
 
 def _reward_of(trainer: GRPOTrainer) -> Callable[..., list[float]]:

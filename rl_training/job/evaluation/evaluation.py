@@ -51,10 +51,10 @@ class Evaluation:
         self.announcements.close()
 
     def _measure_and_write(self, step: int, result: CheckpointResponses) -> None:
-        options, task = self.spec.options, self.spec.task
-        max_k = options.k or options.responses_per_prompt
+        options = self.spec.options
+        task = self.spec.task
         can_read = task.given_answer is not None
-        metrics = response_metrics(result.responses, max_k, options.right_reward, can_read, task.reward_range)
+        metrics = response_metrics(result.responses, options.max_k, options.right_reward, can_read, task.reward_range)
         sampled, _ = group_by_row(result.responses)
         errors = []
         for name, metric in self.spec.metrics.items():

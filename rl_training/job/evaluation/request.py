@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
+from rl_training.evaluation.options import EvaluationOptions
 from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.prepare import PreparedEvaluation
 from rl_training.job.configuration.stored import MARK, load_settings, refuse_marked, unmarked
@@ -48,8 +49,7 @@ def read_request(prepared: PreparedEvaluation) -> Request:
     config, is_task_of_run = _apply_overrides(run_config, values)
     refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    options = _with_sampling(values["evaluation"], config.get("trainer", {}))
-    name = str(options.name or task_name)
+    name = str(values["evaluation"]["name"] or task_name)
     root = Path(values["output"]) if values["output"] else run
     if root is None:
         raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
@@ -60,7 +60,7 @@ def read_request(prepared: PreparedEvaluation) -> Request:
         checkpoints=checkpoints,
         task=make_task(config["data"]),
         metrics={metric: make(f"metrics.{metric}", node, _partial_=True) for metric, node in metrics.items()},
-        options=options,
+        options=_with_sampling(values["evaluation"], config.get("trainer", {})),
         settings=without_masks(without_secrets(settings)),
     )
     prefix = "evaluation/" if is_task_of_run and name == task_name else f"evaluation/{name}/"
@@ -68,13 +68,10 @@ def read_request(prepared: PreparedEvaluation) -> Request:
     return Request(evaluation, model=config.get("model") or {}, data=config["data"])
 
 
-def _with_sampling(options: Mapping[str, Any], trainer: Mapping[str, Any]) -> DictConfig:
-    """Return the options with temperature and response length: those given, otherwise the run's."""
-    sampling = {
-        name: options[name] or trainer.get(name) or default
-        for name, default in (("max_completion_length", 256), ("temperature", 1.0))
-    }
-    return OmegaConf.create({**options, **sampling})
+def _with_sampling(given: Mapping[str, Any], trainer: Mapping[str, Any]) -> EvaluationOptions:
+    """Return the options with temperature and response length: those given, otherwise the run's, if there is one."""
+    sampling = {name: given[name] or trainer.get(name) for name in ("max_completion_length", "temperature")}
+    return EvaluationOptions.of({**given, **sampling})
 
 
 def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:

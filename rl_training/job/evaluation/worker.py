@@ -14,9 +14,9 @@ from typing import Any
 
 import rl_training.job.silence  # noqa: F401
 
-from omegaconf import DictConfig
 from transformers.utils import logging
 
+from rl_training.evaluation.options import EvaluationOptions
 from rl_training.evaluation.responses import Batch, Response, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.objects.checkpoint_policy import load_policy
@@ -44,7 +44,7 @@ class Work:
 
     model: dict[str, Any]  # the run's first model; {} if it is not known
     data: dict[str, Any]
-    options: DictConfig  # `evaluation` of conf/evaluate.yaml, with a temperature and a length
+    options: EvaluationOptions
     checkpoint: Path
     device: str
     batches: Sequence[Batch]
