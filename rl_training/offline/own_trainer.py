@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.compatibility import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
+from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name

@@ -17,17 +17,20 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl import announcements, batches, compatibility
+from rl_training.hosts.trl import announcements, batches
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
+from rl_training.hosts.trl.compatibility import check_version
 from rl_training.hosts.trl.destination import Destination
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.loss_settings import whole_prompts_only_reorder
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.recorded_settings import settings_of_trainer
+from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.rollout_shape import sequences_per_step
 from rl_training.hosts.trl.step_hooks import make_step_hooks
 from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
+from rl_training.hosts.trl.whole_prompts import refuse_split_prompts, whole_prompts_only_reorder
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
@@ -255,21 +258,20 @@ def is_attached(trainer: Any) -> bool:
 
 def _checked(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> Options:
     """Return the options, with `whole_prompts` decided. UserError if probes cannot be attached to this trainer."""
-    compatibility.check_version(trainer)
+    check_version(trainer)
     if is_attached(trainer):
         raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
     if options.whole_prompts is None:
         options = dataclasses.replace(options, whole_prompts=whole_prompts_only_reorder(trainer))
     if options.whole_prompts:
-        compatibility.refuse_split_prompts(trainer)
+        refuse_split_prompts(trainer)
     if probes or options.target_kl_share is not None:
-        compatibility.refuse_what_cannot_be_measured(trainer)
+        refuse_what_cannot_be_measured(trainer)
     return options
 
 
 def _make_driver(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> StepDriver:
     """Return the driver of the probes. UserError if they exclude each other, or a step cannot have their folds."""
     driver = StepDriver(probes, options.kl_bound())
-    num_sequences = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    driver.refuse_impossible_folds(num_sequences, trainer.num_generations, all_ranks().count)
+    driver.refuse_impossible_folds(sequences_per_step(trainer.args), trainer.num_generations, all_ranks().count)
     return driver

@@ -11,9 +11,7 @@ when they are imported: transformers' `Trainer.train` is replaced once the scrip
 from __future__ import annotations
 
 import argparse
-import builtins
 import functools
-import importlib.util
 import os
 import sys
 import types
@@ -23,6 +21,7 @@ from typing import Any
 
 from rl_training.errors import UserError
 from rl_training.hosts.after_import import after_import
+from rl_training.hosts.trl.run_script import run_module, run_script
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
 NOTHING_MEASURED = (
@@ -41,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("which script? Give SCRIPT.py, or -m MODULE, with its arguments")
     trainings = Trainings(parser, options, Path(name).stem if options.script else name.rpartition(".")[2])
     after_import(TRAINER_MODULE, trainings.watch)
-    run = _run_module if options.module else _run_script
-    run(parser, name, rest)
+    run = run_module if options.module else run_script
+    run(name, rest, parser.error)
     if not trainings.count and os.environ.get("RANK", "0") == "0":
         print(NOTHING_MEASURED, file=sys.stderr)
 
@@ -134,73 +133,3 @@ class Trainings:
             return attached.on_train(original, *args, **kwargs)
         finally:
             attached.remove()  # what it wraps, even if training never began
-
-
-# --- as Python itself runs a script -----------------------------------------------------------------------------------
-
-
-def _run_script(parser: argparse.ArgumentParser, path: str, arguments: Sequence[str]) -> None:
-    try:
-        source = Path(path).read_bytes()
-    except OSError as error:
-        parser.error(f"the script {path} cannot be read: {error.strerror}")
-    _run(lambda: compile(source, path, "exec"), Path(path).resolve().parent, [path, *arguments], {"__file__": path})
-
-
-def _run_module(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> None:
-    _set_script_folder(Path.cwd())
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        parser.error(f"the module {name} cannot be found: {error}")
-    if spec is None or spec.origin is None:
-        parser.error(f"the module {name} cannot be found or run")
-    loader: Any = spec.loader
-    attributes = {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent, "__loader__": loader}
-    _run(lambda: loader.get_code(spec.name), Path.cwd(), [spec.origin, *arguments], attributes)
-
-
-def _set_script_folder(folder: Path) -> None:
-    """Put a script's folder where Python puts it, unless it was told not to (python -P)."""
-    if not sys.flags.safe_path:
-        sys.path[0] = str(folder)
-
-
-def _run(
-    make_code: Callable[[], types.CodeType], folder: Path, arguments: list[str], attributes: dict[str, Any]
-) -> None:
-    """Run code as `__main__`.
-
-    Args:
-        make_code: Returns the code. A SyntaxError is shown like one of Python itself.
-        folder: Goes into Python's path.
-        arguments: sys.argv.
-        attributes: Of the module `__main__`.
-    """
-    _set_script_folder(folder)
-    sys.argv = arguments
-    module = types.ModuleType("__main__")
-    vars(module).update({"__builtins__": builtins, **attributes})
-    sys.modules["__main__"] = module
-    try:
-        exec(make_code(), vars(module))
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    except BaseException:
-        _hide_own_frames(module)
-        raise
-
-
-def _hide_own_frames(module: types.ModuleType) -> None:
-    """Let the traceback of the error that ends this process begin in the script, whatever shows it."""
-    show = sys.excepthook
-
-    def show_from_script(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_globals is not vars(module):
-            trace = trace.tb_next
-        show(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = show_from_script

@@ -8,11 +8,12 @@ from trl import GRPOTrainer
 
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS
-from rl_training.hosts.trl import loss_settings
+from rl_training.hosts.trl.fixes import fixes_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.versions import of_trainer
+from rl_training.hosts.trl.whole_prompts import whole_prompts_fix
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
@@ -38,12 +39,12 @@ def loop_spec_of(
         opening: The first line of what is announced when training begins.
     """
     args = trainer.args
-    fixes = loss_settings.fixes(settings, is_cli=is_cli)
+    fixes = fixes_of(settings, is_cli=is_cli)
     if args.num_iterations > 1:
         no_reuse = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
         fixes = dataclasses.replace(fixes, no_reuse=no_reuse)
     if not whole_prompts:
-        fixes = dataclasses.replace(fixes, whole_prompts=loss_settings.whole_prompts_fix(trainer))
+        fixes = dataclasses.replace(fixes, whole_prompts=whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
     is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
     return LoopSpec(

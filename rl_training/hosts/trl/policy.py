@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl import versions
+from rl_training.hosts.trl.rollout_shape import sequences_per_rollout
 from rl_training.hosts.trl.sampling_settings import STREAM
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
@@ -128,7 +129,7 @@ class TrainerPolicy(Policy):
         local_draws = draws_of_rank(num_sequences, all_ranks())
         rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
         prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in local_draws]
-        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        size = sequences_per_rollout(trainer.args)
         if accelerator.device.type == "cuda":  # by total, not free memory: a repeated run then draws the same batches
             memory = torch.cuda.get_device_properties(accelerator.device).total_memory
             size = min(size, max_responses(trainer, prompts, memory))

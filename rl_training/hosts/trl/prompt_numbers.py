@@ -11,6 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.hosts.trl.generated import rows_as_bytes
+from rl_training.hosts.trl.rollout_shape import sequences_per_rollout
 
 PROMPT = "rollout_prompt"  # key of a batch: number of each row's prompt within the rollout
 
@@ -35,7 +36,7 @@ def number_prompts(
         The numbers, and the number of responses per prompt, 0 if prompts differ in it.
     """
     group_size = trainer.num_generations
-    size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    size = sequences_per_rollout(trainer.args)
     # Responses to this rank's first prompt that the previous rank has.
     num_on_previous_rank = trainer.accelerator.process_index * size % group_size
     numbers = [(num_on_previous_rank + row) // group_size for row in range(len(prompts))]

@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.recorded_settings import settings_of_model, settings_of_optimizer
+from rl_training.hosts.trl.rollout_shape import sequences_per_step
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import dtype_name
 from rl_training.records.made_by import MADE_BY, TRL
@@ -30,12 +31,11 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
     args, processes, rows = trainer.args, all_ranks().count, trainer.train_dataset
     names = (field.name for field in dataclasses.fields(args))
     fields = {name: getattr(args, name) for name in names if not name.startswith(REPORTING_FIELDS)}
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     return {
         MADE_BY: TRL,
         "seed": args.seed,
-        "batch": {"sequences_per_step": step, "processes": processes},
+        "batch": {"sequences_per_step": processes * sequences_per_step(args), "processes": processes},
         "trainer": {"class": type(trainer).__name__, **fields},
         "model": settings_of_model(trainer.model),
         "adapter": _adapter(trainer.model),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
@@ -22,7 +23,7 @@ from rl_training.engine.loss_info import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.step_warnings import StepWarnings
-from rl_training.hosts.trl import batches, compatibility
+from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop_spec import loop_spec_of
 from rl_training.hosts.trl.members import FORWARD_PASS
@@ -37,6 +38,8 @@ from rl_training.hosts.trl.versions import keep_graph_of_entropies
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import LossSettings
+
+logger = logging.get_logger(__name__)
 
 
 def make_step_hooks(
@@ -177,7 +180,7 @@ class StepHooks:
         if self._driver.num_microbatches:
             self._driver.gradients_ready(self._rollouts.number)
         else:
-            compatibility.warn_of_a_step_without_loss(self._trainer)
+            _warn_of_a_step_without_loss(self._trainer)
             self._driver.skip_step()
 
     def _on_generate_tokens(self, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
@@ -253,3 +256,12 @@ class StepHooks:
                 recorded = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings), recorded)
         return loss
+
+
+def _warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
+    """Warn, once, about a step whose loss was not computed by compute_loss, the method that is wrapped."""
+    if trainer.accelerator.is_main_process:
+        logger.warning_once(
+            f"{type(trainer).__name__}.training_step does not call compute_loss, where probes see the loss: its steps "
+            "have no estimates. Call super().training_step, or compute the loss in compute_loss"
+        )

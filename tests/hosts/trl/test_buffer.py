@@ -19,14 +19,8 @@ from trainers import logged_numbers, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.hosts.trl.buffer import (
-    FilteredBuffer,
-    are_mixed,
-    fill_slots,
-    merge_metrics,
-    prompt_weights,
-    start_buffer,
-)
+from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
+from rl_training.hosts.trl.fill_rollout import fill_slots, merge_metrics, start_buffer
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.job.run.training import TrainingRun
 from rl_training.policy.rollout import Rollout

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from same_estimates import above_limit, differences, of_records
 
-from rl_training.hosts.trl.compatibility import (
+from rl_training.hosts.trl.refusals import (
     READABLE_STAGES,
     refuse_deepspeed_that_cannot_be_read,
     refuse_fsdp_that_cannot_be_read,
