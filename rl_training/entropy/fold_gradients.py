@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.data import EntropySettings
-from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
+from rl_training.entropy.weights import normalised_ratios, policy_first, prefix_ratios, surrogate_weights
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.rows import Receiver
 from rl_training.policy.rollout import pad_and_concat, response_index
@@ -24,8 +24,8 @@ from rl_training.step.passes import Passes, WeightedScores
 from rl_training.step.score_check import ScoreCheck
 
 
-def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
-    """Return the prefix ratios to the sampler, normalised over all sequences; None if all are 1. Collective.
+def ratios_to_sampler(batch: Batch, ranks: Ranks) -> Tensor | None:
+    """Return the ratios of prefixes, (B, T + 1), normalised over all sequences; None if all are 1. Collective.
 
     All ranks' tables are as wide as the widest.
     """
@@ -35,10 +35,10 @@ def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
         return None
     width = int(ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
     log_ratios, mask = (pad_and_concat([part], at_least=width) for part in (log_ratios, mask))
-    return PrefixRatios.of(log_ratios, mask).normalised(ranks.reduce)
+    return normalised_ratios(prefix_ratios(log_ratios, mask), ranks.reduce)
 
 
-def totals_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> Tensor:
+def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor:
     """Return each fold's number of sequences, and Σ ρh and Σ ρ over their tokens, (K, 3). Collective.
 
     A fold's row includes its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
@@ -49,7 +49,7 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> 
     mask = exact.mask
     sums = [entropies.sum(dim=1), mask.sum(dim=1)]
     if ratios is not None:
-        before = ratios.before
+        before = ratios[:, :-1]
         order = policy_first(mask)
         terms = before * torch.stack(
             [pad_and_concat([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
@@ -62,7 +62,7 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> 
 def hand_on_fold_gradients(
     batch: Batch,
     passes: Passes,
-    ratios: PrefixRatios | None,
+    ratios: Tensor | None,
     level: float,
     settings: EntropySettings,
     check: ScoreCheck,
@@ -76,7 +76,7 @@ def hand_on_fold_gradients(
     Args:
         batch: The batch of the step.
         passes: The policy, the ranks and the reduction that sums gradients by fold.
-        ratios: Prefix ratios to the sampler. None: all are 1.
+        ratios: From `ratios_to_sampler`.
         level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
         settings: How many responses of each prompt to use, and whether X per sequence is wanted.
         check: Receives all scores that X is calculated from.

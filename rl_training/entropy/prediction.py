@@ -64,14 +64,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction, EntropySettings
-from rl_training.entropy.fold_gradients import hand_on_fold_gradients, prefix_ratios, totals_of_folds
+from rl_training.entropy.fold_gradients import hand_on_fold_gradients, ratios_to_sampler, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
-from rl_training.entropy.weights import PrefixRatios
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel.ranks import Ranks
@@ -149,7 +149,7 @@ def _predict(
     reason = _entropy_gradient_reason(batch, ranks, step.reasons)
     if reason:
         return EntropyPrediction(settings, labels, reason), None
-    ratios = prefix_ratios(batch, ranks)
+    ratios = ratios_to_sampler(batch, ranks)
     totals = totals_of_folds(batch, ranks, ratios)
     _, entropy, length = totals.sum(dim=0).tolist()
     if not length:
@@ -232,7 +232,7 @@ def _calculate_entropy_gradient(
     passes: Passes,
     setup: PredictionSetup,
     needs: Need,
-    ratios: PrefixRatios | None,
+    ratios: Tensor | None,
     level: float,
     products: FoldProducts | None,
     score_check: ScoreCheck,

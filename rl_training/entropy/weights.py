@@ -19,7 +19,7 @@ If every sequence answers a different prompt, the baseline is the mean over all 
 but it does not depend on the response either, so the estimate stays unbiased. Copies of one response would break this.
 
 If another policy μ sampled the responses, costs and entropies are weighted by ρ_<k, the ratio π/μ of the tokens
-before k, and the baseline by ρ_≤k, which includes token k (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
+before k, and the baseline by ρ_≤k, which includes token k (`prefix_ratios`; costs c_k = h_k, or 1 for the length):
 
     w_k = Σ_{j>k} ρ_<j c_j − ρ_≤k b_k,   u_k = ρ_<k,   b_k = Σ_others Σ_{j>k} ρ_<j c_j / Σ_others ρ_≤k
 
@@ -38,10 +38,10 @@ REINFORCE samples, get a baseline for free"), Rao-Blackwellised: −log π(t_k) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_training.errors import UserError
 from rl_training.statistics.jackknife import identity
@@ -50,31 +50,28 @@ Target = Literal["sequence", "token", "length"]
 Baseline = Literal["prompt", "buffer"]
 
 
-class PrefixRatios(NamedTuple):
-    """Prefix ratios ρ = π/μ, (B, T) fp64 each.
+def prefix_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Return the ratios π/μ of all prefixes, (B, T + 1) fp64: column k has that of the policy's first k tokens.
 
-    Column k is the policy's k-th token. After its end, a sequence keeps its last ratio.
+    After its end, a sequence keeps its last ratio.
+
+    Args:
+        log_ratios: log π − log μ of each token, (B, T).
+        mask: 1 on the tokens that count, (B, T).
     """
+    logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
+    return nn.functional.pad(running_sum(logs), (1, 0)).exp()
 
-    before: Tensor  # ρ_<k, over the tokens before k
-    through: Tensor  # ρ_≤k, over the tokens up to and including k
 
-    @classmethod
-    def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
-        """Return the ratios, given log π − log μ of each token, (B, T). Only tokens with mask 1 count."""
-        logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
-        return cls(sums_before(logs).exp(), running_sum(logs).exp())
+def normalised_ratios(ratios: Tensor, reduce: Callable[[Tensor], Tensor] = identity) -> Tensor:
+    """Divide the ratios of prefixes of each length by their mean over all N sequences, which is 1 in expectation.
 
-    def normalised(self, reduce: Callable[[Tensor], Tensor] = identity) -> PrefixRatios:
-        """Divide the ratios at each position by their mean over all N sequences, which is 1 in expectation.
-
-        Args:
-            reduce: Sums a tensor over the ranks that hold the sequences. Their tables must have the same width.
-        """
-        sums = torch.stack([self.before.sum(dim=0), self.through.sum(dim=0)])
-        count = sums.new_full((1,), float(len(self.before)))
-        before, through = reduce(sums) / reduce(count)
-        return PrefixRatios(self.before / before, self.through / through)
+    Args:
+        ratios: As `prefix_ratios` returns them.
+        reduce: Sums a tensor over the ranks that hold the sequences. Their tables must have the same width.
+    """
+    count = ratios.new_full((1,), float(len(ratios)))
+    return ratios / (reduce(ratios.sum(dim=0)) / reduce(count))
 
 
 def policy_first(mask: Tensor) -> Tensor:
@@ -89,7 +86,7 @@ def surrogate_weights(
     target: Target = "sequence",
     baseline: Baseline = "prompt",
     reduce: Callable[[Tensor], Tensor] = identity,
-    ratios: PrefixRatios | None = None,
+    ratios: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the entropy gradient on log-probabilities and entropies.
 
@@ -107,7 +104,7 @@ def surrogate_weights(
         reduce: Sums a tensor over the ranks that hold the sequences, so that the means over all sequences (of "token",
             "buffer") are over all ranks. Their tables must have the same width. Each rank has all responses to its
             prompts.
-        ratios: Prefix ratios if another policy sampled the sequences; at least T wide.
+        ratios: Ratios of prefixes if another policy sampled the sequences; at least T + 1 wide.
 
     Returns:
         (logp_weights, entropy_weights), (B, T) each, detached, 0 where mask is 0.
@@ -124,8 +121,9 @@ def surrogate_weights(
     entropies = entropies.detach().gather(1, order).masked_fill(~is_token, 0.0)  # 0·inf is nan
     over_group = reduce if baseline == "buffer" else identity
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), over_group)
-    ones = torch.ones_like(mask)
-    before, through = (ones, ones) if ratios is None else (part[:, : mask.shape[1]] for part in ratios)
+    width = mask.shape[1]
+    ratios = torch.ones_like(mask[:, :1]).expand(-1, width + 1) if ratios is None else ratios[:, : width + 1]
+    before, through = ratios[:, :-1], ratios[:, 1:]
     costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
     to_go = sums_after(costs) * mask
     weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, over_group)) * mask

@@ -14,7 +14,7 @@ from ranks_in_threads import on_two_ranks
 from torch import Tensor
 from two_turns import LOGITS, coverage
 
-from rl_training.entropy.fold_gradients import prefix_ratios, totals_of_folds
+from rl_training.entropy.fold_gradients import ratios_to_sampler, totals_of_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 
@@ -38,7 +38,7 @@ def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
     rows, width = (slice(0, 4), 3) if rank == 0 else (slice(4, 8), 5)
     batch = part_of(slice(0, 8), 5) if parts == 1 else part_of(rows, width)
     ranks = Ranks(parts, reduce, rank)
-    return totals_of_folds(batch, ranks, prefix_ratios(batch, ranks))
+    return totals_of_folds(batch, ranks, ratios_to_sampler(batch, ranks))
 
 
 def test_levels_on_two_processes_with_unequal_widths_equal_those_on_one() -> None:

@@ -10,7 +10,7 @@ import torch
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.entropy.weights import PrefixRatios, surrogate_weights
+from rl_training.entropy.weights import normalised_ratios, prefix_ratios, surrogate_weights
 
 GARBAGE = 1e30  # the value wherever the mask is 0
 TABLE = [  # logits after each prefix: none uniform, so that no derivative vanishes by symmetry
@@ -119,7 +119,7 @@ def test_ratios_to_another_sampler_give_the_exact_derivative_in_the_mean_over_it
     logps, entropies, mask = policy.scores(responses)
     log_ratios = (logps - Tabular(sampler).scores(responses)[0]).detach()
     assert float(log_ratios[mask].abs().max()) > 0.5
-    weights = surrogate_weights(entropies, mask, prompts, target, ratios=PrefixRatios.of(log_ratios, mask))
+    weights = surrogate_weights(entropies, mask, prompts, target, ratios=prefix_ratios(log_ratios, mask))
     exact = reference.exact(TABLE)
     expected = torch.tensor(exact.d_entropy if target == "sequence" else exact.d_length, dtype=torch.float64)
     torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
@@ -196,7 +196,7 @@ def test_weights_with_normalised_ratios_equal_the_plain_twin_between_environment
             ((entropies, GARBAGE), (mask, 0))]  # an environment token follows each policy token  # fmt: skip
     log_ratios = torch.randn(mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     logs = torch.stack([log_ratios, torch.full_like(log_ratios, GARBAGE)], dim=2).flatten(1)
-    got = surrogate_weights(*wide, prompts, target, ratios=PrefixRatios.of(logs, wide[1]).normalised())
+    got = surrogate_weights(*wide, prompts, target, ratios=normalised_ratios(prefix_ratios(logs, wide[1])))
     prefixes = reference.prefix_ratios(ragged(log_ratios, mask))
     twin = reference.surrogate_weights(ragged(entropies, mask), prompts.tolist(), target, ratios=prefixes)
     for ours, rows in zip(got, twin, strict=True):
