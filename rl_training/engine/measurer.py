@@ -58,7 +58,7 @@ class Measurer:
         self._update_state: UpdateState = states[ENGINE]  # of the predictions, where there are none
         self._predictions: Predictions | None = None
         if Need.ENTROPY_GRADIENT in requirements.needs:
-            self._predictions = Predictions(loop, requirements, self._update_state)
+            self._predictions = Predictions(loop, requirements, passes, self._update_state)
 
     def begin(self) -> None:
         """Begin a step that is measured. Collective."""
@@ -92,7 +92,7 @@ class Measurer:
         )
         prediction = None
         if predictions is not None:
-            prediction = predictions.predict(data, passes, step.probes, self._residual_test)
+            prediction = predictions.predict(data, step.probes, self._residual_test)
         return StepContext(data, passes, prediction, self._residual_test)
 
     def about_to_step(self, step: OpenStep) -> None:

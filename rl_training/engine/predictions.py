@@ -12,7 +12,7 @@ from rl_training.engine.requirements import Requirements
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction
-from rl_training.entropy.prediction import PredictionSetup, predict_entropy
+from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.entropy.previous_update import FAILED, PreviousUpdate, UpdateState
 from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import Estimate
@@ -29,14 +29,15 @@ class Predictions:
     Args:
         loop: The training loop.
         requirements: What the probes require together.
+        passes: Runs further passes.
         state: What earlier steps have left. UserError if it belongs to another model.
     """
 
-    def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
+    def __init__(self, loop: LoopSpec, requirements: Requirements, passes: Passes, state: UpdateState) -> None:
         self._shard: Shard = loop.shard
-        device = "cpu" if requirements.offload else None
-        self._setup = PredictionSetup(requirements.entropy, Attribution(loop.shard.layout.names), device)
         self._previous = PreviousUpdate(loop.shard, state)
+        attribution, device = Attribution(loop.shard.layout.names), "cpu" if requirements.offload else None
+        self._predictor = EntropyPredictor(requirements.entropy, attribution, passes, self._previous, device)
         self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks)
         # Number of the predicted step that awaits verification, and its `variance_of_batch`.
         self._unverified: tuple[int, Tensor | None] | None = None
@@ -56,9 +57,7 @@ class Predictions:
         """Return that the weights were changed since the step began, or None. Collective."""
         return self._verifier.edit_reason()
 
-    def predict(
-        self, step: StepData, passes: Passes, probes: Sequence[Probe], test: ResidualTest
-    ) -> EntropyPrediction | None:
+    def predict(self, step: StepData, probes: Sequence[Probe], test: ResidualTest) -> EntropyPrediction | None:
         """Return what these probes need to know about the step's effect on entropy, or None. Collective.
 
         Args:
@@ -67,7 +66,7 @@ class Predictions:
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = prediction = None
         if asking:
-            prediction = predict_entropy(step, passes, self._setup, self._previous, needs_of(asking), test)
+            prediction = self._predictor.predict(step, needs_of(asking), test)
             self._unverified = step.number, prediction.variance_of_batch
             self.peak_bytes = max(self.peak_bytes, prediction.peak_bytes)
         self._verifier.snapshot(step.optimizer, prediction)
@@ -97,6 +96,6 @@ class Predictions:
         estimates, reason = self._verifier.verify(was_taken)
         number, variance = unverified or (0, None)
         if variance is not None:
-            decay = self._setup.settings.error_decay
+            decay = self._predictor.settings.error_decay
             self._previous.add_errors(variance, number, decay, is_formula=reason is None)
         return estimates, reason

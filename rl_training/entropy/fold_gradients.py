@@ -7,7 +7,7 @@ sequences (entropy/weights.py). On-policy, ρ = 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -59,43 +59,49 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor
     return ranks.reduce(batch.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1)))
 
 
+def directions_of(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:
+    """Return the losses whose gradient X is: per token ∂H_seq − H_tok ∂E[T], and perhaps per sequence ∂H_seq.
+
+    Args:
+        batch: The batch of the step. Baselines use all responses of a prompt.
+        ratios: From `ratios_to_sampler`.
+        level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
+        settings: Whether X per sequence is wanted.
+    """
+    scores, index = batch.scores, batch.rollout.prompt_index
+    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length's gradient has no ∂h term
+        surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
+        for target in ("sequence", "length")
+    )
+    logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
+    return [LossWeights(weights, entropy_weights) for weights in logp_weights]
+
+
 def hand_on_fold_gradients(
     batch: Batch,
     passes: Passes,
-    ratios: Tensor | None,
-    level: float,
+    directions: Sequence[LossWeights],
     settings: EntropySettings,
     check: ScoreCheck,
     receiver_of: Callable[[int, range], Receiver],
 ) -> None:
     """Compute the entropy gradient X of each fold, and hand it on bucket by bucket as it arrives. Collective.
 
-    It runs a small forward pass over some responses of each prompt, and one backward for each X. Baselines use all
-    responses of a prompt. `.grad` and the training loop's own reduction are not touched.
+    It runs a small forward pass over some responses of each prompt, and one backward for each X. `.grad` and the
+    training loop's own reduction are not touched.
 
     Args:
         batch: The batch of the step.
         passes: The policy, the ranks and the reduction that sums gradients by fold.
-        ratios: From `ratios_to_sampler`.
-        level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
-        settings: How many responses of each prompt to use, and whether X per sequence is wanted.
+        directions: From `directions_of`.
+        settings: How many responses of each prompt to use.
         check: Receives all scores that X is calculated from.
-        receiver_of: Returns what takes the X of these folds: with 0 per token, ∂H_seq − H_tok ∂E[T], and with 1 per
-            sequence, ∂H_seq. Each is the mean over a fold's responses.
+        receiver_of: Returns what takes the X of a direction's index and these folds, the mean over a fold's responses.
     """
-    scores = batch.scores
-    index = batch.rollout.prompt_index
-    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length's gradient has no ∂h term
-        surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
-        for target in ("sequence", "length")
-    )
-    logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     num_chosen = min(settings.responses_per_prompt, batch.responses_per_prompt)
-    is_chosen = response_index(index) < num_chosen
+    is_chosen = response_index(batch.rollout.prompt_index) < num_chosen
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
-    directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    gathering = passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext()
-    weighted = WeightedScores(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
-    with gathering:
-        passes.hand_on(batch, weighted, receiver_of, is_chosen)
+    scores = WeightedScores(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
+    with passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext():
+        passes.hand_on(batch, scores, receiver_of, is_chosen)

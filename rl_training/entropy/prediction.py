@@ -64,11 +64,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction, EntropySettings
-from rl_training.entropy.fold_gradients import hand_on_fold_gradients, ratios_to_sampler, totals_of_folds
+from rl_training.entropy.fold_gradients import directions_of, hand_on_fold_gradients, ratios_to_sampler, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
@@ -82,6 +81,7 @@ from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import StepData
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import NO_SAMPLING_LOGPS, NO_TOKENS, Reasons
@@ -97,87 +97,109 @@ TOO_FAR = Unavailable(
 
 
 @dataclass(frozen=True)
-class PredictionSetup:
-    """What is the same for all predictions of a training run."""
+class EntropyPredictor:
+    """Predicts the steps of one training. Its fields are the same for all of them."""
 
     settings: EntropySettings
     attribution: Attribution
+    passes: Passes
+    previous: PreviousUpdate  # δθ of the previous step, which a prediction replaces by its own step's
     device: str | None = None  # where the entropy gradients of folds are kept; None: on the parameters' device
 
+    def predict(self, step: StepData, needs: Need, test: ResidualTest | None = None) -> EntropyPrediction:
+        """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-def predict_entropy(
-    step: StepData,
-    passes: Passes,
-    setup: PredictionSetup,
-    previous: PreviousUpdate,
-    needs: Need,
-    test: ResidualTest | None = None,
-) -> EntropyPrediction:
-    """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
+        Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the
+        scores.
+        """
+        prediction, update = self._predict(step, needs, test)
+        if prediction.reason and not prediction.is_seen_in_scores:
+            self.previous.keep_nothing(step.number, prediction.reason)
+            if test is not None:
+                test.leave_untested(prediction.reason)
+            return prediction
+        # Only now, since it may be written over the previous δθ. It does not depend on the scores.
+        intended, rounded = self.previous.replace(
+            step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
+        )
+        num_bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
+        peak_bytes = max(prediction.peak_bytes, num_bytes_after)
+        return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=peak_bytes)
 
-    Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the scores.
-    """
-    prediction, update = _predict(step, passes, setup, previous, needs, test)
-    if prediction.reason and not prediction.is_seen_in_scores:
-        previous.keep_nothing(step.number, prediction.reason)
-        if test is not None:
-            test.leave_untested(prediction.reason)
-        return prediction
-    # Only now, since it may be written over the previous δθ. It does not depend on the scores.
-    intended, rounded = previous.replace(
-        step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
-    )
-    num_bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
-    peak_bytes = max(prediction.peak_bytes, num_bytes_after)
-    return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=peak_bytes)
+    def _predict(
+        self, step: StepData, needs: Need, test: ResidualTest | None
+    ) -> tuple[EntropyPrediction, StepUpdate | None]:
+        """Return the prediction without δθ, and the step's update by the optimizer's formula. Collective.
 
+        `previous` is only read.
+        """
+        batch, ranks, layout = step.batch, self.passes.ranks, step.gradients.layout
+        settings, labels, previous = self.settings, self.attribution.all_labels, self.previous
+        reason = _entropy_gradient_reason(batch, ranks, step.reasons)
+        if reason:
+            return EntropyPrediction(settings, labels, reason), None
+        ratios = ratios_to_sampler(batch, ranks)
+        totals = totals_of_folds(batch, ranks, ratios)
+        _, entropy, length = totals.sum(dim=0).tolist()
+        if not length:
+            return EntropyPrediction(settings, labels, NO_TOKENS), None
+        update, leave_one_out = _whole_and_without_folds(step, ranks)
+        products = None
+        if Need.ENTROPY_CHANGE in needs:
+            sizes, update_before = batch.fold_sizes, previous.update_before(step.number)
+            products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
+        score_check = ScoreCheck(batch, self.passes.policy, test)
+        directions = directions_of(batch, ratios, entropy / length, settings)
+        held = self._calculate_entropy_gradient(step, needs, directions, products, score_check)
+        peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
+        seen = score_check.check(ranks, step.reasons)
+        if seen:
+            return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
+        prediction = EntropyPrediction(
+            settings,
+            labels,
+            forward_reason=_forward_reason(step),
+            backward_reason=previous.reason(step.number) or step.reasons.reused,
+            totals=totals,
+            rows=held[0] if Need.ENTROPY_ROWS in needs else None,
+            leave_one_out=leave_one_out,
+            peak_bytes=peak_bytes,
+        )
+        if products is not None:
+            prediction = with_quantities(prediction, step, ranks, previous.errors, products)
+        return prediction, update
 
-def _predict(
-    step: StepData,
-    passes: Passes,
-    setup: PredictionSetup,
-    previous: PreviousUpdate,
-    needs: Need,
-    test: ResidualTest | None,
-) -> tuple[EntropyPrediction, StepUpdate | None]:
-    """Return the prediction without δθ, and the step's update by the optimizer's formula. Collective.
+    def _calculate_entropy_gradient(
+        self,
+        step: StepData,
+        needs: Need,
+        directions: Sequence[LossWeights],
+        products: FoldProducts | None,
+        score_check: ScoreCheck,
+    ) -> list[Rows]:
+        """Calculate X of each fold, multiply it with `products` if given, and return the rows held. Collective.
 
-    `previous` is only read.
-    """
-    batch, ranks, layout = step.batch, passes.ranks, step.gradients.layout
-    settings, labels = setup.settings, setup.attribution.all_labels
-    reason = _entropy_gradient_reason(batch, ranks, step.reasons)
-    if reason:
-        return EntropyPrediction(settings, labels, reason), None
-    ratios = ratios_to_sampler(batch, ranks)
-    totals = totals_of_folds(batch, ranks, ratios)
-    _, entropy, length = totals.sum(dim=0).tolist()
-    if not length:
-        return EntropyPrediction(settings, labels, NO_TOKENS), None
-    update, leave_one_out = _whole_and_without_folds(step, ranks)
-    products = None
-    if Need.ENTROPY_CHANGE in needs:
-        sizes, update_before = batch.fold_sizes, previous.update_before(step.number)
-        products = FoldProducts(layout, sizes, setup.attribution, update, leave_one_out, update_before, settings)
-    score_check = ScoreCheck(batch, passes.policy, test)
-    held = _calculate_entropy_gradient(step, passes, setup, needs, ratios, entropy / length, products, score_check)
-    peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
-    seen = score_check.check(ranks, step.reasons)
-    if seen:
-        return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
-    prediction = EntropyPrediction(
-        settings,
-        labels,
-        forward_reason=_forward_reason(step),
-        backward_reason=previous.reason(step.number) or step.reasons.reused,
-        totals=totals,
-        rows=held[0] if Need.ENTROPY_ROWS in needs else None,
-        leave_one_out=leave_one_out,
-        peak_bytes=peak_bytes,
-    )
-    if products is not None:
-        prediction = with_quantities(prediction, step, ranks, previous.errors, products)
-    return prediction, update
+        Args:
+            step: The step.
+            needs: What probes need.
+            directions: Whose gradient X is, per token and perhaps per sequence.
+            products: What X is multiplied with.
+            score_check: Receives all scores that X is calculated from.
+
+        Returns:
+            X per token and per sequence of small models, else X per token if `needs` has its rows, or nothing.
+        """
+        batch, layout = step.batch, step.gradients.layout
+        # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
+        num_held = len(directions) if layout.is_small else int(Need.ENTROPY_ROWS in needs)
+        held = [Rows(layout, batch.num_folds, rows_dtype(layout), self.device) for _ in range(num_held)]
+        receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
+        hand_on_fold_gradients(batch, self.passes, directions, self.settings, score_check, receiver_of)
+        for rows in held:
+            rows.complete()
+        if products is not None and layout.is_small:
+            _multiply(held, products, range(batch.num_folds))
+        return held
 
 
 def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
@@ -225,36 +247,6 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
         return whole, None
     folds = FoldMeans.of(mean, gradients.rows, step.batch.fold_sizes)
     return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, whole)
-
-
-def _calculate_entropy_gradient(
-    step: StepData,
-    passes: Passes,
-    setup: PredictionSetup,
-    needs: Need,
-    ratios: Tensor | None,
-    level: float,
-    products: FoldProducts | None,
-    score_check: ScoreCheck,
-) -> list[Rows]:
-    """Calculate X of each fold, multiply it with `products` if given, and return the rows that are held. Collective.
-
-    For `ratios`, `level` and `score_check` see `hand_on_fold_gradients`.
-
-    Returns:
-        X per token and per sequence of small models, else X per token if `needs` has its rows, or nothing.
-    """
-    batch, layout, settings = step.batch, step.gradients.layout, setup.settings
-    # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-    num_held = 1 + settings.per_sequence if layout.is_small else int(Need.ENTROPY_ROWS in needs)
-    held = [Rows(layout, batch.num_folds, rows_dtype(layout), setup.device) for _ in range(num_held)]
-    receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
-    hand_on_fold_gradients(batch, passes, ratios, level, settings, score_check, receiver_of)
-    for rows in held:
-        rows.complete()
-    if products is not None and layout.is_small:
-        _multiply(held, products, range(batch.num_folds))
-    return held
 
 
 def _receiver_of(held: Sequence[Rows], products: FoldProducts | None, target: int, folds: range) -> Receiver:

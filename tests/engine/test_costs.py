@@ -13,12 +13,13 @@ from trainers import FEW
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe, Reading
-from rl_training.engine import measurer, predictions
+from rl_training.engine import measurer
 from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
+from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -55,7 +56,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
         (PaddingCheck, "check"),
         (measurer, "build_step"),
         (Exchange, "send"),  # the part of the backward's time that hooks take
-        (predictions, "predict_entropy"),
+        (EntropyPredictor, "predict"),
     ],
 )
 def test_work_shared_by_probes_is_charged_to_the_engine(make_trainer, monkeypatch, owner: Any, name: str) -> None:

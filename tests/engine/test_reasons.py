@@ -32,7 +32,7 @@ from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
-from rl_training.entropy.prediction import PredictionSetup, predict_entropy
+from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.hosts.plain.measured_loop import FIXES
@@ -77,8 +77,8 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
 
     step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
     previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}))
-    setup = PredictionSetup(EntropySettings(), Attribution(["logits"]))
-    assert "is 0.26 of the sequences" in predict_entropy(step, passes, setup, previous, Need.ENTROPY_ROWS).reason
+    predictor = EntropyPredictor(EntropySettings(), Attribution(["logits"]), passes, previous)
+    assert "is 0.26 of the sequences" in predictor.predict(step, Need.ENTROPY_ROWS).reason
 
 
 def test_a_step_reused_on_one_process_is_reused_on_all() -> None:

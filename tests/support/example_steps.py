@@ -13,7 +13,7 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.fold_advice import ONE_FOLD
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
-from rl_training.entropy.prediction import PredictionSetup, predict_entropy
+from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans
@@ -149,6 +149,5 @@ def step_of(
     passes = Passes(policy, ranks, FoldReduction(shard))
     if entropy is None:
         return StepContext(step, passes)
-    setup = PredictionSetup(entropy, Attribution(shard.layout.names))
-    previous = PreviousUpdate(shard)
-    return StepContext(step, passes, predict_entropy(step, passes, setup, previous, Need.ENTROPY_CHANGE))
+    predictor = EntropyPredictor(entropy, Attribution(shard.layout.names), passes, PreviousUpdate(shard))
+    return StepContext(step, passes, predictor.predict(step, Need.ENTROPY_CHANGE))
