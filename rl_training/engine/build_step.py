@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 
@@ -24,115 +25,98 @@ from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 
 
-def build_step(
-    open_step: OpenStep,
-    loop: LoopSpec,
-    requirements: Requirements,
-    passes: Passes,
-    fold_recorder: FoldRecorder | None,
-    checks: StepChecks,
-    seen_prompts: set[int],
-    edit_reason: Unavailable | None,
-) -> StepData:
-    """Return the data of a step whose gradients are complete. Collective.
+@dataclass(frozen=True)
+class StepBuilder:
+    """Builds the data of a training's measured steps. Its fields are the same for all of them."""
 
-    Args:
-        open_step: The step and its plan.
-        loop: The training loop.
-        requirements: What all probes require together.
-        passes: Runs further passes.
-        fold_recorder: Holds the fold gradients caught by hooks. None if no probe asks for any.
-        checks: What earlier steps have shown about the policy, the loss and the rewards.
-        seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
-        edit_reason: Set if the weights were changed since the step began.
-    """
-    ranks = passes.ranks
-    rollout = open_step.join_on_all_ranks(ranks)
-    mismatch = checks.sampling_reason(rollout, loop, edit_reason)
-    reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)
-    scores = open_step.join_scores(rollout)
-    copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
-    if copies.reason:
-        shared = copies.reason if copies.on_several_ranks else None
-        reasons = dataclasses.replace(
-            reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
+    loop: LoopSpec
+    requirements: Requirements  # of all probes together
+    passes: Passes  # runs further passes
+    fold_recorder: FoldRecorder | None  # holds the fold gradients caught by hooks; None if no probe asks for any
+    checks: StepChecks  # what earlier steps have shown about the policy, the loss and the rewards
+
+    def build(self, open_step: OpenStep, seen_prompts: set[int], edit_reason: Unavailable | None) -> StepData:
+        """Return the data of a step whose gradients are complete. Collective.
+
+        Args:
+            open_step: The step and its plan.
+            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
+            edit_reason: Set if the weights were changed since the step began.
+        """
+        loop, ranks = self.loop, self.passes.ranks
+        rollout = open_step.join_on_all_ranks(ranks)
+        mismatch = self.checks.sampling_reason(rollout, loop, edit_reason)
+        reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)
+        scores = open_step.join_scores(rollout)
+        copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
+        if copies.reason:
+            shared = copies.reason if copies.on_several_ranks else None
+            reasons = dataclasses.replace(
+                reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
+            )
+        can_recompute = may_recompute(open_step.needs, reasons)
+        # Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
+        index = rollout.prompt_index if copies.unit is None else copies.unit
+        folds = choose_folds(
+            open_step.folds,
+            fewest_prompts(index, ranks),
+            ranks.count,
+            1 if copies.on_several_ranks else self.requirements.num_folds,
+            plan_fails=reasons.no_whole_folds is not None,
+            can_recompute=can_recompute,
         )
-    can_recompute = may_recompute(open_step.needs, reasons)
-    # Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
-    index = rollout.prompt_index if copies.unit is None else copies.unit
-    folds = choose_folds(
-        open_step.folds,
-        fewest_prompts(index, ranks),
-        ranks.count,
-        1 if copies.on_several_ranks else requirements.num_folds,
-        plan_fails=reasons.no_whole_folds is not None,
-        can_recompute=can_recompute,
-    )
-    fold = fold_of_rows(folds, index, ranks.number)
-    ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
-    batch = Batch(
-        rollout=rollout,
-        scores=scores,
-        loss_weights=open_step.join_loss_weights(),
-        microbatch_rows=open_step.microbatch_rows,
-        folds=folds.groups,
-        fold=fold,
-        fold_sizes=ranks.reduce(ones.new_zeros(folds.num_folds).index_add_(0, fold, ones)).cpu(),
-        responses_per_prompt=open_step.responses_per_prompt,
-        loss_settings=open_step.loss_settings,
-        copies=copies,
-    )
-    mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
-    gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
-    step = StepData(open_step.number, batch, gradients, optimizer, reasons)
-    step = _with_fold_gradients(step, passes, fold_recorder, checks, open_step.needs, is_recomputed=folds.is_recomputed)
-    one_fold = None
-    if batch.num_folds < 2:
-        one_fold = one_fold_reason(loop, open_step.probes, can_recompute=can_recompute)
-    return dataclasses.replace(
-        step,
-        reasons=dataclasses.replace(
-            step.reasons,
-            one_fold=one_fold,
-            relative_rewards=checks.relative_rewards(rollout, reasons, ranks),
-        ),
-    )
+        fold = fold_of_rows(folds, index, ranks.number)
+        ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
+        batch = Batch(
+            rollout=rollout,
+            scores=scores,
+            loss_weights=open_step.join_loss_weights(),
+            microbatch_rows=open_step.microbatch_rows,
+            folds=folds.groups,
+            fold=fold,
+            fold_sizes=ranks.reduce(ones.new_zeros(folds.num_folds).index_add_(0, fold, ones)).cpu(),
+            responses_per_prompt=open_step.responses_per_prompt,
+            loss_settings=open_step.loss_settings,
+            copies=copies,
+        )
+        mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
+        gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
+        step = StepData(open_step.number, batch, gradients, optimizer, reasons)
+        step = self._with_fold_gradients(step, open_step.needs, is_recomputed=folds.is_recomputed)
+        one_fold = None
+        if batch.num_folds < 2:
+            one_fold = one_fold_reason(loop, open_step.probes, can_recompute=can_recompute)
+        relative_rewards = self.checks.relative_rewards(rollout, reasons, ranks)
+        reasons = dataclasses.replace(step.reasons, one_fold=one_fold, relative_rewards=relative_rewards)
+        return dataclasses.replace(step, reasons=reasons)
 
+    def _with_fold_gradients(self, step: StepData, needs: Need, *, is_recomputed: bool) -> StepData:
+        """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
 
-def _with_fold_gradients(
-    step: StepData,
-    passes: Passes,
-    fold_recorder: FoldRecorder | None,
-    checks: StepChecks,
-    needs: Need,
-    *,
-    is_recomputed: bool,
-) -> StepData:
-    """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
+        `gradients.rows_reason` says why they must not be used, if so: microbatches do not hold whole folds, or the
+        step's gradient is not that of its folds.
 
-    `gradients.rows_reason` says why they must not be used, if so: microbatches do not hold whole folds, or the step's
-    gradient is not that of its folds.
-
-    Args:
-        needs: What this step's probes need.
-        is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
-    """
-    other_terms = step.reasons.other_terms
-    rows_reason = checks.terms.skip_recomputing(passes.policy) if is_recomputed else step.reasons.no_whole_folds
-    if fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
-        gradients, sums = fold_recorder.complete(step, passes)
-        step = dataclasses.replace(step, gradients=gradients)
-        if is_recomputed:
-            rows_reason = checks.terms.check_recomputed(step, sums, passes)
-        else:
-            is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
-            rows_reason = gradient_mismatch(sums, is_rounded)
-            if Need.TERMS_CHECK in needs and not (rows_reason or other_terms):
-                checks.terms.check(step, sums, passes)
-    if is_recomputed or Need.TERMS_CHECK in needs:  # also what earlier steps have shown, if this one was not compared
-        other_terms = other_terms or checks.terms.reason
-    return dataclasses.replace(
-        step,
-        gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),
-        reasons=dataclasses.replace(step.reasons, other_terms=other_terms),
-    )
+        Args:
+            step: The step without them.
+            needs: What this step's probes need.
+            is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
+        """
+        passes, terms, other_terms = self.passes, self.checks.terms, step.reasons.other_terms
+        rows_reason = terms.skip_recomputing(passes.policy) if is_recomputed else step.reasons.no_whole_folds
+        if self.fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
+            gradients, sums = self.fold_recorder.complete(step, passes)
+            step = dataclasses.replace(step, gradients=gradients)
+            if is_recomputed:
+                rows_reason = terms.check_recomputed(step, sums, passes)
+            else:
+                is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
+                rows_reason = gradient_mismatch(sums, is_rounded)
+                if Need.TERMS_CHECK in needs and not (rows_reason or other_terms):
+                    terms.check(step, sums, passes)
+        if is_recomputed or Need.TERMS_CHECK in needs:  # also what earlier steps have shown, if this was not compared
+            other_terms = other_terms or terms.reason
+        return dataclasses.replace(
+            step,
+            gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),
+            reasons=dataclasses.replace(step.reasons, other_terms=other_terms),
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_training.engine.build_step import build_step
+from rl_training.engine.build_step import StepBuilder
 from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
@@ -50,9 +50,10 @@ class Measurer:
         costs: Costs,
         states: Mapping[str, Any],
     ) -> None:
-        self._loop, self._requirements, self._passes = loop, requirements, passes
+        self._loop, self._passes = loop, passes
         self._fold_recorder, self._probe_states, self._costs = fold_recorder, probe_states, costs
         self._checks = StepChecks.of(states[StepChecks.name])
+        self._builder = StepBuilder(loop, requirements, passes, fold_recorder, self._checks)
         temperature, device = loop.policy.scorer.temperature, loop.shard.layout.device
         self._residual_test = ResidualTest(states[ResidualTest.name], temperature, device)
         self._update_state: UpdateState = states[ENGINE]  # of the predictions, where there are none
@@ -85,15 +86,13 @@ class Measurer:
 
     def _context(self, step: OpenStep, seen_prompts: set[int]) -> StepContext:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
-        predictions, passes = self._predictions, self._passes
+        predictions = self._predictions
         edit_reason = None if predictions is None else predictions.edit_reason()
-        data = build_step(
-            step, self._loop, self._requirements, passes, self._fold_recorder, self._checks, seen_prompts, edit_reason
-        )
+        data = self._builder.build(step, seen_prompts, edit_reason)
         prediction = None
         if predictions is not None:
             prediction = predictions.predict(data, step.probes, self._residual_test)
-        return StepContext(data, passes, prediction, self._residual_test)
+        return StepContext(data, self._passes, prediction, self._residual_test)
 
     def about_to_step(self, step: OpenStep) -> None:
         """Read weights and gradients of a measured step right before the optimizer's."""

@@ -13,7 +13,7 @@ from trainers import FEW
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe, Reading
-from rl_training.engine import measurer
+from rl_training.engine.build_step import StepBuilder
 from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.padding_check import PaddingCheck
@@ -54,7 +54,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     ("owner", "name"),
     [
         (PaddingCheck, "check"),
-        (measurer, "build_step"),
+        (StepBuilder, "build"),
         (Exchange, "send"),  # the part of the backward's time that hooks take
         (EntropyPredictor, "predict"),
     ],

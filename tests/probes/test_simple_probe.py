@@ -18,10 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, L_MAX, graded, trainer_maker
 
 from rl_training import Reading
-from rl_training.engine import measurer
-from rl_training.engine.build_step import build_step
-from rl_training.engine.loop_spec import LoopSpec
-from rl_training.engine.open_step import OpenStep
+from rl_training.engine.build_step import StepBuilder
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.models.load import load_tiny
 from rl_training.optim import adamw
@@ -29,7 +26,6 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.statistics.jackknife import JackknifeUnits
-from rl_training.step.passes import Passes
 
 K, G = 8, 4
 EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": K}  # each is one prompt
@@ -280,14 +276,16 @@ def test_off_policy_tokens_are_weighted_by_the_ratio_of_their_prefix(make_traine
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
     make_trainer, monkeypatch, known, measured
 ) -> None:
+    build = StepBuilder.build
+
     def reweighted(*args: Any) -> Any:
-        step = build_step(*args)
+        step = build(*args)
         sampling_logps = step.batch.scores.logps.double().clone()
         sampling_logps[known:, 0] += 80.0  # only the first `known` of 32 sequences keep a weight
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
-    monkeypatch.setattr(measurer, "build_step", reweighted)
+    monkeypatch.setattr(StepBuilder, "build", reweighted)
     probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
@@ -334,10 +332,11 @@ class NanInPadding(Policy):
 
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """In one of two trainings probes see nan in padded positions. All their estimates are the same."""
+    build = StepBuilder.build
 
-    def shown(recorder: OpenStep, loop: LoopSpec, passes: Passes, *args: Any) -> Any:
-        step = build_step(recorder, loop, passes, *args)
-        object.__setattr__(passes, "policy", NanInPadding(loop.policy))
+    def shown(builder: StepBuilder, *args: Any) -> Any:
+        step = build(builder, *args)
+        object.__setattr__(builder.passes, "policy", NanInPadding(builder.loop.policy))
         return dataclasses.replace(
             step, batch=dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
         )
@@ -345,7 +344,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     said = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(measurer, "build_step", shown)
+            monkeypatch.setattr(StepBuilder, "build", shown)
         probes = [
             SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),
