@@ -161,7 +161,7 @@ class StepDriver:
 
         `sizes` is the number of sequences in each microbatch on this rank. None: as the loop says.
         """
-        step = enter(self._open_step, StepPhase.PLANNED, StepPhase.BEGUN, StepPhase.PLANNED)
+        step = enter(self._open_step, StepPhase.PLANNED, after=[StepPhase.BEGUN, StepPhase.PLANNED])
         if step.probes:
             with self.costs.timed():
                 step.sizes = sizes or self._loop.sizes
@@ -175,7 +175,7 @@ class StepDriver:
 
         The loss is made of `scores`, with graph. If given, `recorded` is recorded instead: it covers masked tokens too.
         """
-        step = enter(self._open_step, StepPhase.FILLED, StepPhase.PLANNED, StepPhase.FILLED)
+        step = enter(self._open_step, StepPhase.FILLED, after=[StepPhase.PLANNED, StepPhase.FILLED])
         self.finish_backward()
         step.add(rollout, (recorded or scores).detached(), loss.settings or self._loop.loss_settings)
         if step.probes:
@@ -202,8 +202,8 @@ class StepDriver:
 
         `rollout_number` says which rollout of this training the step learns from.
         """
-        filled = StepPhase.FILLED if self.needs_scores else StepPhase.PLANNED
-        step = enter(self._open_step, StepPhase.READY, filled, StepPhase.FILLED)
+        after = [StepPhase.FILLED] if self.needs_scores else [StepPhase.PLANNED, StepPhase.FILLED]
+        step = enter(self._open_step, StepPhase.READY, after)
         self.finish_backward()
         if self._bound is not None:
             with self._isolated(), self.costs.timed(self._bound.name):

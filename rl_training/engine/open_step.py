@@ -212,10 +212,10 @@ class OpenStep:
         return LossWeights(logp_weights, entropy_weights if has_entropies else None)
 
 
-def enter(step: OpenStep | None, phase: StepPhase, *after: StepPhase) -> OpenStep:
+def enter(step: OpenStep | None, phase: StepPhase, after: Sequence[StepPhase]) -> OpenStep:
     """Return the current step, now in this phase. RuntimeError, naming the missing call, if it was in none of `after`.
 
-    >>> enter(OpenStep(1, []), StepPhase.FILLED, StepPhase.PLANNED, StepPhase.FILLED)
+    >>> enter(OpenStep(1, []), StepPhase.FILLED, after=[StepPhase.PLANNED, StepPhase.FILLED])
     Traceback (most recent call last):
     RuntimeError: call plan(…) before microbatch(…)
     """

@@ -604,8 +604,14 @@ def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reas
     assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_within_step")
 
 
+def loss_again(trainer: Any) -> None:
+    trainer.compute_loss(trainer.model, trainer._buffered_inputs[0])
+
+
 def test_weights_edited_by_a_callback_are_not_the_step_of_the_optimizer(make_trainer) -> None:
+    """Another callback computes a loss once the gradients are complete, which is no microbatch of the step."""
     trainer = make_trainer(probes=[SimpleEntropyProbe()], **FEW)
+    trainer.add_callback(Acting(trainer, BEFORE, loss_again))
     trainer.add_callback(Acting(trainer, AFTER, each_weight(lambda weight: weight.mul_(1.01))))
     trainer.train()
     assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
