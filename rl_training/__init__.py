@@ -5,7 +5,6 @@ CONTRIBUTING.md has a tree of the packages. Beside them:
 errors.py, extras.py         errors that say what to change, also if a library is missing or hidden by a user's file
 options.py                   settings as arguments, with the closest name
 vocabulary.py                words and numbers on which the engine and the records agree
-limited_files.py             reads files within limits of size and time
 attach.py, verl_plugin.py    entries of `python -m rl_training.attach` and of verl; version.py has the version
 """
 

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.errors import UserError
-from rl_training.limited_files import read_text
 from rl_training.models.adapter_patterns import refuse_endless_patterns
+from rl_training.records.files.limited import read_text
 
 TINY_PATH = Path(__file__).parent / "assets" / "tiny"  # the model that ships with the package: see tiny.py
 ADAPTER_CONFIG = "adapter_config.json"

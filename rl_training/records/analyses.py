@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.limited_files import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.damaged import naming_the_file
+from rl_training.records.files.limited import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import OFFLINE

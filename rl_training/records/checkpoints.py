@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rl_training.errors import UserError
-from rl_training.limited_files import MAX_RESULT_BYTES, MAX_STATE_BYTES, read_text
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, changed_files, read_notes
+from rl_training.records.files.limited import MAX_RESULT_BYTES, MAX_STATE_BYTES, read_text
 from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.files.printable import printable

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_training.limited_files import read_text
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import FolderInUse, locked
 from rl_training.records.folder import LOGS_FOLDER, has_settings

@@ -21,9 +21,9 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.limited_files import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.damaged import naming_the_file
+from rl_training.records.files.limited import MAX_RESULT_BYTES, read_text
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.json_values import MAX_COUNT, checked_count, checked_text, parse_json, to_json
 from rl_training.statistics.estimate import Estimate

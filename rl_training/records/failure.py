@@ -8,8 +8,8 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from rl_training.limited_files import read_text
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import mask_line
 from rl_training.records.folder import LOGS_FOLDER
 

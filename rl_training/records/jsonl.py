@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.limited_files import read_text
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.files.append import append_whole
 from rl_training.records.files.atomic_write import cannot_write, write_atomically
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.unpack import whole_lines
 from rl_training.records.folder import LOGS_FOLDER, has_settings

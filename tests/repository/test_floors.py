@@ -34,7 +34,7 @@ BELOW = {
     "probes": MEASURED - {"probes"},
     "records": {"statistics", "parallel"},
     "tasks": set(),
-    "models": set(),
+    "models": {"statistics", "parallel", "records"},  # it reads the files of checkpoints
     "evaluation": {"statistics", "parallel", "policy", "tasks"},
     "hosts": {*MEASURED, "records"},
     "offline": {*MEASURED, "records", "hosts"},
@@ -74,7 +74,6 @@ TOP = {
     "attach",
     "errors",
     "extras",
-    "limited_files",
     "options",
     "verl_plugin",
     "version",

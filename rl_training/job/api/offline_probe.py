@@ -32,8 +32,8 @@ from rl_training.job.configuration.prepare import prepare_analysis
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind
-from rl_training.limited_files import read_text
 from rl_training.options import did_you_mean
+from rl_training.records.files.limited import read_text
 from rl_training.records.folder import run_of
 from rl_training.records.hydra_text import quote_list, quote_value
 

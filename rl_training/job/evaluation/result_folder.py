@@ -15,8 +15,8 @@ from rl_training.job.configuration.nested import describe_differences
 from rl_training.job.evaluation.spec import EvaluationSpec
 from rl_training.job.evaluation.spelling import Spelling
 from rl_training.job.evaluation.worker import CheckpointResponses
-from rl_training.limited_files import MAX_STATE_BYTES, read_bytes
 from rl_training.records.evaluated import EVALUATION_SETTINGS_FILE, consolidate, read_step, write_settings, write_step
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import EVALUATIONS
 from rl_training.statistics.estimate import Estimate

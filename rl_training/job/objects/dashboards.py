@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
-from rl_training.limited_files import read_text
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import LOGS_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER, refuse_a_file
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.versions import tokenizer_of
-from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.offline.analysis import Analysis, Numbers
 from rl_training.offline.buffers import evaluation_rewards, gather_rollout, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
@@ -31,6 +30,7 @@ from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.probes.importance import LOGP, sequence_totals
 from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
 from rl_training.records.json_values import to_json
 
 TEXTS_FILE = "kernel_texts.json"

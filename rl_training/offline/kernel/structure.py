@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.limited_files import MAX_STATE_BYTES, read_text
 from rl_training.offline.kernel.clusters import participation_ratio
 from rl_training.offline.kernel.sketches import cosines
 from rl_training.optim.formula import CAUSES
 from rl_training.records.files.damaged import naming_the_file
+from rl_training.records.files.limited import MAX_STATE_BYTES, read_text
 from rl_training.records.json_values import from_json
 
 SAME_TEXT = "same text"

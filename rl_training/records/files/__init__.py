@@ -5,5 +5,6 @@ links.py            nothing outside of the run           pickles.py        tenso
 stored_yaml.py      plain YAML of limited size           unpack.py         gzip, within limits
 masking.py          no tokens or passwords               printable.py      no terminal control characters
 append.py           lines that stay whole        damaged.py        an error that names the file
-secret_names.py, secret_forms.py    how they are recognized                spreadsheet.py    no formulas
+limited.py          files of limited size        spreadsheet.py    no formulas
+secret_names.py, secret_forms.py    how tokens and passwords are recognized
 """

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rl_training.errors import UserError
-from rl_training.limited_files import read_text
+from rl_training.records.files.limited import read_text
 
 MAX_DEPTH = 50
 

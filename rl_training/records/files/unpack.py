@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rl_training.errors import UserError
-from rl_training.limited_files import read_bytes
 from rl_training.records.files.append import MAX_LINE_BYTES, is_json_object
+from rl_training.records.files.limited import read_bytes
 
 logger = logging.getLogger(__name__)
 

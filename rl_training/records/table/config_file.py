@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from rl_training.limited_files import read_text
+from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.stored_yaml import read_mapping
 from rl_training.records.folder import CONFIG_FILE
