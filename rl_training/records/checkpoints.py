@@ -9,6 +9,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,12 @@ from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
     LOGS_FOLDER,
+    OPTIMIZER_FILE,
+    SCHEDULER_FILE,
+    TRAINER_STATE_FILE,
     TRAINING_STATE,
     checkpoints_in,
     checkpoints_of,
@@ -56,8 +62,10 @@ def find_checkpoint(
     Raises:
         UserError: If there is none; says where it looked.
     """
-    runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
-    return _resolve(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting, or_else=or_else)
+    wanted = _Wanted(setting, resume, lambda checkpoint: find_flaw(checkpoint, sharded_by), or_else)
+    if resume == "latest":
+        return wanted.newest_in(run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent)
+    return wanted.at(Path(resume))
 
 
 def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
@@ -74,52 +82,61 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """
     if not isinstance(choice, str):
         return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
-    newest = _resolve(choice, runs, find_weights_flaw, "checkpoint", names_all=True)
+    wanted = _Wanted("checkpoint", choice, find_weights_flaw)
+    newest = wanted.newest_in(runs) if choice in ("latest", "all") else wanted.at(Path(choice))
     if choice == "all" or checkpoints_in(Path(choice)):
         return list(_flawless(checkpoints_in(newest.parent), find_weights_flaw))
     return [newest]
 
 
-def _resolve(
-    choice: str,
-    runs: Path,
-    flaw_of: Callable[[Path], str],
-    setting: str,
-    *,
-    names_all: bool = False,
-    or_else: str = "",
-) -> Path:
-    """Return the checkpoint that `choice` names: the given folder, or the newest one without a flaw.
+@dataclass(frozen=True)
+class _Wanted:
+    """A setting whose value names a checkpoint, and what a checkpoint must be for it."""
 
-    Args:
-        runs: Where to look for "latest" and "all": a run, or a folder of runs. The run with the most recent step comes
-            first.
-        flaw_of: Returns what is wrong with a checkpoint, or "".
-        setting: Name of the setting that `choice` is the value of, for errors.
-        names_all: Whether "all" is not a folder, but stands for all checkpoints, of which the newest is returned.
-        or_else: What the user can do instead, for the error if there is no checkpoint.
+    setting: str
+    value: str
+    flaw_of: Callable[[Path], str]  # returns what is wrong with a checkpoint, or ""
+    or_else: str = ""  # what the user can do instead, for the error if there is no checkpoint
 
-    Raises:
-        UserError: If there is no such checkpoint.
-    """
-    path = Path(choice)
-    if choice == "latest" or (choice == "all" and names_all):
-        inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
-        listed = [runs] if checkpoints_of(runs) else sorted(inside, key=_last_step_at, reverse=True)
-    elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
-        runs, listed = path, [path]
-    elif not path.is_dir():
-        raise UserError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder")
-    elif flaw := flaw_of(path):
-        raise UserError(f"{setting}={choice} cannot be used: {flaw}. Choose an earlier checkpoint-N folder")
-    else:
+    def at(self, path: Path) -> Path:
+        """Return the checkpoint at a path: that folder, or the newest one of the run or of the checkpoints in it.
+
+        Raises:
+            UserError: If there is none, or the folder named has a flaw.
+        """
+        if (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
+            return self._newest([path], path)
+        if not path.is_dir():
+            raise UserError(
+                f"{self.setting}={self.value}: there is no such folder; give a run or a checkpoint-N folder"
+            )
+        if flaw := self.flaw_of(path):
+            raise UserError(
+                f"{self.setting}={self.value} cannot be used: {flaw}. Choose an earlier checkpoint-N folder"
+            )
         return path
-    newest_first = (folder for run in listed for folder in (checkpoints_of(run) or checkpoints_in(run))[::-1])
-    newest = next(_flawless(newest_first, flaw_of), None)
-    if newest is None:
-        instead = f", or {or_else}" if or_else else ""
-        raise UserError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
-    return newest
+
+    def newest_in(self, runs: Path) -> Path:
+        """Return the newest checkpoint of a run, or of the run in a folder of runs that has taken a step last.
+
+        Raises:
+            UserError: If there is none.
+        """
+        if checkpoints_of(runs):
+            return self._newest([runs], runs)
+        inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
+        return self._newest(sorted(inside, key=_last_step_at, reverse=True), runs)
+
+    def _newest(self, folders: Sequence[Path], searched: Path) -> Path:
+        """Return the newest checkpoint without a flaw of the first of these folders that has one."""
+        newest_first = (path for folder in folders for path in (checkpoints_of(folder) or checkpoints_in(folder))[::-1])
+        newest = next(_flawless(newest_first, self.flaw_of), None)
+        if newest is None:
+            instead = f", or {self.or_else}" if self.or_else else ""
+            raise UserError(
+                f"{self.setting}={self.value}: no complete checkpoint in {searched}; give {self.setting}=PATH{instead}"
+            )
+        return newest
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
@@ -139,7 +156,7 @@ def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> It
 
 def _last_step_at(run: Path) -> float:
     """Return the file system's time of a run's last step, in seconds; 0 if it has taken none."""
-    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in checkpoints_of(run))]
+    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / TRAINER_STATE_FILE for path in checkpoints_of(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
@@ -149,14 +166,14 @@ def steps_taken(checkpoint: Path) -> int:
     A folder of weights alone has no trainer_state.json. The number at the end of its parent's name counts, or 0.
     """
     state = state_folder(checkpoint)
-    if state != checkpoint and not (state / "trainer_state.json").is_file():
+    if state != checkpoint and not (state / TRAINER_STATE_FILE).is_file():
         return number_at_end(state.resolve())
-    return int(json.loads(read_text(state / "trainer_state.json", MAX_STATE_BYTES))["global_step"])
+    return int(json.loads(read_text(state / TRAINER_STATE_FILE, MAX_STATE_BYTES))["global_step"])
 
 
 def state_folder(checkpoint: Path) -> Path:
     """Return the folder that holds optimizer and scheduler: the checkpoint, or the folder around weights in `model`."""
-    alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
+    alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / TRAINER_STATE_FILE).is_file()
     return checkpoint.resolve().parent if alone else checkpoint
 
 
@@ -195,11 +212,11 @@ def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
     if written != sharded_by:
         launch = f"under {written}" if written else f"without {sharded_by}"
         return f"it was written {launch}: resume with the same launch file"
-    for name in (*optimizer, "scheduler.pt", *_rng_files(checkpoint)):
+    for name in (*optimizer, SCHEDULER_FILE, *_rng_files(checkpoint)):
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
-    return _flaw_of_pickles([checkpoint / name for name in (*optimizer, "scheduler.pt", *_rng_files(checkpoint))])
+    return _flaw_of_pickles([checkpoint / name for name in (*optimizer, SCHEDULER_FILE, *_rng_files(checkpoint))])
 
 
 def _flaw_of_pickles(paths: Iterable[Path]) -> str:
@@ -219,7 +236,7 @@ def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
         return "DeepSpeed", [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
     if any(checkpoint.glob("pytorch_model_fsdp*")):
         return "FSDP", ["optimizer.bin", "pytorch_model_fsdp.bin"]
-    return "", ["optimizer.pt"]
+    return "", [OPTIMIZER_FILE]
 
 
 def deepspeed_folder(checkpoint: Path) -> str:
@@ -235,13 +252,13 @@ def find_weights_flaw(checkpoint: Path) -> str:
     if leads_out_of_its_run(checkpoint):
         return f"it is a link out of its run, to {checkpoint.resolve()}"
     if state_folder(checkpoint) != checkpoint:
-        needed = [state_folder(checkpoint) / "optimizer.pt"]
-        if (checkpoint / "adapter_config.json").is_file() or not (checkpoint / "config.json").is_file():
-            needed = [checkpoint / "adapter_config.json", checkpoint / "adapter_model.safetensors", *needed]
+        needed = [state_folder(checkpoint) / OPTIMIZER_FILE]
+        if (checkpoint / ADAPTER_CONFIG_FILE).is_file() or not (checkpoint / "config.json").is_file():
+            needed = [checkpoint / ADAPTER_CONFIG_FILE, checkpoint / ADAPTER_WEIGHTS_FILE, *needed]
         missing = [str(path) for path in needed if not path.is_file()]
         return f"it lacks {' and '.join(missing)}" if missing else _find_tensor_flaw(checkpoint)
     try:
-        state = json.loads(read_text(checkpoint / "trainer_state.json", MAX_STATE_BYTES))
+        state = json.loads(read_text(checkpoint / TRAINER_STATE_FILE, MAX_STATE_BYTES))
         if type(state["global_step"]) is not int:
             return "its trainer_state.json is damaged"
     except FileNotFoundError:

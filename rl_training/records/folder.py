@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,12 @@ EVALUATIONS = "evaluations"
 COMPARISON_FILE = "comparison.html"  # the page of several runs, in the current folder
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
 WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINING_STATE)  # what commands write
+# Files of a checkpoint:
+TRAINER_STATE_FILE = "trainer_state.json"  # which step it is of, and the trainer's log; written last
+OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")  # the trainer's name for a checkpoint's folder
 
 
@@ -61,6 +68,11 @@ def run_of(checkpoint: Path) -> Path | None:
     """
     folder = checkpoint.resolve().parent
     return folder.parent if folder.name == TRAINING_STATE and has_settings(folder.parent) else None
+
+
+def cache_folder() -> Path:
+    """Return the folder, outside of runs, for what can be made or fetched again; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_training"
 
 
 def refuse_a_file(path: Path) -> None:

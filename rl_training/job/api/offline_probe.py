@@ -34,7 +34,7 @@ from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import check_kind
 from rl_training.options import did_you_mean
 from rl_training.records.files.limited import read_text
-from rl_training.records.folder import run_of
+from rl_training.records.folder import ADAPTER_CONFIG_FILE, run_of
 from rl_training.records.hydra_text import quote_list, quote_value
 
 # Keys of a configuration, with the corresponding settings of `rl-training analyze`.
@@ -194,7 +194,7 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adapter_overrides(checkpoint: Path) -> list[str]:
     """Return overrides for the adapter of a checkpoint outside a run, read from its adapter_config.json."""
-    file = checkpoint / "adapter_config.json"
+    file = checkpoint / ADAPTER_CONFIG_FILE
     if not file.is_file() or run_of(checkpoint) is not None:
         return []
     try:

@@ -18,7 +18,7 @@ from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.records.evaluated import EVALUATION_SETTINGS_FILE, consolidate, read_step, write_settings, write_step
 from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.lock import locked
-from rl_training.records.folder import EVALUATIONS
+from rl_training.records.folder import EVALUATIONS, TRAINER_STATE_FILE
 from rl_training.statistics.estimate import Estimate
 
 
@@ -112,7 +112,7 @@ def fingerprint(checkpoint: Path) -> str:
     It hashes the trainer's state, whose log contains the timings of each step, and the sizes of the weight files.
     """
     digest = hashlib.sha256()
-    state = checkpoint / "trainer_state.json"
+    state = checkpoint / TRAINER_STATE_FILE
     if state.is_file():
         digest.update(read_bytes(state, MAX_STATE_BYTES))
     digest.update(repr(sorted((p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors"))).encode())

@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
-from rl_training.models.load import ADAPTER_CONFIG, adapter_base, load_causal_lm, refuse_code_in_adapter
+from rl_training.models.load import adapter_base, load_causal_lm, refuse_code_in_adapter
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.records.checkpoints import NO_WEIGHTS, NOT_COMPLETE
+from rl_training.records.folder import ADAPTER_CONFIG_FILE, OPTIMIZER_FILE, TRAINER_STATE_FILE
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -37,7 +38,7 @@ def load_policy(
     """
     require_weights(checkpoint)
     reference: PreTrainedModel | None = None
-    if (checkpoint / ADAPTER_CONFIG).is_file():
+    if (checkpoint / ADAPTER_CONFIG_FILE).is_file():
         from peft import PeftModel
 
         if load_initial is None:
@@ -73,5 +74,5 @@ def require_weights(checkpoint: Path) -> None:
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
     if all(path.name.startswith((*NOT_WEIGHTS, "training_args.bin")) for path in weights):
         raise UserError(NO_WEIGHTS)
-    if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
+    if (checkpoint / OPTIMIZER_FILE).is_file() and not (checkpoint / TRAINER_STATE_FILE).is_file():
         raise UserError(NOT_COMPLETE)

@@ -25,6 +25,7 @@ from markupsafe import Markup
 from rl_training.errors import UserError
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.files.printable import all_printable, printable
+from rl_training.records.folder import cache_folder
 from rl_training.records.pages.charts import Chart, template
 from rl_training.records.pages.environment import ENVIRONMENT
 from rl_training.records.pages.preview import preview
@@ -143,7 +144,7 @@ def javascript() -> str:
     Bundling takes vl-convert two seconds.
     """
     name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-training" / name
+    kept = cache_folder() / name
     if not kept.is_file():
         text = _run(BUNDLE).replace("</script", "<\\/script")
         with suppress(OSError):
