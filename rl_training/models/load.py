@@ -50,11 +50,23 @@ def load_causal_lm(
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if quantization is not None:
         options["quantization_config"] = _four_bits(quantization, dtype)
-    try:
+    with _explain_failed_load(name):
         _refuse_kernels(name, attn_implementation)
         refuse_code_in_adapter(Path(name))
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+    _keep_backward_on_cpu(model)
+    _check_tokenizer(tokenizer, name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _explain_failed_load(name: str | Path) -> Iterator[None]:
+    """Turn the error of any library inside the context into a UserError that says what to give as model.name."""
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:  # a missing or damaged file raises errors of various libraries
@@ -70,16 +82,21 @@ def load_causal_lm(
             "Give model.name=FOLDER with config.json, weights and tokenizer files as save_pretrained writes them, "
             "or a name on the Hub, or use model=tiny"
         ) from error
-    for module in model.modules():  # on CPUs, bitsandbytes would keep an evaluation layout that has no backward
+
+
+def _keep_backward_on_cpu(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from changing 4-bit layers, on CPUs, to a layout for evaluation, which has no backward."""
+    for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> None:
+    """Raise UserError for a tokenizer without content or without an end-of-sequence token."""
     if not tokenizer("a 1").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"model.name={name} has no tokenizer: put its files there (tokenizer.json, as it was trained)")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
 
 
 def refuse_code_in_adapter(folder: Path, names: Iterable[str] = ()) -> None:
