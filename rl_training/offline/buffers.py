@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl import attach, batches, policy
+from rl_training.hosts.trl import attach, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.fill_rollout import start_buffer
+from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.offline.phases import Progress, silent

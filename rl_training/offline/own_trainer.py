@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.recorded_settings import settings_of_trainer
+from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages

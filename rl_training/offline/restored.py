@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError, is_short_of_memory
-from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sampling_settings import sampling_reason
+from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
+from rl_training.hosts.trl.settings.sampling import sampling_reason
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.hosts.trl.versions import enable_checkpointing

@@ -15,7 +15,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Reading, attach
-from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
+from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
 from rl_training.hosts.trl.versions import OF_ARGUMENTS
 from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores

@@ -36,7 +36,7 @@ from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.hosts.plain.measured_loop import FIXES
-from rl_training.hosts.trl.fixes import fixes_of
+from rl_training.hosts.trl.settings.fixes import fixes_of
 from rl_training.models.load import load_tiny
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer

@@ -14,7 +14,7 @@ from trainers import differing, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.rollouts import batches
 from rl_training.interventions.loss import LossInputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS
 from rl_training.policy.rollout import join_rollouts, with_one_advantage_each

@@ -32,7 +32,7 @@ from trainers import (
 )  # fmt: skip
 
 from rl_training import DrGRPOTrainer, Reading
-from rl_training.hosts.trl.sampling_settings import SAMPLING
+from rl_training.hosts.trl.settings.sampling import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import GROWS, NEEDS, parse_intervention
 from rl_training.models.load import load_tiny

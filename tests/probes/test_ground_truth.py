@@ -26,7 +26,7 @@ from rl_training import Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sampling_settings import STREAM
+from rl_training.hosts.trl.settings.sampling import STREAM
 from rl_training.models.load import load_tiny
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout

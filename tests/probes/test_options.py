@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_training import Probe, UserError, probes
-from rl_training.hosts.trl.recorded_settings import settings_of_probes
+from rl_training.hosts.trl.settings.recorded import settings_of_probes
 from rl_training.probes import (
     GradientNoiseScaleProbe,
     GroundTruthProbe,

@@ -186,14 +186,13 @@ def test_the_libraries_of_a_loop_are_imported_only_by_its_host() -> None:
     """These are hosts/trl, and the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
-    assert folders == {
-        "rl_training/hosts/trl", "rl_training/job/evaluation", "rl_training/job/objects", "rl_training/job/run",
-    }  # fmt: skip
+    elsewhere = {folder for folder in folders if not f"{folder}/".startswith("rl_training/hosts/trl/")}
+    assert elsewhere == {"rl_training/job/evaluation", "rl_training/job/objects", "rl_training/job/run"}
 
 
 def test_host_independent_modules_import_neither_trl_nor_transformers() -> None:
     """So can the modules that write and read records. Only pages import jinja2."""
-    layers = (*MEASURED, "records", "hosts")
+    layers = (*MEASURED, "records", "hosts", "hosts/plain")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
     assert "jinja2" in imported_with("rl_training.records.report")
     assert "trl" in imported_with("rl_training.job.run.training")

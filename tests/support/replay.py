@@ -50,8 +50,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Probe, attach
-from rl_training.hosts.trl.batches import REWARD, UNTESTED
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.rollouts.batches import REWARD, UNTESTED
 from rl_training.parallel.ranks import all_ranks
 from rl_training.probes import (
     EffectiveSampleSizeProbe,

@@ -6,21 +6,14 @@ Read in this order:
     trainer_kind.py, compatibility.py, refusals.py           what cannot be attached to: other trainers, other versions
                      of TRL, settings under which nothing can be measured
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
-    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop_spec.py describes the loop to it,
-                     and fixes.py has advice in the trainer's settings
-    rollouts.py      what is known of a rollout until its steps; complete_batch.py adds to TRL's batch what TRL leaves
-                     out, with generated.py and prompt_numbers.py; batch_kind.py tells whether the batch is the
-                     rollout, old_logps.py whose old log-probabilities it has; batches.py reads it
-    rollout_shape.py, whole_prompts.py, loss_settings.py     what the trainer's settings say of rollouts, of the order
-                     of their rows, and of the loss
-    policy.py        scores and samples as the trainer would; sampling_settings.py tells whether these are the scored
-                     policy's samples, scoring_calls.py finds the scores behind a loss
+    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop_spec.py describes the loop to it
+    rollouts/        what is known of a rollout and its rows, which TRL passes on in batches without it
+    settings/        what the trainer's settings say of the loss, of sampling and of rollouts
+    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
-    trainer_log.py, checkpoint_hooks.py                      what is logged, and what is added to checkpoints; alerts.py
-                     sends alerts
-    destination.py, attached_run.py, run_folder.py           where a training writes: nowhere, records, or the folder
-                     of a run; recorded_settings.py has the settings written to it
-    guard.py, termination.py, announcements.py               how measuring ends, and what the user is told
+    output/          where a training writes: nowhere, records, or the folder of a run
+    trainer_log.py, checkpoint_hooks.py, alerts.py           what is logged, added to checkpoints, and sent as alerts
+    guard.py, announcements.py                               how measuring ends, and what the user is told
     launcher.py      attaches the trainers of a script, which run_script.py runs: python -m rl_training.attach
     trainer.py       DrGRPOTrainer, this package's trainer; buffer.py and fill_rollout.py choose its prompts,
                      resuming.py continues it, trained_loss.py adds interventions to its loss, reward_functions.py
@@ -105,10 +98,10 @@ def attach(
     # Imported here, so that importing `attach` stays fast.
     from rl_training.hosts.probes import as_probes
     from rl_training.hosts.trl.alerts import Alerts
-    from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment
-    from rl_training.hosts.trl.destination import destination_of
     from rl_training.hosts.trl.options import Options
+    from rl_training.hosts.trl.output.attached_run import AttachedRun
+    from rl_training.hosts.trl.output.destination import destination_of
     from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
     from rl_training.records.jsonl import Records
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
-from rl_training.hosts.trl.attached_run import AttachedRun
+from rl_training.hosts.trl.output.attached_run import AttachedRun
 from rl_training.parallel.ranks import all_ranks
 
 if TYPE_CHECKING:

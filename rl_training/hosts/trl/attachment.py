@@ -17,20 +17,21 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl import announcements, batches
+from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.compatibility import check_version
-from rl_training.hosts.trl.destination import Destination
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.recorded_settings import settings_of_trainer
 from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
-from rl_training.hosts.trl.rollout_shape import sequences_per_step
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.settings.recorded import settings_of_trainer
+from rl_training.hosts.trl.settings.rollout_shape import sequences_per_step
+from rl_training.hosts.trl.settings.whole_prompts import refuse_split_prompts, whole_prompts_only_reorder
 from rl_training.hosts.trl.step_hooks import make_step_hooks
 from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
-from rl_training.hosts.trl.whole_prompts import refuse_split_prompts, whole_prompts_only_reorder
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER

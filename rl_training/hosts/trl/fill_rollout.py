@@ -13,8 +13,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed
+from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.versions import generation_calls_code, tokenizer_of
 from rl_training.policy.rollout import pad_and_concat
 

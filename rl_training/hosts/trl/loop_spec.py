@@ -8,12 +8,12 @@ from trl import GRPOTrainer
 
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS
-from rl_training.hosts.trl.fixes import fixes_of
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sampling_settings import fresh_responses_reason, sampling_reason
+from rl_training.hosts.trl.settings.fixes import fixes_of
+from rl_training.hosts.trl.settings.sampling import fresh_responses_reason, sampling_reason
+from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.versions import of_trainer
-from rl_training.hosts.trl.whole_prompts import whole_prompts_fix
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons

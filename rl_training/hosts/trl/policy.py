@@ -23,8 +23,8 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl import versions
-from rl_training.hosts.trl.rollout_shape import sequences_per_rollout
-from rl_training.hosts.trl.sampling_settings import STREAM
+from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout
+from rl_training.hosts.trl.settings.sampling import STREAM
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
 from rl_training.parallel.ranks import all_ranks

@@ -18,8 +18,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.loss_settings import loss_settings
-from rl_training.hosts.trl.rollout_shape import steps_per_rollout
+from rl_training.hosts.trl.settings.loss import loss_settings
+from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, zero_advantage_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
 from rl_training.parallel.ranks import all_ranks

@@ -26,14 +26,14 @@ from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import as_records
 from rl_training.hosts.probes import as_probes
 from rl_training.hosts.trl.attachment import Attachment
-from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.hosts.trl.destination import destination_of
 from rl_training.hosts.trl.fill_rollout import fill_rollout, start_buffer
-from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
 from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.output.destination import destination_of
 from rl_training.hosts.trl.resuming import SaveBetweenRollouts, keep_settings
-from rl_training.hosts.trl.rollout_shape import steps_per_rollout
+from rl_training.hosts.trl.rollouts.batches import total_rewards
+from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
+from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train, list_of_names
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing

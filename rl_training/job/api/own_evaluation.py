@@ -28,7 +28,7 @@ from rl_training.evaluation.metrics import Metric
 from rl_training.evaluation.options import EvaluationOptions
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import generate_responses
-from rl_training.hosts.trl.batches import rewards_of
+from rl_training.hosts.trl.rollouts.batches import rewards_of
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
 from rl_training.hosts.trl.versions import generation_calls_code, has_images, tokenizer_of

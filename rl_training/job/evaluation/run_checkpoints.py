@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from rl_training.hosts.trl.run_folder import on_main_process
+from rl_training.hosts.trl.output.run_folder import on_main_process
 from rl_training.job.configuration.prepare import PreparedEvaluation
 from rl_training.job.evaluation.evaluation import Evaluation
 from rl_training.job.evaluation.request import Request, read_request

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import TrainerCallback
 
-from rl_training.hosts.trl.rollout_shape import steps_per_rollout
+from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
 from rl_training.job.errors import SIGNALS
 
 # Environment variables that accelerate launch and torchrun set for the processes that they start.

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.announcements import how_it_ended
-from rl_training.hosts.trl.run_folder import RunFolder
+from rl_training.hosts.trl.output.run_folder import RunFolder
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.overrides import root_key
 from rl_training.job.configuration.prepare import PreparedRun

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.loss_settings import DR_GRPO, loss_settings
+from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
 

@@ -34,7 +34,7 @@ from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.hosts.plain.measured_loop import FIXES
-from rl_training.hosts.trl.fixes import fixes_of
+from rl_training.hosts.trl.settings.fixes import fixes_of
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows

@@ -21,8 +21,8 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
 from rl_training.engine.verifier import LEFT_OUT
-from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
-from rl_training.hosts.trl.whole_prompts import whole_prompts_fix
+from rl_training.hosts.trl.rollouts.batches import EXTRA_BATCH_KEYS
+from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.policy import Policy
 from rl_training.probes import (

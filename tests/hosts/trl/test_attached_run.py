@@ -28,8 +28,8 @@ from trl import GRPOTrainer
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.members import METHODS
-from rl_training.hosts.trl.recorded_settings import settings_of_trainer
-from rl_training.hosts.trl.termination import Termination
+from rl_training.hosts.trl.output.termination import Termination
+from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.versions import TESTED
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes

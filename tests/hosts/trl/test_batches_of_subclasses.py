@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Reading, attach
-from rl_training.hosts.trl import generated
-from rl_training.hosts.trl.generated import GeneratedResponses
+from rl_training.hosts.trl.rollouts import generated
+from rl_training.hosts.trl.rollouts.generated import GeneratedResponses
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,

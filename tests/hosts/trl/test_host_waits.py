@@ -9,11 +9,11 @@ import pytest
 import torch
 from pretend_gpu import GPU, PretendGpu
 
-from rl_training.hosts.trl import batches
-from rl_training.hosts.trl import rollouts as rollouts_module
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.options import Options
-from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.rollouts import current as rollouts_module
+from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.probes.token_classes import TokenClassesProbe
 

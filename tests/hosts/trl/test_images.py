@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import Reading, attach
-from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.prompt_numbers import PROMPT
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT
 from rl_training.models.load import load_tiny
 from rl_training.policy.rollout import Rollout, images_of, join_rollouts
 from rl_training.policy.scores import Scores

@@ -16,8 +16,8 @@ from trl import GRPOTrainer
 
 from rl_training import attach
 from rl_training.errors import UserError
-from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.rollouts.batches import total_rewards
 
 
 def raises(completions: list[str], **columns: Any) -> list[float]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from ranks_in_threads import on_two_ranks
 
-from rl_training.hosts.trl import batch_kind, batches
-from rl_training.hosts.trl import rollouts as module
-from rl_training.hosts.trl.batch_kind import UNEVEN
-from rl_training.hosts.trl.old_logps import OldLogps
-from rl_training.hosts.trl.prompt_numbers import PROMPT
-from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.rollouts import current as module
+from rl_training.hosts.trl.rollouts import kind as batch_kind
+from rl_training.hosts.trl.rollouts.current import Rollouts
+from rl_training.hosts.trl.rollouts.kind import UNEVEN
+from rl_training.hosts.trl.rollouts.old_logps import OldLogps
+from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores

@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl.policy import max_kv_caches, max_responses
-from rl_training.hosts.trl.sampling_settings import SAMPLING, sampling_reason
+from rl_training.hosts.trl.settings.sampling import SAMPLING, sampling_reason
 from rl_training.models.load import load_tiny
 from rl_training.offline.restored import restore
 from rl_training.probes import (

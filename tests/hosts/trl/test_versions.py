@@ -48,7 +48,7 @@ READ_SETTINGS: set[str] = set()  # attributes of its arguments
 def reads_of(caller: Any) -> bool:
     """Whether code of this package reads, other than what records all settings of a run, whatever they are."""
     module = caller.f_globals.get("__name__", "")
-    return module.startswith("rl_training.") and not module.endswith(".recorded_settings")
+    return module.startswith("rl_training.") and not module.endswith((".recorded_settings", ".settings.recorded"))
 
 
 class Read(GRPOTrainer):
@@ -85,7 +85,7 @@ def test_everything_read_from_a_trainer_and_its_settings_is_in_the_tables(make_t
 def test_everything_that_the_code_names_on_a_trainer_or_its_settings_is_in_the_tables() -> None:
     """Also what no training above has reached. versions.py names the members of older versions."""
     named: dict[str, set[str]] = {"trainer": set(), "args": set()}
-    for path in (ROOT / "rl_training/hosts/trl").glob("*.py"):
+    for path in (ROOT / "rl_training/hosts/trl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))) if path.name != "versions.py" else ():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr

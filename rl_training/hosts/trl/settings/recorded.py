@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.recorded_settings import settings_of_model, settings_of_optimizer
-from rl_training.hosts.trl.rollout_shape import sequences_per_step
+from rl_training.hosts.trl.settings.rollout_shape import sequences_per_step
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import dtype_name
 from rl_training.records.made_by import MADE_BY, TRL

@@ -10,10 +10,10 @@ from typing import Any
 from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.destination import Destination
-from rl_training.hosts.trl.recorded_settings import settings_of_probes
-from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
-from rl_training.hosts.trl.termination import Termination
+from rl_training.hosts.trl.output.destination import Destination
+from rl_training.hosts.trl.output.run_folder import RunFolder, on_main_process
+from rl_training.hosts.trl.output.termination import Termination
+from rl_training.hosts.trl.settings.recorded import settings_of_probes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import claim_folder
 from rl_training.records.config import write_config

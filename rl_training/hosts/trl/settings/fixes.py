@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_training.hosts.trl.loss_settings import DR_GRPO
 from rl_training.hosts.trl.members import FORWARD_PASS
+from rl_training.hosts.trl.settings.loss import DR_GRPO
 from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import Fixes
 

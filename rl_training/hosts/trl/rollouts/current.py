@@ -2,7 +2,7 @@
 
 TRL's settings predict what a batch should contain: how many rows, in which order, sampled by which policy, with which
 rewards. A subclass may have built something else, so each row is matched by its tokens with the generated responses
-(complete_batch.py), and whatever the rows contradict is not used.
+(complete.py), and whatever the rows contradict is not used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.batch_kind import BatchKind, gather_facts, kind_of_batch
-from rl_training.hosts.trl.complete_batch import complete_batch, match_rows
-from rl_training.hosts.trl.generated import GeneratedResponses, Response
-from rl_training.hosts.trl.old_logps import OldLogps
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.rollout_shape import sequences_per_rollout, steps_per_rollout
-from rl_training.hosts.trl.sampling_settings import sampling_reason
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.rollouts.complete import complete_batch, match_rows
+from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response
+from rl_training.hosts.trl.rollouts.kind import BatchKind, gather_facts, kind_of_batch
+from rl_training.hosts.trl.rollouts.old_logps import OldLogps
+from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout, steps_per_rollout
+from rl_training.hosts.trl.settings.sampling import sampling_reason
+from rl_training.hosts.trl.settings.whole_prompts import keep_whole_prompts
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
-from rl_training.hosts.trl.whole_prompts import keep_whole_prompts
 from rl_training.policy.dropout import has_dropout
 from rl_training.policy.rollout import Origin, Rollout
 from rl_training.policy.scores import Scores

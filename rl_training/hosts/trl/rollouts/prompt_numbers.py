@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rl_training.hosts.trl.generated import rows_as_bytes
-from rl_training.hosts.trl.rollout_shape import sequences_per_rollout
+from rl_training.hosts.trl.rollouts.generated import rows_as_bytes
+from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout
 
 PROMPT = "rollout_prompt"  # key of a batch: number of each row's prompt within the rollout
 

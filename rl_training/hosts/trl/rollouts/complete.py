@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.batch_kind import BatchFacts
-from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
-from rl_training.hosts.trl.prompt_numbers import PROMPT, number_prompts
+from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.rollouts.kind import BatchFacts
+from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.policy.rollout import pad_and_concat
 

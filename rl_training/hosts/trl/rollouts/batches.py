@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.prompt_numbers import PROMPT, numbers_in_batch
+from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, tokenizer_of
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 
