@@ -2,7 +2,7 @@
 
 CONTRIBUTING.md has a tree of the packages. Beside them:
 
-errors.py, extras.py         errors that say what to change, also if a library is missing or hidden by a user's file
+errors.py                    errors that say what to change, also if a library is missing or hidden by a user's file
 options.py                   settings as arguments, with the closest name
 vocabulary.py                words and numbers on which the engine and the records agree
 attach.py, verl_plugin.py    entries of `python -m rl_training.attach` and of verl; version.py has the version
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rl_training.extras import require_extra
+from rl_training.errors import require_extra
 
 if TYPE_CHECKING:
     from rl_training.engine.probe import Probe as Probe

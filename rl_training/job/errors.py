@@ -27,8 +27,7 @@ from typing import NoReturn, TextIO
 
 import rl_training.job.silence  # noqa: F401
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 from rl_training.records.files.masking import mask_line, secrets_in
 from rl_training.records.files.printable import printable
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_training.extras import require_extra
+from rl_training.errors import require_extra
 
 if TYPE_CHECKING:
     from rl_training.records.analyses import analysis_results, probe_logs, read_probe_log

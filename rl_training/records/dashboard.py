@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 
 OF_TRAINER = "reward"  # section of the metrics that the trainer itself logs; it also logs one of another section:
 TIME_OF_TRAINER = "step_time"

@@ -24,8 +24,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 from rl_training.tasks.answers import only_answer
 from rl_training.tasks.task import Task, WorkedExample, draw_splits, is_held_out
 

@@ -21,7 +21,7 @@ import pytest
 from configs import QUICK, assert_silent
 from imports import imported_with
 
-from rl_training.extras import EXTRA_OF
+from rl_training.errors import EXTRA_OF
 from rl_training.version import VERSION
 
 ROOT = Path(__file__).parents[2]

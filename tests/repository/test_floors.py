@@ -73,7 +73,6 @@ TOP = {
     "__main__",
     "attach",
     "errors",
-    "extras",
     "options",
     "verl_plugin",
     "version",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_training.extras import explain_shadowing
+from rl_training.errors import explain_shadowing
 
 OTHERS = {"six.py": "six", "dateutil/__init__.py": "dateutil", "random.py": "random"}
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 from rl_training.hosts.trl.output.attached_run import AttachedRun
 from rl_training.parallel.ranks import all_ranks
 

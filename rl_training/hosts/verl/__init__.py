@@ -22,8 +22,7 @@ Workers import this package by actor_rollout_ref.model.external_lib=rl_training.
 
 from importlib.metadata import version
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 
 with require_extra():
     import verl  # noqa: F401  imported before its dependencies, so that a missing extra is named

@@ -15,8 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.errors import UserError
-from rl_training.extras import EXTRA_OF, how_to_install
+from rl_training.errors import EXTRA_OF, UserError, how_to_install
 from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import check_allowed, check_kinds

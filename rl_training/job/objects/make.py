@@ -13,8 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 from rl_training.job.configuration.overrides import PATH_KEYS
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import format_error, is_refusal

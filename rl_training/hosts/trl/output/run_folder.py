@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from accelerate import PartialState
 
-from rl_training.errors import UserError
-from rl_training.extras import require_extra
+from rl_training.errors import UserError, require_extra
 from rl_training.hosts.first_rank import on_first_rank
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import LOGS_FOLDER
