@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl import attach, policy
+from rl_training.hosts.trl import attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.fill_rollout import start_buffer
+from rl_training.hosts.trl.generation import respond
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
@@ -273,7 +274,7 @@ def respond_in_chunks(
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
         chosen = [data_rows[i]["prompt"] for i in rows]
-        responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
+        responses = respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
         prompt_ids = prompt_ids + responses[0]
         completion_ids = completion_ids + responses[1]
         row_indices = [*row_indices, *rows]

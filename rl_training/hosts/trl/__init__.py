@@ -9,7 +9,8 @@ Read in this order:
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop_spec.py describes the loop to it
     rollouts/        what is known of a rollout and its rows, which TRL passes on in batches without it
     settings/        what the trainer's settings say of the loss, of sampling and of rollouts
-    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
+    policy.py        scores as the trainer would, and samples with generation.py; scoring_calls.py finds the scores
+                     behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     output/          where a training writes: nowhere, records, or the folder of a run
     trainer_log.py, checkpoint_hooks.py, alerts.py           what is logged, added to checkpoints, and sent as alerts

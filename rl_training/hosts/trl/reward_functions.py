@@ -1,16 +1,16 @@
-"""Adds a note to the errors of reward functions that names the function: TRL does not say which one failed."""
+"""Errors of reward functions: a note names the function, which TRL does not, and rewards must be finite."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from rl_training.errors import add_note_on_error
+from rl_training.errors import UserError, add_note_on_error
 
 RewardFunction = Callable[..., Any]
 # Arguments that TRL passes to reward functions and that are not columns of the data set.
@@ -48,3 +48,23 @@ def _columns(arguments: Mapping[str, Any]) -> str:
 
 def _numbers(rewards: Iterable[Any]) -> list[float | None]:
     return [None if reward is None else float(reward) for reward in rewards]
+
+
+def refuse_infinite_rewards(trainer: GRPOTrainer, rewards: Tensor, completions: Sequence[Any]) -> None:
+    """Raise UserError for a sequence without a finite reward.
+
+    Args:
+        trainer: The trainer.
+        rewards: (sequences of all ranks, reward functions), nan where a function returned None.
+        completions: Those of this rank.
+    """
+    is_invalid = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
+    if is_invalid.any():
+        row = int(is_invalid.nonzero()[0])
+        values = dict(zip(trainer.reward_func_names, rewards[row].tolist(), strict=True))
+        local_row = row - trainer.accelerator.process_index * len(completions)
+        where = f" for completion {completions[local_row]!r}" if 0 <= local_row < len(completions) else ""
+        raise UserError(
+            f"step {trainer.state.global_step + 1}: {int(is_invalid.sum())} of {len(rewards)} rewards are not finite: "
+            f"the first is {values}{where}. A reward function must return a finite number for every completion."
+        )

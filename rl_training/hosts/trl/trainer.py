@@ -31,6 +31,7 @@ from rl_training.hosts.trl.fill_rollout import fill_rollout, start_buffer
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import destination_of
 from rl_training.hosts.trl.resuming import SaveBetweenRollouts, keep_settings
+from rl_training.hosts.trl.reward_functions import refuse_infinite_rewards
 from rl_training.hosts.trl.rollouts.batches import total_rewards
 from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
 from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
@@ -215,16 +216,7 @@ class DrGRPOTrainer(GRPOTrainer):
             if "rewards, but" not in str(error) or getattr(error, "__notes__", None):
                 raise
             raise UserError(f"step {self.state.global_step + 1}: {error}") from error
-        is_invalid = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
-        if is_invalid.any():
-            row = int(is_invalid.nonzero()[0])
-            values = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
-            local_row = row - self.accelerator.process_index * len(prompts)
-            where = f" for completion {completions[local_row]!r}" if 0 <= local_row < len(prompts) else ""
-            raise UserError(
-                f"step {self.state.global_step + 1}: {int(is_invalid.sum())} of {len(rewards)} rewards are not finite: "
-                f"the first is {values}{where}. A reward function must return a finite number for every completion."
-            )
+        refuse_infinite_rewards(self, rewards, completions)
         self._latest_rewards = total_rewards(self, rewards)
         return rewards
 

@@ -6,11 +6,11 @@ A training has three kinds of process, and a step passes through them in this or
 
     the command      __main__.py composes verl's settings with a choice of probes; refusals.py refuses what cannot be
                      measured, before Ray starts; trainer.with_probes puts the trainer and the engine below into them
-    Ray's runner     trainer.py: verl's synchronous trainer, which keeps the responses to a prompt together and sends
-                     each rollout to the workers with a message, message.py, that has what only it knows:
-                     training_settings.py, and whether the present weights have sampled the rollout
-    the workers      engine.py: verl's FSDP2 engine, which calls measurement.py at the moments of a step: that is the
-                     engine's driver, as for any loop. loop_spec.py describes verl's loop to it, batch.py reads
+    Ray's runner     trainer.py: verl's synchronous trainer. It keeps the responses to a prompt together, by
+                     whole_prompts.py, and sends message.py with each rollout: what workers cannot see of the training,
+                     training_settings.py, and of the rollout
+    the workers      engine.py: verl's FSDP2 engine, which calls measurement.py at the moments of a step: that calls the
+                     engine's driver, as any loop does. loop_spec.py describes verl's loop to it, batch.py reads
                      microbatches
 
 probes.py makes the probes: in the command to refuse them, in the workers to measure. members.py lists what is relied on

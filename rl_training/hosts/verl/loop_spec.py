@@ -13,7 +13,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.hosts.policy import HostPolicy
-from rl_training.hosts.verl.training_settings import ACTOR, TrainingSettings
+from rl_training.hosts.verl.training_settings import TrainingSettings
+from rl_training.hosts.verl.whole_prompts import ACTOR
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scorer import Scorer

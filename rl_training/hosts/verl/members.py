@@ -1,8 +1,8 @@
 """What is relied on in verl 0.9. verl promises none of it ("Interface is subject to change before release").
 
 Methods are checked when this package is imported, so that a change is named before training, not met within it. The
-rest is checked by the tests of hosts/verl alone. All settings of verl that are read are in refusals.py and
-training_settings.py.
+rest is checked by the tests of hosts/verl alone. All settings of verl that are read are in refusals.py,
+training_settings.py and whole_prompts.py.
 
     verl.workers.engine.EngineRegistry      looks up (device, vendor) before the device alone
     engine, an FSDPEngineWithLMHead         module, optimizer, optimizer_config.clip_grad, model_config.tokenizer,

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.engine.driver import StepDriver
 from rl_training.errors import UserError
 from rl_training.hosts.verl.probes import make_probes
-from rl_training.hosts.verl.training_settings import ACTOR, ROLLOUT, num_processes, whole_prompts_fix
+from rl_training.hosts.verl.whole_prompts import ACTOR, ROLLOUT, num_processes, whole_prompts_fix
 
 MODEL, FSDP = "actor_rollout_ref.model", f"{ACTOR}.fsdp_config"
 WITHOUT_PROBES = "run python -m verl.trainer.main_ppo"

@@ -1,8 +1,4 @@
-"""verl's synchronous trainer, which keeps the responses to a prompt together and tells the engine what to measure.
-
-verl balances the lengths on ranks by moving single responses, which scatters those to one prompt. Here whole prompts
-are moved. This only changes the order of summation, and makes leave-one-prompt-out estimates possible.
-"""
+"""verl's synchronous trainer, which keeps the responses to a prompt together and tells the engine what to measure."""
 
 from __future__ import annotations
 
@@ -10,17 +6,16 @@ import functools
 from typing import Any
 
 import ray
-import torch
 from omegaconf import DictConfig, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from rl_training.hosts.verl.members import TRAINER_METHODS, refuse_other_methods
 from rl_training.hosts.verl.message import BATCH_KEY, Message, rollout_facts
 from rl_training.hosts.verl.refusals import refuse_what_cannot_be_measured
-from rl_training.hosts.verl.training_settings import TrainingSettings, training_settings, whole_prompts_fix
+from rl_training.hosts.verl.training_settings import TrainingSettings, training_settings
+from rl_training.hosts.verl.whole_prompts import whole_prompts_fix, whole_prompts_order
 
 TRAINER = "sync_with_probes"  # its name in trainer.v1.trainer_mode
 LIBRARY = "rl_training.hosts.verl"  # registers the engine in each worker that imports it
@@ -73,26 +68,6 @@ class ProbedTrainer(PPOTrainerSync):
             # end training, so this is set only if every group fits.
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
-
-
-def whole_prompts_order(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
-    """Return an order of rows that keeps each prompt on one rank and balances lengths. None if there is none.
-
-    Args:
-        keys: verl's name of each row, UID_SESSION_INDEX.
-        lengths: Tokens of each row.
-        ranks: Number of ranks.
-    """
-    rows_by_prompt: dict[str, list[int]] = {}
-    for row in sorted(range(len(keys)), key=keys.__getitem__):
-        rows_by_prompt.setdefault(keys[row].rsplit("_", 2)[0], []).append(row)
-    prompts = list(rows_by_prompt.values())
-    if len(prompts) % ranks or len({len(rows) for rows in prompts}) > 1:
-        return None
-    work = calculate_workload(torch.tensor(lengths))
-    work_by_prompt = [float(work[rows].sum()) for rows in prompts]
-    parts = get_seqlen_balanced_partitions(work_by_prompt, k_partitions=ranks, equal_size=True)
-    return [row for part in parts for prompt in part for row in prompts[prompt]]
 
 
 @ray.remote

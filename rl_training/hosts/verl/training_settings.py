@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+from rl_training.hosts.verl.whole_prompts import ROLLOUT, whole_prompts_fix
+
 # Settings that change the sampled distribution, with the values that switch each off.
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
 # What is recorded of verl's configuration. Of its sampler only these, and of the rest not what only says how it runs.
@@ -71,28 +72,6 @@ def recorded_settings(config: DictConfig) -> dict[str, Any]:
             for part, settings in plain.items()
         }
     }
-
-
-def num_processes(config: DictConfig) -> int:
-    """Return the number of training processes. Each has a share of every batch."""
-    return config.trainer.n_gpus_per_node * config.trainer.nnodes
-
-
-def whole_prompts_fix(config: DictConfig) -> str:
-    """Return the fix for a setting that separates the responses to a prompt. Empty if they stay together."""
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    processes = num_processes(config)
-    if actor.shuffle:
-        return f"set {ACTOR}.shuffle=False"
-    if actor.ppo_mini_batch_size % processes:
-        return f"set {ACTOR}.ppo_mini_batch_size to a multiple of {processes}, the number of processes"
-    tokens = n * (config.data.max_prompt_length + config.data.max_response_length)
-    if actor.use_dynamic_bsz and tokens > actor.ppo_max_token_len_per_gpu:
-        return f"set {ACTOR}.ppo_max_token_len_per_gpu={tokens} or more"
-    size = actor.ppo_micro_batch_size_per_gpu or 1
-    if not actor.use_dynamic_bsz and size % n and n % size:
-        return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple or a divisor of {ROLLOUT}.n={n}"
-    return ""
 
 
 def sampling_mismatch_reason(rollout: Any) -> str:

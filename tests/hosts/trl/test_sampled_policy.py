@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Con
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import max_kv_caches, max_responses
+from rl_training.hosts.trl.generation import max_kv_caches, max_responses
 from rl_training.hosts.trl.settings.sampling import SAMPLING, sampling_reason
 from rl_training.models.load import load_tiny
 from rl_training.offline.restored import restore

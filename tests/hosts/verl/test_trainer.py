@@ -37,8 +37,9 @@ from rl_training.hosts.verl.loop_spec import FIXES, dr_grpo_settings, end_tokens
 from rl_training.hosts.verl.measurement import Measurement
 from rl_training.hosts.verl.message import rollout_facts
 from rl_training.hosts.verl.refusals import ESTIMATORS
-from rl_training.hosts.verl.trainer import TRAINER, ProbedTrainer, whole_prompts_order, with_probes
-from rl_training.hosts.verl.training_settings import training_settings, whole_prompts_fix
+from rl_training.hosts.verl.trainer import TRAINER, ProbedTrainer, with_probes
+from rl_training.hosts.verl.training_settings import training_settings
+from rl_training.hosts.verl.whole_prompts import whole_prompts_fix, whole_prompts_order
 from rl_training.parallel.ranks import Ranks
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
