@@ -152,4 +152,4 @@ def as_text(words: str) -> str:
 
 
 if __name__ == "__main__":
-    print(as_text(" ".join(sys.argv[1:])))
+    print(as_text(" ".join(sys.argv[1:])) or "none has these words; those of interventions: interventions/named.py")

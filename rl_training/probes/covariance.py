@@ -24,6 +24,7 @@ class CovariancePredictorProbe(Probe):
     name = "covariance"
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
+        # (B, 8): count, Σx, Σy, Σxy of a sequence's tokens, then of the sequence
         terms = covariance_terms(ctx.step.batch.scores, ctx.step.batch.rollout.advantages_of_tokens).flatten(1)
         estimates = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
