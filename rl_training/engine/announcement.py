@@ -24,22 +24,11 @@ OF_SCORES = ". If the loss has a term besides log-probabilities and entropies, f
 
 def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     """Return the announcement at the start of training: what will be measured, what not, and how to change that."""
-    layout, needs = loop.shard.layout, requirements.needs
+    needs = requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
     folds = requirements.folds_of_full_step(loop)
-    num_vectors, vector_mb = requirements.num_vectors(folds.num_folds, layout), layout.num_bytes / 1e6
-    least, most = min(loop.sizes), max(loop.sizes)
-    plan = (
-        f"probes measure {_pluralize(folds.num_folds, 'fold')} of whole prompts a step, from "
-        f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
-        f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
-        f"{num_vectors} vectors of {vector_mb:.3g} MB on this one"
-    )
-    if folds.is_recomputed:
-        plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"
-    if loop.loss_settings is not None and loop.loss_settings.correction is not None:
-        plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
+    plan = _plan(loop, requirements, folds)
     warnings = _fold_warnings(loop, requirements, folds)
     warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
@@ -47,6 +36,22 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
     remarks = [*_rounding_remarks(loop.shard, needs), *filter(None, [dropout_remark(loop.policy.model)])]
     return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
+
+
+def _plan(loop: LoopSpec, requirements: Requirements, folds: FoldChoice) -> str:
+    """Return what a full step is measured in, and what that costs."""
+    layout, least, most = loop.shard.layout, min(loop.sizes), max(loop.sizes)
+    plan = (
+        f"probes measure {_pluralize(folds.num_folds, 'fold')} of whole prompts a step, from "
+        f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
+        f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
+        f"{requirements.num_vectors(folds.num_folds, layout)} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
+    )
+    if folds.is_recomputed:
+        plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"
+    if loop.loss_settings is not None and loop.loss_settings.correction is not None:
+        plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
+    return plan
 
 
 def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:

@@ -32,6 +32,9 @@ SCALED = (
 )
 
 
+# --- the loop, before it begins ---------------------------------------------------------------------------------------
+
+
 def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module, optimizer: Any) -> None:
     """Raise UserError if the device is unfit, nothing is trained, or a second backward would be corrupted.
 
@@ -98,6 +101,9 @@ def refuse_scaled_optimizer(optimizer: Any) -> None:
     """Raise UserError if accelerate's optimizer steps with a GradScaler."""
     if getattr(optimizer, "scaler", None) is not None:
         raise UserError(SCALED)
+
+
+# --- a call within a step ---------------------------------------------------------------------------------------------
 
 
 def refuse_grad_scaler() -> None:
