@@ -59,7 +59,7 @@ class StepBuilder:
         index = rollout.prompt_index if copies.unit is None else copies.unit
         folds = choose_folds(
             open_step.folds,
-            fewest_prompts(index, ranks),
+            lambda: fewest_prompts(index, ranks),
             ranks.count,
             1 if copies.on_several_ranks else self.requirements.num_folds,
             plan_fails=reasons.no_whole_folds is not None,

@@ -55,7 +55,9 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
         return ""
     planned = plan_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
     most = num_folds_in(plan_prompt_folds(loop.num_prompts, loop.ranks.count))
-    choice = choose_folds(planned, loop.num_prompts, loop.ranks.count, most, plan_fails=False, can_recompute=True)
+    choice = choose_folds(
+        planned, lambda: loop.num_prompts, loop.ranks.count, most, plan_fails=False, can_recompute=True
+    )
     if not choice.is_recomputed or most < DEFAULT_NUM_FOLDS:
         return ""
     option = loop.fixes.num_folds_setting.format(name=probe.name, probe=type(probe).__name__, folds=most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ def may_recompute(needs: Need, reasons: Reasons) -> bool:
 
 def choose_folds(
     planned: Sequence[FoldGroup],
-    num_prompts: int,
+    count_prompts: Callable[[], int],
     num_ranks: int,
     num_folds: int | None,
     *,
@@ -55,20 +55,23 @@ def choose_folds(
     """Return the folds of a step.
 
     Folds of whole prompts replace the planned ones if microbatches do not hold whole folds, or if there are too few for
-    the request or for an error bar and further passes give more.
+    the request or for an error bar and further passes give more. Only then are prompts counted, for which ranks wait.
 
     Args:
         planned: The folds planned for the step's microbatches.
-        num_prompts: Prompts of the rank with the fewest, at least 1.
+        count_prompts: Returns the prompts of the rank with the fewest, at least 1. Called on all ranks or on none.
         num_ranks: Number of ranks.
         num_folds: The number that a probe asks for. None for the default.
         plan_fails: Microbatches do not hold whole folds.
         can_recompute: See `may_recompute`.
     """
-    of_prompts = plan_prompt_folds(num_prompts, num_ranks, num_folds)
-    count, planned_count = num_folds_in(of_prompts), num_folds_in(planned)
+    planned_count = num_folds_in(planned)
     has_too_few = planned_count < (num_folds or MIN_FOLDS_STEP)
-    is_gain = plan_fails or (has_too_few and count > planned_count)
+    if not (plan_fails or (can_recompute and has_too_few)):
+        return FoldChoice(planned, are_planned=True, is_recomputed=False)
+    of_prompts = plan_prompt_folds(count_prompts(), num_ranks, num_folds)
+    count = num_folds_in(of_prompts)
+    is_gain = plan_fails or count > planned_count
     is_recomputed = can_recompute and is_gain and count >= least_recomputed(num_folds)
     if plan_fails or is_recomputed:
         return FoldChoice(of_prompts, are_planned=False, is_recomputed=is_recomputed)

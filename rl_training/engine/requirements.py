@@ -88,7 +88,7 @@ class Requirements:
         """Return the folds of a full step."""
         return choose_folds(
             self.plan(loop),
-            max(1, loop.num_prompts),
+            lambda: max(1, loop.num_prompts),
             loop.ranks.count,
             self.num_folds,
             plan_fails=self.no_whole_folds(loop) is not None,

@@ -155,8 +155,10 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
     placed_folds: list[list[int]] = [[], []]
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        fewest = fewest_prompts(prompts[rank], Ranks(2, reduce, rank))
-        choice = choose_folds([], fewest, 2, num_folds, plan_fails=True, can_recompute=False)
+        ranks = Ranks(2, reduce, rank)
+        choice = choose_folds(
+            [], lambda: fewest_prompts(prompts[rank], ranks), 2, num_folds, plan_fails=True, can_recompute=False
+        )
         placed_folds[rank] = fold_of_rows(choice, prompts[rank], rank).tolist()
         return torch.tensor(choice.num_folds)
 
@@ -193,13 +195,20 @@ CHOICES: dict[str, tuple[int, int, int, int | None, bool, bool, tuple[int, str]]
 def test_folds_are_of_microbatches_unless_these_fail_or_further_passes_give_more(case: str) -> None:
     num_planned, num_prompts, num_ranks, num_folds, plan_fails, can_recompute, expected = CHOICES[case]
     planned = plan_folds([1] * num_planned, 1) if num_ranks == 1 else plan_folds([1], 1, num_ranks)
+    counts: list[int] = []  # of prompts, for which ranks wait
+
+    def count_prompts() -> int:
+        counts.append(num_prompts)
+        return num_prompts
+
     choice = choose_folds(
-        planned, num_prompts, num_ranks, num_folds, plan_fails=plan_fails, can_recompute=can_recompute
+        planned, count_prompts, num_ranks, num_folds, plan_fails=plan_fails, can_recompute=can_recompute
     )
     source = CAUGHT if choice.are_planned else RECOMPUTED if choice.is_recomputed else UNUSABLE
     assert (choice.num_folds, source) == expected
     assert not (choice.are_planned and choice.is_recomputed)
     assert choice.are_planned == (choice.groups is planned)
+    assert len(counts) == (plan_fails or (can_recompute and "the plan has enough" not in case))
 
 
 def test_further_passes_need_a_probe_of_fold_gradients_and_a_loss_that_they_can_repeat() -> None:
