@@ -88,11 +88,17 @@ def test_the_function_gives_the_numbers_of_the_command_keeps_it_out_and_survives
 def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported_even_while_it_trains(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
+    needs = {"bytes": 1}
+
+    def counted(completions: list[Any], **kwargs: Any) -> list[float]:
+        torch.empty(needs["bytes"], dtype=torch.uint8)
+        return length(completions)
+
     def make() -> GRPOTrainer:
         return make_trainer(
             **PLAIN,
             learning_rate=0.1,
-            reward=[graded, length],
+            reward=[graded, counted],
             reward_weights=[2.0, -0.5],
             peft_config=LoraConfig(**LORA),
             trainer_arguments={"eval_dataset": arithmetic(num_train=8, num_eval=8).eval_dataset},
@@ -124,6 +130,9 @@ def test_an_attached_run_is_evaluated_with_weighted_rewards_and_reported_even_wh
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
     again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
+    needs["bytes"] = 2**60
+    with pytest.raises(ValueError, match=r"^step 1 failed: it ran out of memory: lower batch_size "):
+        evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, name="large")
     with pytest.raises(ValueError, match=r"^name= "):  # that of all evaluations
         evaluate(fresh, checkpoint, folder, name="", overwrite=True)
     assert {*evaluations(folder)["evaluation"]} == {"default"}

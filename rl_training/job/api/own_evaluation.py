@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from rl_training.errors import UserError, one_line
+from rl_training.errors import UserError, is_short_of_memory, one_line
 from rl_training.evaluation.metrics import Metric
 from rl_training.evaluation.options import EvaluationOptions
 from rl_training.evaluation.policy import CheckpointPolicy
@@ -223,7 +223,9 @@ def _responses(
         for responses, seconds in generate_responses(policy, spec.task, batches, spec.options.seed):
             result.add(responses, seconds)
             on_responses(len(responses))
-    except UserError as error:
-        result.reason = one_line(error)
+    except Exception as error:
+        if not isinstance(error, UserError) and not is_short_of_memory(error):
+            raise
+        result.reason = one_line(error, "lower batch_size")
     result.seconds["total"] = time.perf_counter() - start
     return result
