@@ -128,7 +128,7 @@ class Records:
         rows = [
             {
                 "step": step, "about_step": step if e.about_step is None else e.about_step, "world_size": world_size,
-                "probe": probe, "name": name, "value": e.value, "stderr": e.stderr, "num_samples": e.num_samples,
+                "probe": probe, "name": name, "value": e.value, "stderr": e.stderr, "num_samples": int(e.num_samples),
                 "reason": e.reason, **({"code": e.code} if e.code else {}),
                 **dict(zip(("low", "high"), e.interval or (), strict=False)), **e.detail,
             }
