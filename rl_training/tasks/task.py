@@ -52,20 +52,6 @@ class Task:
         return self.eval_dataset
 
 
-def require_task(returned: object) -> Task:
-    """Return the result of a task's function unchanged.
-
-    Raises:
-        UserError: If it is not a Task.
-    """
-    if not isinstance(returned, Task):
-        raise UserError(
-            f"data: the task's function returned {returned!r:.60}, which is not a Task: return "
-            "Task(train_dataset, eval_dataset, reward) of rl_training.tasks.task"
-        )
-    return returned
-
-
 def _refuse_without_prompts(name: str, dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise UserError(f"{name} is {dataset!r:.60}: give a datasets.Dataset, such as Dataset.from_list(rows)")

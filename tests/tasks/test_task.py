@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from rl_training.tasks.task import Task, require_task
+from rl_training.job.objects.make import make_task
+from rl_training.tasks.task import Task
 
 GOOD = Dataset.from_dict({"prompt": ["a", "b"]})
 
@@ -39,16 +40,15 @@ def test_a_reward_range_without_a_range_is_refused(ends: tuple[float, float]) ->
         Task(GOOD, GOOD, reward, reward_range=ends)
 
 
-@pytest.mark.parametrize("returned", [None, [GOOD, GOOD, reward], (GOOD, reward)])
-def test_a_function_that_returns_no_task_is_refused_with_what_to_return(returned: Any) -> None:
+@pytest.mark.parametrize("function", ["builtins.dict", "builtins.list", "gc.enable"])
+def test_a_function_that_returns_no_task_is_refused_with_what_to_return(function: str) -> None:
     with pytest.raises(ValueError, match=r"\bTask\(train_dataset"):
-        require_task(returned)
+        make_task({"_target_": function})
 
 
 def test_prompts_may_be_messages_and_the_evaluation_split_may_be_missing() -> None:
     messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]})
     task = Task(messages, None, reward)
-    assert require_task(task) is task
     for without_rows in (task, Task(messages, messages.select([]), reward)):
         with pytest.raises(ValueError, match=r"data\.path=FILE .*eval_dataset=…"):
             without_rows.held_out  # noqa: B018

@@ -17,7 +17,7 @@ from rl_training.errors import UserError, require_extra
 from rl_training.job.configuration.overrides import PATH_KEYS
 from rl_training.job.configuration.stored import refuse_marked
 from rl_training.job.errors import format_error, is_refusal
-from rl_training.tasks.task import Task, require_task
+from rl_training.tasks.task import Task
 
 
 def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
@@ -53,7 +53,13 @@ def make_task(node: Mapping[str, Any]) -> Task:
     Raises:
         UserError: As for `make`, or if its function returns no Task.
     """
-    return require_task(make("data", node))
+    returned = make("data", node)
+    if not isinstance(returned, Task):
+        raise UserError(
+            f"data: the task's function returned {returned!r:.60}, which is not a Task: return "
+            "Task(train_dataset, eval_dataset, reward) of rl_training.tasks.task"
+        )
+    return returned
 
 
 def _with_literal_paths(key: str, node: Mapping[str, Any]) -> Mapping[str, Any]:
