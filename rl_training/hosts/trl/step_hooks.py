@@ -32,6 +32,7 @@ from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.settings.sampling import sampling_reason
+from rl_training.hosts.trl.settings.whole_prompts import keep_whole_prompts
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import keep_graph_of_entropies
@@ -51,7 +52,7 @@ def make_step_hooks(
     options: Options,
 ) -> StepHooks:
     """Return the hooks of a trainer's steps. UserError for an intervention that it cannot train with."""
-    rollouts = Rollouts(trainer, policy, whole_prompts=bool(options.whole_prompts))
+    rollouts = Rollouts(trainer, policy)
     loss = TrainedLoss(trainer, policy, options.interventions)
     return StepHooks(trainer, driver, policy, rollouts, loss, guard, writer, options)
 
@@ -111,7 +112,7 @@ class StepHooks:
             self._trainer,
             self._policy,
             self.loss_settings,
-            whole_prompts=self._rollouts.whole_prompts,
+            whole_prompts=bool(self._options.whole_prompts),
             is_cli=self._options.is_cli,
             opening=opening,
         )
@@ -141,7 +142,7 @@ class StepHooks:
             "_generate_and_score_completions": self._on_rollout,  # returns a rollout
             "_generate": self._on_generate_tokens,
             "_calculate_rewards": self._on_rewards,
-            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # keeps prompts whole in the order of microbatches
+            "_prepare_inputs": self._on_prepare_inputs,
             # The trainer's backward runs after compute_loss returns and before training_step returns.
             "compute_loss": self._on_loss,
             "training_step": self._on_training_step,
@@ -205,6 +206,12 @@ class StepHooks:
     def _begin_rollout(self, output: dict) -> None:
         self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
         self._loss.begin(self._rollouts.read(output))
+
+    def _on_prepare_inputs(self, original: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
+        with contextlib.ExitStack() as undo:
+            if self._options.whole_prompts:
+                keep_whole_prompts(undo)
+            return original(*args, **kwargs)
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
         trainer = self._trainer

@@ -44,7 +44,7 @@ def rollouts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
         processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
     )  # fmt: skip
     policy: Any = SimpleNamespace(model=torch.nn.Module())  # without dropout
-    return Rollouts(trainer, policy, whole_prompts=False)
+    return Rollouts(trainer, policy)
 
 
 def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none(

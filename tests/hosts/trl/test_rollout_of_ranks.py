@@ -43,7 +43,7 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
         eos_token_ids=[2], processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
     )  # fmt: skip
     policy: Any = SimpleNamespace(model=torch.nn.Identity())  # without dropout
-    return Rollouts(trainer, policy, whole_prompts=False)
+    return Rollouts(trainer, policy)
 
 
 def test_a_response_masked_by_the_loss_is_read_with_its_tokens_and_no_advantage() -> None:

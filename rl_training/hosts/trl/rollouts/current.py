@@ -8,8 +8,7 @@ rewards. A subclass may have built something else, so each row is matched by its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from rl_training.hosts.trl.rollouts.kind import BatchKind, gather_facts, kind_of
 from rl_training.hosts.trl.rollouts.old_logps import OldLogps
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout, steps_per_rollout
 from rl_training.hosts.trl.settings.sampling import sampling_reason
-from rl_training.hosts.trl.settings.whole_prompts import keep_whole_prompts
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.policy.dropout import has_dropout
 from rl_training.policy.rollout import Origin, Rollout
@@ -42,16 +40,15 @@ PLACEHOLDERS = Unavailable(
 
 
 class Rollouts:
-    """Adds to TRL's batches what TRL leaves out, and reads them as rollouts.
+    """The current rollout, and what earlier ones leave: completes the batches that TRL makes of it, and reads them.
 
     Args:
         trainer: The trainer.
         policy: Scores as the trainer does.
-        whole_prompts: Whether to keep all responses to a prompt in consecutive rows.
     """
 
-    def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
-        self._trainer, self._policy, self.whole_prompts = trainer, policy, whole_prompts
+    def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy) -> None:
+        self._trainer, self._policy = trainer, policy
         self._generated = GeneratedResponses()
         self.number = 0  # number of the current rollout, which training learns from
         self.responses_per_prompt = trainer.num_generations  # in the current rollout
@@ -130,12 +127,6 @@ class Rollouts:
         if not kind.is_rewarded:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)
-
-    def on_prepare_inputs(self, original: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
-        with ExitStack() as undo:
-            if self.whole_prompts:
-                keep_whole_prompts(undo)
-            return original(*args, **kwargs)
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
         """Return the number of sequences of each microbatch of the step on this rank, in order.
