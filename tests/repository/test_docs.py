@@ -348,6 +348,20 @@ def test_pages_state_the_memory_of_a_measured_step_by_the_formula() -> None:
             ], page
 
 
+def test_contributing_names_files_and_functions_that_exist() -> None:
+    """Files as they are written there, from the root or from any folder; names in a sentence's code."""
+    root, text = DOCS.parent, (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = [path for path in root.iterdir() if f"{path.name}/" in text and ".venv" not in path.name]
+    files = [*root.glob("*.*"), root / "Makefile", *(path for folder in folders for path in folder.rglob("*.*"))]
+    paths = [f"/{path.relative_to(root).as_posix()}" for path in files]
+    named = {name for name in re.findall(r"[\w./]*\w\.(?:py|yaml|txt)\b", text) if "NAME" not in name}
+    assert len(named) > 80
+    assert {name for name in named if not any(path.endswith(f"/{name.lstrip('/')}") for path in paths)} == set()
+    read = [path for path in files if path.suffix in (".py", ".yaml", ".cfg") or path.name == "Makefile"]
+    sources = "".join(path.read_text(encoding="utf-8") for path in read)
+    assert {name for name in re.findall(r"`([a-z_A-Z]+)`", text) if name not in sources} == set()
+
+
 def test_pages_name_the_python_versions_of_setup_cfg() -> None:
     setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
     versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", setup)
