@@ -161,33 +161,36 @@ class OpenStep:
         functions are kept if all microbatches of all ranks have the same ones.
         """
         rollouts = self.rollouts
-        local_flags: list[float] = [
-            any(rollout.sampling_logps is not None for rollout in rollouts),
-            any(rollout.old_logps is not None for rollout in rollouts),
-            not all(rollout.on_policy for rollout in rollouts),
-            any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
-            any(rollout.rewards is None for rollout in rollouts),
-            any(rollout.truncated is None for rollout in rollouts),
-        ]
-        names_of_rewards = [tuple(rollout.rewards_by_name) for rollout in rollouts]
-        digest = float(zlib.crc32(repr(names_of_rewards[0]).encode()) % 2**20)  # its square is exact in fp64
-        local_flags += [len({*names_of_rewards}) > 1, 1.0, digest, digest**2]
-        flags = torch.tensor(local_flags, dtype=torch.float64, device=rollouts[0].prompt_index.device)
-        sampled, old, off_policy, unknown, unrewarded, untold, *of_names = ranks.reduce(flags).tolist()
-        differ, num_ranks, digests, squares = of_names
-        names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
+        facts = {
+            "sampling_logps": any(rollout.sampling_logps is not None for rollout in rollouts),
+            "old_logps": any(rollout.old_logps is not None for rollout in rollouts),
+            "off_policy": not all(rollout.on_policy for rollout in rollouts),
+            "unknown_sampler": any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
+            "no_rewards": any(rollout.rewards is None for rollout in rollouts),
+            "no_truncated": any(rollout.truncated is None for rollout in rollouts),
+            "other_functions": len({tuple(rollout.rewards_by_name) for rollout in rollouts}) > 1,
+        }
+        functions = zlib.crc32(repr([*rollouts[0].rewards_by_name]).encode())  # below 2^32, so exact in fp64
+        here = torch.tensor([*facts.values(), functions], dtype=torch.float64, device=rollouts[0].prompt_index.device)
+        by_rank = ranks.gather(here).cpu()
+        anywhere = dict(zip(facts, by_rank[:, :-1].any(dim=0).tolist(), strict=True))
+        if len(by_rank[:, -1].unique()) > 1:
+            anywhere["other_functions"] = True
+        names = [name for name in ("sampling_logps", "old_logps") if anywhere[name]]
         filled = []
         for rollout, scores in zip(rollouts, self.scores, strict=True):
             missing: dict[str, Any] = {name: scores.logps for name in names if getattr(rollout, name) is None}
             filled.append(dataclasses.replace(rollout, **missing))
-        joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
-        if unknown:
-            joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
-        if untold:
-            joined = dataclasses.replace(joined, truncated=None)
-        if differ or digests**2 != num_ranks * squares:
-            joined = dataclasses.replace(joined, rewards_by_name={})
-        return dataclasses.replace(joined, rewards=None) if unrewarded else joined
+        dropped: dict[str, Any] = {}
+        if anywhere["unknown_sampler"]:
+            dropped |= {"sampling_logps": None, "old_logps": None}
+        if anywhere["no_rewards"]:
+            dropped["rewards"] = None
+        if anywhere["no_truncated"]:
+            dropped["truncated"] = None
+        if anywhere["other_functions"]:
+            dropped["rewards_by_name"] = {}
+        return dataclasses.replace(join_rollouts(filled), on_policy=not anywhere["off_policy"], **dropped)
 
     def join_scores(self, rollout: Rollout) -> Scores:
         """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""

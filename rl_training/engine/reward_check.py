@@ -51,14 +51,11 @@ class RewardCheck:
         """
         if rollout.rewards is None:
             return None
-        by_rank = ranks.gather(_local_summary(rollout)).cpu()
-        if by_rank[:, 5].any():
-            return self.reason
-        num_groups, share = float(by_rank[:, 0].sum()), float(by_rank[:, 1].max())
-        low, high, largest = float(by_rank[:, 2].min()), float(by_rank[:, 3].max()), float(by_rank[:, 4].max())
-        if num_groups:
-            is_equal = high - low <= TOLERANCE * largest
-            self.log_chance = self.log_chance + (num_groups - 1.0) * math.log(share) if is_equal else 0.0
+        num_groups, share, low, high, largest, untested = ranks.gather(_local_summary(rollout)).cpu().unbind(dim=1)
+        if num_groups.any() and not untested.any():
+            is_equal = bool(high.max() - low.min() <= TOLERANCE * largest.max())
+            chance = (float(num_groups.sum()) - 1.0) * math.log(float(share.max()))
+            self.log_chance = self.log_chance + chance if is_equal else 0.0
         return self.reason
 
     @property
