@@ -19,10 +19,11 @@ from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.batch import NO_COPIES, Batch
+from rl_training.step.batch import NO_COPIES, Batch, Copies
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
+from rl_training.step.reasons import Reasons
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,7 @@ class StepBuilder:
         reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)
         scores = open_step.join_scores(rollout)
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
-        if copies.reason:
-            shared = copies.reason if copies.on_several_ranks else None
-            reasons = dataclasses.replace(
-                reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=shared
-            )
+        reasons = _with_copies(reasons, copies)
         can_recompute = may_recompute(open_step.needs, reasons)
         # Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
         index = rollout.prompt_index if copies.unit is None else copies.unit
@@ -120,3 +117,13 @@ class StepBuilder:
             gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),
             reasons=dataclasses.replace(step.reasons, other_terms=other_terms),
         )
+
+
+def _with_copies(reasons: Reasons, copies: Copies) -> Reasons:
+    """Add the reasons that copied groups give."""
+    if copies.reason is None:
+        return reasons
+    on_ranks = copies.reason if copies.on_several_ranks else None
+    return dataclasses.replace(
+        reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=on_ranks
+    )

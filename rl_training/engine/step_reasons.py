@@ -42,30 +42,15 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
         mismatch: Set if the sequences are not samples of the scored policy.
     """
-    index = torch.cat([rollout.prompt_index for rollout in step.rollouts])
-    group_size = step.responses_per_prompt
-    prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
     origin, fixes = join_origins([rollout.origin for rollout in step.rollouts]), loop.fixes
-    is_mixed = _mixes_prompts(step, prompt_of_row, len(prompts))
-    # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
-    has_one_fold = len(step.folds) == 1 < len(step.rollouts) and len(step.folds[0].folds) == 1
     reasons = {
         "sampling_mismatch": mismatch,
         "sample": origin.sample_reason,
         "groups": origin.groups_reason,
         "no_fresh_responses": loop.reasons.no_fresh_responses,
     }
-    facts = {
-        "own_pass": step.other_terms == OWN_FORWARD_PASS,
-        "other_terms": step.other_terms == OTHER_TERMS,
-        "incomplete": bool((counts != group_size).any()),
-        "mixed": is_mixed or (has_one_fold and len(prompts) > 1),
-        "reused": origin.learned or not seen_prompts.isdisjoint(prompts.tolist()),
-        "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
-        "other_sizes": [len(rows) for rows in step.microbatch_rows] != [*step.sizes],
-    }
-    here = {**reasons, **facts}
-    flags = index.new_tensor([*map(bool, here.values())], dtype=torch.float64)
+    here = {**reasons, **_facts(step, loop, seen_prompts)}
+    flags = torch.tensor([*map(bool, here.values())], dtype=torch.float64, device=step.rollouts[0].prompt_index.device)
     anywhere = dict(zip(here, loop.ranks.reduce(flags).tolist(), strict=True))
 
     def reason_of(name: str) -> Unavailable | None:
@@ -84,12 +69,31 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         no_fresh_responses=mismatch or reason_of("no_fresh_responses"),
         reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
         split_prompts=split,
-        no_baseline=ONE_RESPONSE if group_size == 1 else split,
+        no_baseline=ONE_RESPONSE if step.responses_per_prompt == 1 else split,
         no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
         other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
         hooked=reason_if("hooked", HOOKED),
         dr_grpo_fix=fixes.dr_grpo,
     )
+
+
+def _facts(step: OpenStep, loop: LoopSpec, seen_prompts: set[int]) -> dict[str, bool]:
+    """Return what this rank knows of the step that may take something away, by name."""
+    index = torch.cat([rollout.prompt_index for rollout in step.rollouts])
+    prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
+    # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
+    has_one_fold = len(step.folds) == 1 < len(step.rollouts) and len(step.folds[0].folds) == 1
+    is_mixed = _mixes_prompts(step, prompt_of_row, len(prompts)) or (has_one_fold and len(prompts) > 1)
+    has_learned = any(rollout.origin.learned for rollout in step.rollouts)
+    return {
+        "own_pass": step.other_terms == OWN_FORWARD_PASS,
+        "other_terms": step.other_terms == OTHER_TERMS,
+        "incomplete": bool((counts != step.responses_per_prompt).any()),
+        "mixed": is_mixed,
+        "reused": has_learned or not seen_prompts.isdisjoint(prompts.tolist()),
+        "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
+        "other_sizes": [len(rows) for rows in step.microbatch_rows] != [*step.sizes],
+    }
 
 
 def _mixes_prompts(step: OpenStep, prompt_of_row: Tensor, num_prompts: int) -> bool:
