@@ -19,6 +19,7 @@ from rl_training.records.report.verdict.kinds import (
     ERUPTS,
     FALLEN,
     FLAT,
+    FLAT_FALLING,
     GONE,
     HELD_OUT,
     LEARNED,
@@ -246,5 +247,5 @@ def _do_first(cause: Line) -> Advice:
 
 ACTIONS: Mapping[str, Callable[[Situation], Advice]] = {
     FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
-    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _let_it_learn,
+    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _let_it_learn, FLAT_FALLING: _let_it_learn,
 }  # fmt: skip

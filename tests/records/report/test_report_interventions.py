@@ -205,6 +205,23 @@ def test_a_flat_curve_and_single_steps_that_lower_entropy_are_both_said(tmp_path
     assert (rows["interventions"].value, rows["interventions"].note) == ("not certain", f"{said}: more steps will tell")
 
 
+def test_a_fall_that_the_verdict_sees_is_not_denied_beside_interventions(tmp_path: Path) -> None:
+    """Of 150 steps, entropy falls by 8 % in the last 50 while reward stands; each step is measured to lower it."""
+    curves = {
+        "entropy": noisy(lambda step: 0.5 - 0.0008 * max(step - 100, 0), 0.002, 1),
+        "reward": noisy(lambda step: 0.5, 0.03, 2),
+    }
+    folder = log_run(tmp_path / "run", 150, **curves)
+    Records(folder / "logs").write_estimates(150, 1, "interventions", measured_effects(-5e-4, MEASURED))
+    first = opening(read_run(folder))
+    assert (first.kind, first.headline) == ("flat_falling", "Entropy falls a little, and reward has hardly risen")
+    assert first.evidence.endswith("now it falls.")
+    section = told(folder)
+    (row,) = (row for row in summarize(read_run(folder)) if row.label == "interventions")
+    assert "not fall" not in " ".join([*section.sentences, row.value, row.note])
+    assert "would halve the fall" in row.note
+
+
 def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(tmp_path: Path) -> None:
     """Of a run that loses entropy, of one that spends it on reward, and of one without a useful intervention."""
 

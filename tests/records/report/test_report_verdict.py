@@ -27,6 +27,7 @@ from rl_training.records.report.verdict.kinds import (
     ERUPTS,
     FALLEN,
     FLAT,
+    FLAT_FALLING,
     GONE,
     HELD_OUT,
     KINDS,
@@ -346,7 +347,7 @@ def test_a_long_run_has_a_verdict_whatever_its_noise_may_hide(tmp_path: Path) ->
 
 def test_a_little_entropy_lost_while_reward_stands_is_told_once_the_run_is_long(tmp_path: Path) -> None:
     """8 %, in the second half: less than is called lost. After 40 steps it is not certain yet if that buys reward."""
-    for steps, kind in ((40, UNKNOWN), (400, FLAT)):
+    for steps, kind in ((40, UNKNOWN), (400, FLAT_FALLING)):
         slow = noisy(lambda step, steps=steps: 0.5 - 0.04 * max(2 * step / steps - 1, 0), 0.001, 1)
         run = log_run(tmp_path / str(steps), steps, entropy=slow, reward=noisy(level, 0.03, 2))
         assert judge(read_run(run)).kind == kind

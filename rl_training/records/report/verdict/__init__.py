@@ -20,6 +20,7 @@ from rl_training.records.report.verdict.kinds import (
     ERUPTS,
     FALLEN,
     FLAT,
+    FLAT_FALLING,
     GONE,
     HELD_OUT,
     KINDS,
@@ -93,6 +94,12 @@ STATES = (
     State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss),
     State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.after_colon),
     State(FLAT, holds.has_hardly_risen, "Reward has hardly risen", sentences.over_all_steps),
+    State(
+        FLAT_FALLING,
+        holds.has_hardly_risen_beside_a_fall,
+        "Entropy falls a little, and reward has hardly risen",
+        sentences.over_all_steps,
+    ),
     State(RISES, holds.entropy_rises, "Entropy rises", sentences.after_colon),
     State(STEADY, holds.is_steady, "Entropy is steady now", sentences.at_its_level),
     State(

@@ -136,12 +136,20 @@ def has_erupted(story: Story) -> bool:
 
 
 def has_hardly_risen(story: Story) -> bool:
-    """Return whether reward is where it was, in a run long enough; in a long one also if entropy falls by little."""
-    reward = story.reward
-    if reward is None or story.logged < (LONG if entropy_falls(story) else MIN_STEPS_TO_RISE):
+    """Return whether reward is where it was in a run long enough, while entropy does not fall."""
+    return not entropy_falls(story) and story.logged >= MIN_STEPS_TO_RISE and _is_where_it_was(story.reward)
+
+
+def has_hardly_risen_beside_a_fall(story: Story) -> bool:
+    """Return whether reward is where it was in a long run, while entropy falls, though by too little to be lost."""
+    return entropy_falls(story) and story.logged >= LONG and _is_where_it_was(story.reward)
+
+
+def _is_where_it_was(reward: Reward | None) -> bool:
+    if reward is None or reward.rises:
         return False
     gain = reward.now - max(reward.start, reward.line.start)
-    return not reward.rises and gain <= max(BAND * reward.spread, 2 * reward.line.now_error)
+    return gain <= max(BAND * reward.spread, 2 * reward.line.now_error)
 
 
 def entropy_falls(story: Story) -> bool:

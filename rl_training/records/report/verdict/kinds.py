@@ -18,6 +18,7 @@ PART = "part"  # one of several reward functions has fallen
 SOLVED = "solved"  # from the first step
 LEARNED = "learned"
 FLAT = "flat"  # it has hardly risen, and entropy does not fall
+FLAT_FALLING = "flat_falling"  # it has hardly risen in a long run, and entropy falls by little
 # Of entropy:
 SPENT = "spent"
 GONE = "gone"
@@ -87,6 +88,7 @@ KINDS = {
     SOLVED: Kind(entropy_is_fine="the task was solved from the first step", leaves_nothing=True),
     LEARNED: Kind(nothing_to_do="reward is at {ceiling} or more of its highest possible value", leaves_nothing=True),
     FLAT: Kind(entropy_is_fine="entropy does not fall", says_no_fall=True),
+    FLAT_FALLING: Kind(),
     SPENT: Kind(nothing_to_do="entropy that falls while reward rises is no fault"),
     GONE: Kind(_of_gone, precedes_batch_size=True),
     LOST: Kind(_of_loss),
