@@ -11,11 +11,14 @@ r_t = r̄ + b_r (t − t̄) and h_t = h̄ + b_h (t − t̄). Time is the instrum
 noise (Wald 1940, doi 10.1214/aoms/1177731868), so that
 
     H(ρ) = h̄ + s (ρ − r̄)        s = b_h / b_r
-    var  = σ² [1/m + (ρ − r̄)² / (b_r² Σ (t − t̄)²)] (1 + φ)/(1 − φ)
+    var  = σ² [1/m + (ρ − r̄)² / (b_r² Σ (t − t̄)²)]
 
-σ², with m − 2 degrees of freedom, and φ, never below 0, are variance and correlation of the steps' scatter around the
-path, e_t = (h_t − h̄) − s (r_t − r̄). The variance is the delta method's. The window grows until reward rises in it by
-RISES standard errors. A path that is straight in the window is met exactly, however reward depends on time.
+The variance is the delta method's. σ² and its degrees of freedom are those of the steps' scatter around the path,
+e_t = (h_t − h̄) − s (r_t − r̄), with its correlation, by statistics/line.py. The window grows until reward rises in it
+by RISES standard errors. A path that is straight in the window is met exactly, however reward depends on time.
+
+Of 1,500 runs of 30 steps (seed 3; reward rises by .4 and scatters by .05, entropy by .03) the 95 % interval covers the
+truth in 95, 90 and 83 % with correlations of 0, .3 and .5 between neighbouring steps; of 100 steps, in 94, 91 and 89 %.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ import numpy as np
 from rl_training.records.compare.groups import Member
 from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Z_95, Estimate
+from rl_training.statistics.line import fit_line, scatter_of
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.statistics.welch import difference, mean_of
 
 MIN_PATH_STEPS = 8  # logged steps of a path
 SMOOTHED = 10  # the running mean covers this part of a run: a tenth
 MIN_WINDOW = 5  # steps that it covers at least
-RISES = 4.0  # standard errors of its slope by which reward must rise in the window
-MAX_CORRELATION = 0.8  # of neighbouring steps' scatter: beyond, the error would be a guess
+RISES = 4.0  # standard errors of its slope, those of independent steps, by which reward must rise in the window
 NO_PATH = Unavailable("no_path", "fewer than {least} of its steps have logged both reward and entropy")
 NO_RISE = Unavailable("no_rise", "its reward rises too little beside its noise")
 BEGINS_ABOVE = Unavailable(
@@ -122,24 +125,20 @@ def entropy_at(path: RewardPath, level: float) -> Estimate:
     while True:
         chosen = slice(max(end - length, 0), end)
         steps, rewards, entropies = (curve[chosen] for curve in (path.steps, path.rewards, path.entropies))
-        steps, mean_reward, mean_entropy = steps - steps.mean(), rewards.mean(), entropies.mean()
-        squares = float(steps @ steps)
-        rise, fall = float(steps @ rewards) / squares, float(steps @ entropies) / squares
-        rest = rewards - mean_reward - rise * steps
-        if rise > RISES * math.sqrt(float(rest @ rest) / (len(steps) - 2) / squares):
+        count = len(steps)
+        rise = fit_line(steps, rewards)
+        independent = math.sqrt(float(rise.residuals @ rise.residuals) / (count - 2) / rise.squares)
+        if rise.slope > RISES * independent:
             break
-        if len(steps) == end:
+        if count == end:
             return Estimate.missing(NO_RISE)
         length *= 2
-    slope = fall / rise
-    scatter = (entropies - mean_entropy) - slope * (rewards - mean_reward)
-    around = float(scatter @ scatter)
-    correlation = float(scatter[:-1] @ scatter[1:]) / around if around > 0 else 0.0
-    correlation = min(max(correlation + (1 + 3 * correlation) / len(steps), 0.0), MAX_CORRELATION)
-    away = level - float(mean_reward)
-    variance = around / (len(steps) - 2) * (1 / len(steps) + away**2 / (rise**2 * squares))
-    variance *= (1 + correlation) / (1 - correlation)
-    return Estimate(float(mean_entropy) + slope * away, math.sqrt(variance), len(steps) - 1)
+    fall = fit_line(steps, entropies)
+    slope = fall.slope / rise.slope
+    scatter = scatter_of(fall.residuals - slope * rise.residuals)
+    away = level - float(rewards.mean())
+    variance = scatter.variance * (1 / count + away**2 / (rise.slope**2 * rise.squares))
+    return Estimate(float(entropies.mean()) + slope * away, math.sqrt(variance), scatter.num_samples)
 
 
 def at_equal_reward(first: Sequence[Member], second: Sequence[Member]) -> EqualReward:

@@ -9,10 +9,10 @@ import pandas as pd
 from scipy.special import betaincinv
 
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.line import slope_with_error
 from rl_training.statistics.welch import mean_of
 
 MIN_STEPS = 8  # for a line: with fewer steps its error is too noisy to quote
-MAX_CORRELATION = 0.8  # cap on the correlation of neighbouring residuals: beyond it a line's error would be a guess
 RECENT = 10  # logged steps that shares and means cover
 MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
 MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
@@ -21,28 +21,20 @@ MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
 def line_through(values: pd.Series[float]) -> Estimate:
     """Return the slope per step of the least-squares line through values by step; nan for fewer than MIN_STEPS.
 
-    The error is that of the residuals, times √((1 + ρ)/(1 − ρ)) if the correlation ρ of neighbouring residuals is
-    positive. This widens the interval if the curve is not a line, or if values depend on earlier ones.
+    Its error is that of statistics/line.py, which is wider if the curve is no line or values depend on earlier ones.
     """
     count = len(values)
     if count < MIN_STEPS:
         return Estimate.missing(f"a line needs {MIN_STEPS} logged steps, there are {count}")
     steps, levels = values.index.to_numpy(dtype=float), values.to_numpy(dtype=float)
     with np.errstate(over="ignore"):
-        x, y = steps - steps.mean(), levels - levels.mean()
-    size = float(np.abs(y).max())  # the fit uses y / size, because squares of recorded values may overflow
+        deviations = levels - levels.mean()
+    size = float(np.abs(deviations).max())
     if not math.isfinite(size):
         return Estimate.missing("the values are too large for a line")
     if size <= 1e-12 * float(np.abs(levels).max()):
         return Estimate(0.0, 0.0, count - 1)
-    y = y / size
-    squares = float(x @ x)
-    slope = float(x @ y) / squares
-    rest = y - slope * x
-    around = float(rest @ rest)
-    rho = min(max(float(rest[:-1] @ rest[1:]) / around, 0.0), MAX_CORRELATION) if around > 0 else 0.0
-    stderr = math.sqrt(around / (count - 2) / squares * (1 + rho) / (1 - rho))
-    return Estimate(size * slope, size * stderr, count - 1)  # a line has one degree of freedom less than a mean
+    return times(slope_with_error(steps, deviations / size), size)  # squares of recorded values may overflow
 
 
 def times(estimate: Estimate, factor: float) -> Estimate:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from logged_runs import log_run, noisy
+from logged_runs import Curve, log_run, noisy
 
 from rl_training import Estimate
 from rl_training.records.jsonl import Records
@@ -38,6 +38,11 @@ def constant(value: float, error: float = 0.0, about: int = 0) -> Callable[[int]
 
 def rising(step: int) -> float:
     return 0.3 + 0.01 * step
+
+
+def early(step: int) -> float:
+    """Rise by .3, most of it in the first ten steps."""
+    return 0.6 - 0.3 * math.exp(-step / 3)
 
 
 EQUAL = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
@@ -178,6 +183,10 @@ NEAR: dict[str, dict[str, Any]] = {
     "a bonus beside rising reward": {
         "settings": {"entropy_coef": 0.5}, "entropy": noisy(rising, 0.01), "reward": noisy(rising, 0.03, 1),
     },
+    "a bonus beside a reward that rose early": {
+        "settings": {"entropy_coef": 0.01}, "entropy": noisy(lambda step: 0.5 + 0.006 * step, 0.02, 50),
+        "reward": noisy(early, 0.03, 5),
+    },
     "length and reward that rise apart": {
         "reward": noisy(rising, 0.03), "completions__mean_length": noisy(lambda step: 20 + step, 1.0, 1),
     },
@@ -277,10 +286,11 @@ def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> N
     assert line.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
 
 
-def test_a_length_that_moves_with_the_reward_is_reported(tmp_path: Path) -> None:
-    together = noisy(lambda step: 0.0, 0.03, 3)
-    by_rule = lines(tmp_path, reward=lambda step: rising(step) + together(step),
-                  completions__mean_length=lambda step: 20 + step + 20 * together(step))  # fmt: skip
+@pytest.mark.parametrize("curve", [rising, early])
+def test_a_length_that_moves_with_the_reward_is_reported(tmp_path: Path, curve: Curve) -> None:
+    """Whether both rise all the time or level off after ten steps; the length by 40 tokens for a reward of 1."""
+    together = noisy(curve, 0.03, 3)
+    by_rule = lines(tmp_path, reward=together, completions__mean_length=lambda step: 10 + 40 * together(step))
     assert [*by_rule] == ["length"]
     assert "correlation 1.0" in by_rule["length"].evidence
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from rl_training.records.pages.writing import on_one_line
 from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.story.broken_line import rise_of
 from rl_training.records.report.story.reward_functions import spreads
 from rl_training.records.report.wording import Advice, Wording, wording_of
 from rl_training.records.table.series import Run
@@ -70,6 +71,11 @@ class RunRecords:
     @functools.cached_property
     def reward(self) -> pd.Series[float]:
         return self.run.logged("reward")
+
+    @functools.cached_property
+    def reward_rise(self) -> Estimate:
+        """By how much reward has risen over the run, whether in a line or early."""
+        return rise_of(self.reward)
 
     @functools.cached_property
     def rates(self) -> pd.Series[float]:

@@ -6,8 +6,9 @@ import math
 
 from rl_training.records.pages.writing import format_estimate, milli, steps_of
 from rl_training.records.report.standing_out.line import BONUS, DECAY, REFERENCE, Line, RunRecords, recent
+from rl_training.records.report.story.broken_line import broken_line
 from rl_training.records.report.wording import rounded
-from rl_training.records.table.trends import MIN_STEPS, line_through, mean_of_recent
+from rl_training.records.table.trends import MIN_STEPS, mean_of_recent
 from rl_training.statistics.welch import is_significant, mean_of
 
 MIN_ALLOWED_GAIN = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
@@ -40,8 +41,7 @@ def reference_wins(records: RunRecords) -> Line | None:
     if rewards are divided by their spread, otherwise it is the spread squared.
     """
     beta, spread = records.set_up.number("beta", 0.0), float(records.spread.mean()) if len(records.spread) else 0.0
-    rate = line_through(records.reward)
-    if not beta > 0 or len(records.reward) < MIN_STEPS or rate.bounds()[0] > 0 or not spread > 0:
+    if not beta > 0 or len(records.reward) < MIN_STEPS or records.reward_rise.bounds()[0] > 0 or not spread > 0:
         return None
     scaled = str(records.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
     gain = (1.0 if scaled else spread) / beta  # in standard deviations of the reward
@@ -50,8 +50,8 @@ def reference_wins(records: RunRecords) -> Line | None:
     kl = mean_of_recent(records.run.logged("kl"))
     distance = f"; KL to the first model is {format_estimate(kl)} nats per token" if math.isfinite(kl.value) else ""
     said = (
-        f"The KL term wins: with beta={beta:g} reward can gain some {gain * spread:.2g} in all. It changes by "
-        f"{milli(rate)} thousandths a step, {steps_of(records.reward)}{distance}."
+        f"The KL term wins: with beta={beta:g} reward can gain some {gain * spread:.2g} in all. It has changed by "
+        f"{format_estimate(records.reward_rise, signed=True)} over {steps_of(records.reward)}{distance}."
     )
     smaller = float(f"{beta * gain / 10:.1g}")
     return Line(REFERENCE, int(records.reward.index[0]), said, records.wording.fields(beta=smaller))
@@ -60,16 +60,14 @@ def reference_wins(records: RunRecords) -> Line | None:
 def bonus_wins(records: RunRecords) -> Line | None:
     """Report an entropy bonus that raises entropy while reward does not rise."""
     weight, levels = records.set_up.number("entropy_coef", 0.0), records.run.token_entropy()
-    rise, rate = line_through(levels), line_through(records.reward)
-    if not weight > 0 or not rise.bounds()[0] > 0 or rate.bounds()[0] > 0:
+    line = broken_line(levels)
+    if not weight > 0 or line is None or len(levels) < MIN_STEPS or records.reward_rise.bounds()[0] > 0:
         return None
-    steps = float(levels.index[-1] - levels.index[0])
-    start = max(float(levels.mean()) - 0.5 * steps * rise.value, float(levels.head(3).mean()))
-    if not rise.bounds()[0] * steps > MIN_ENTROPY_RISE * start:
+    if not line.rise.bounds()[0] > MIN_ENTROPY_RISE * max(line.start, float(levels.head(3).mean())):
         return None
     # How small a bonus must be is not known; docs/how_to/entropy_rises.md has a small one that failed.
     said = (
-        f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "
-        f"a nat, and reward by {milli(rate)} thousandths, {steps_of(levels)}."
+        f"The entropy bonus wins: with entropy_coef={weight:g} entropy has risen by {format_estimate(line.rise)} "
+        f"nats, and reward has changed by {format_estimate(records.reward_rise, signed=True)}, over {steps_of(levels)}."
     )
     return Line(BONUS, int(levels.index[0]), said, records.wording.fields(entropy_coef=0))

@@ -22,12 +22,13 @@ from rl_training.records.report.standing_out.line import (
     recent,
 )
 from rl_training.records.report.standing_out.noise import MIN_JUMP_STDERRS, correlation, noise_of_a_step
+from rl_training.records.report.story.broken_line import broken_line, rise_of
 from rl_training.records.report.story.reward_functions import MEAN, STD, function_names, is_penalty, reward_weights
 from rl_training.records.report.wording import Advice
 from rl_training.records.table.estimates import to_estimates
 from rl_training.records.table.measured import REWARD_SUM, of_one_step, of_steps
 from rl_training.records.table.series import LOGGED
-from rl_training.records.table.trends import MIN_STEPS, first_of_trailing, line_through, times
+from rl_training.records.table.trends import MIN_STEPS, first_of_trailing
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
@@ -216,19 +217,15 @@ def _moves_little(records: RunRecords, step: int) -> bool:
 def length_with_reward(records: RunRecords) -> Line | None:
     """Report that responses grow longer as reward rises, and that both move together from step to step."""
     length, reward = records.length.align(records.reward, join="inner")
-    slope, rate = line_through(length), line_through(reward)
-    if not (slope.bounds()[0] > 0 and rate.bounds()[0] > 0):
+    line = broken_line(length)
+    if line is None or len(length) < MIN_STEPS or not rise_of(reward).bounds()[0] > 0:
         return None
-    steps = float(length.index[-1] - length.index[0])
-    start = float(length.mean()) - 0.5 * steps * slope.value
-    grown = times(slope, steps / start) if start > 0 else Estimate.missing("no length")
     together = correlation(length.diff().dropna(), reward.diff().dropna())
-    if not (
-        grown.bounds()[0] > MIN_LENGTH_GROWTH and together.bounds()[0] > 0 and together.value > MIN_LENGTH_CORRELATION
-    ):
+    has_grown = line.rise.bounds()[0] > MIN_LENGTH_GROWTH * line.start
+    if not (has_grown and together.bounds()[0] > 0 and together.value > MIN_LENGTH_CORRELATION):
         return None
     said = (
-        f"Responses grow longer as reward rises: by {format_estimate(slope)} tokens a step, "
+        f"Responses grow longer as reward rises: by {format_estimate(line.rise)} tokens, "
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )
