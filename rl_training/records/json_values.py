@@ -56,7 +56,7 @@ def checked_number(value: Any) -> float:
 def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     """Return the value with every non-finite number, at any depth, replaced by null.
 
-    Numbers of NumPy and tensors of one entry become Python's own numbers.
+    Numbers of NumPy, and arrays and tensors of one entry, become Python's own numbers.
 
     Args:
         infinite_as_text: Write infinite numbers as text instead of null.
@@ -64,7 +64,7 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
     ({'a': [1.0, None]}, '-inf')
     """
-    if getattr(value, "ndim", None) == 0:  # not by type: a report must not wait for torch to be imported
+    if _has_one_entry(value):
         value = value.item()
     if isinstance(value, float):
         kept = str(value) if infinite_as_text and not math.isnan(value) else None
@@ -72,6 +72,15 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {key: to_json(inner, infinite_as_text) for key, inner in value.items()}
     return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _has_one_entry(value: Any) -> bool:
+    """Return whether a value is a number of NumPy, or an array or tensor of one entry.
+
+    By its members, not by its type: a report must not wait for torch to be imported.
+    """
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and math.prod(shape) == 1 and hasattr(value, "item")
 
 
 def from_json(value: Any, verbatim: Sequence[str] = (), levels: int = MAX_LEVELS) -> Any:

@@ -54,7 +54,7 @@ def test_resuming_keeps_only_a_few_record_lines_in_memory(tmp_path: Path) -> Non
 def test_numbers_of_numpy_and_torch_are_recorded_as_pythons_own(tmp_path: Path) -> None:
     """A loop's metrics and a probe of one's own come as what its library computes."""
     records = Records(tmp_path)
-    numbers = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(math.nan), "d": {"e": [np.float64("inf")]}}
+    numbers = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor([math.nan]), "d": {"e": [np.float64("inf")]}}
     records.write_metrics(1, numbers)
     records.write_estimates(1, 1, "probe", {"x": Estimate(torch.tensor(0.25), np.float32(0.5), np.int64(8))})
     records.write_estimates(2, 1, "probe", {"x": Estimate(0.25, 0.5, np.float64(8.0))})  # a count that was divided
