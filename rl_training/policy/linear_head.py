@@ -21,17 +21,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK_LOGITS = 2**25  # 128 MB in fp32
+
 
 @dataclass(frozen=True)
 class LogitMap:
-    """The map from the head's output y to the logits of the softmax, z = c tanh(s y / c) / τ."""
+    """The map from the head's output y to the logits of the softmax, z = c tanh(s y / c) / τ, and how y is calculated.
+
+    y = W x + b, with hidden states x.
+    """
 
     scale: float = 1.0  # s
     softcap: float | None = None  # c; None: z = s y / τ
     temperature: float = 1.0  # τ
+    dtype: torch.dtype = torch.float32  # to which x, W and b are rounded before the product
+    chunk: int = CHUNK_LOGITS  # the number of logits to hold at once; at least one position's
 
     @classmethod
-    def from_config(cls, config: Any, temperature: float) -> LogitMap:
+    def from_config(cls, config: Any, temperature: float, chunk: int) -> LogitMap:
         """Read the map from a model's config. The scale's name depends on the model."""
         text = config.get_text_config()
         factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
@@ -39,7 +46,7 @@ class LogitMap:
         if scaling is not None:  # most models divide by it, hyperclovax multiplies
             factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
         scale = next((factor for factor in factors if factor is not None), 1.0)
-        return cls(scale, getattr(text, "final_logit_softcapping", None), temperature)
+        return cls(scale, getattr(text, "final_logit_softcapping", None), temperature, chunk=chunk)
 
     def __call__(self, product: Tensor) -> Tensor:
         if self.softcap is None:
@@ -75,25 +82,20 @@ def scores_of_hidden(
     bias: Tensor | None,
     targets: Tensor,
     logit_map: LogitMap,
-    dtype: torch.dtype,
-    chunk: int,
     varentropy: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the targets' log-probabilities and the entropies, (N,) each, in fp32; in fp64 if `dtype` is fp64.
+    """Return the targets' log-probabilities and the entropies, (N,) each, in fp32; in fp64 if the product is.
 
     Args:
-        hidden: The head's input, (N, H). It is rounded to `dtype` before the product, like `weight` and `bias`.
+        hidden: The head's input, (N, H).
         weight: The head's weight, (V, H).
         bias: The head's bias, (V,).
         targets: The tokens whose log-probabilities are returned, (N,).
-        logit_map: Maps the head's output to logits.
-        dtype: Dtype of the product's factors.
-        chunk: The number of logits to hold at once; at least one position's.
+        logit_map: Makes logits of it.
         varentropy: Return the varentropies too, (N,), without graph.
     """
-    rows = max(1, chunk // len(weight))
     values: tuple[Tensor, ...] = _LinearHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, logit_map, dtype, rows, varentropy
+        hidden, weight, bias, targets, logit_map, varentropy
     )
     return values
 
@@ -107,18 +109,14 @@ class _LinearHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         logit_map: LogitMap,
-        dtype: torch.dtype,
-        rows: int,
         varentropy: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.logit_map = logit_map
-        ctx.dtype = dtype
-        ctx.rows = rows
-        exact = torch.promote_types(dtype, torch.float32)
+        exact = torch.promote_types(logit_map.dtype, torch.float32)
         logps, entropies, log_sums, varentropies = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(4))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, z, _, _ in logit_chunks(hidden, weight, bias, logit_map, dtype, rows):
+            for part, z, _, _ in logit_chunks(hidden, weight, bias, logit_map):
                 top = z.amax(dim=-1, keepdim=True)
                 z -= top
                 at_target = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
@@ -147,7 +145,7 @@ class _LinearHead(torch.autograd.Function):
         ]
         d_hidden, d_weight, d_bias = gradients
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, z, x, matrix in logit_chunks(hidden, weight, bias, ctx.logit_map, ctx.dtype, ctx.rows):
+            for part, z, x, matrix in logit_chunks(hidden, weight, bias, ctx.logit_map):
                 slope = ctx.logit_map.slope(z)
                 dz = _by_logits(z, targets[part], log_sums[part], entropies[part], *(
                     None if g is None else g[part] for g in (w, u)
@@ -160,7 +158,7 @@ class _LinearHead(torch.autograd.Function):
                 if d_weight is not None:
                     _add_product(d_weight, dz.t(), x)
         hidden_weight_bias = zip(gradients, (hidden, weight, bias), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in hidden_weight_bias), *[None] * 5
+        return *(None if g is None else g.to(x.dtype) for g, x in hidden_weight_bias), *[None] * 3
 
 
 def _by_logits(
@@ -178,9 +176,10 @@ def _by_logits(
 
 
 def logit_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, dtype: torch.dtype, rows: int
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
+    dtype, rows = logit_map.dtype, max(1, logit_map.chunk // len(weight))
     exact = torch.promote_types(dtype, torch.float32)
     # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
     factor = dtype if _mm_allows(exact, dtype, hidden.device) else exact

@@ -12,6 +12,7 @@ attend to anything to the right of a sequence, so no attention mask is needed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from rl_training.errors import UserError
 from rl_training.policy.forward import replaced_forward, run_inside_forward
 from rl_training.policy.inputs import ModelInputs, left_padded_inputs, right_padded_inputs
-from rl_training.policy.linear_head import LogitMap, logit_chunks, scores_of_hidden, scores_of_logits
+from rl_training.policy.linear_head import CHUNK_LOGITS, LogitMap, logit_chunks, scores_of_hidden, scores_of_logits
 from rl_training.policy.precision import measuring, rounding_reason
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 
-CHUNK_LOGITS = 2**25  # 128 MB in fp32
 Converted = TypeVar("Converted")
 
 
@@ -68,11 +68,10 @@ class Scorer:
         self._model = model
         self._lm: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
         self.temperature = temperature
-        self._logit_map = LogitMap.from_config(self._lm.config, temperature)
+        self._logit_map = LogitMap.from_config(self._lm.config, temperature, chunk_logits)
         self._autocast = autocast
         self._fp32_head = fp32_head
         self._call_head = call_head
-        self._chunk = chunk_logits
         self._measuring = 0  # how many `measuring` contexts are open
         self._inside_forward = run_inside_forward
         self.layer_rounding = ""  # why layers compute in lower precision than the weights'; set once training has begun
@@ -125,7 +124,9 @@ class Scorer:
             self.full_logits_reason()
             batch = right_padded_inputs(rollout, rows)
             # Half a chunk of logits at once: what `convert` makes of them takes as much again.
-            parts = batch.at_tokens(batch.sampled_tokens()).split(max(1, self._chunk // (2 * self._vocabulary)))
+            parts = batch.at_tokens(batch.sampled_tokens()).split(
+                max(1, self._logit_map.chunk // (2 * self._vocabulary))
+            )
             converted: list[Converted] = self._gathered(lambda: list(map(convert, self._logit_chunks(batch, parts))))
         return converted
 
@@ -212,10 +213,8 @@ class Scorer:
         sampled = batch.sampled_tokens()
         x = hidden.flatten(0, 1).index_select(0, batch.at_tokens(sampled)).to(head.weight.device)
         targets = batch.targets.flatten()[sampled].to(x.device)
-        dtype = self._dtype_of_product(x, head)
-        values = scores_of_hidden(
-            x, head.weight, head.bias, targets, self._logit_map, dtype, self._chunk, batch.varentropy
-        )
+        logit_map = dataclasses.replace(self._logit_map, dtype=self._dtype_of_product(x, head))
+        values = scores_of_hidden(x, head.weight, head.bias, targets, logit_map, batch.varentropy)
         mask = batch.mask.bool()
         empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
         return tuple(t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
@@ -238,7 +237,7 @@ class Scorer:
         rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
         if not rounded and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        width = max(1, self._chunk // (len(hidden) * self._vocabulary))
+        width = max(1, self._logit_map.chunk // (len(hidden) * self._vocabulary))
         chunks = zip(hidden.split(width, dim=1), batch.targets.split(width, dim=1), strict=True)
         if torch.is_grad_enabled():
             parts = [checkpoint(apply, x, targets, use_reentrant=False) for x, targets in chunks]
@@ -260,9 +259,9 @@ class Scorer:
         if not self._reads_weight(head):
             return (self._logit_map(_at_least_fp32(head(hidden[part]))) for part in parts)
         x = torch.cat([hidden[part] for part in parts]).to(head.weight.device)
-        dtype = self._dtype_of_product(x, head)
-        chunks = logit_chunks(x, head.weight, head.bias, self._logit_map, dtype, max(1, len(parts[0])))
-        return (z for _, z, _, _ in chunks)
+        dtype, chunk = self._dtype_of_product(x, head), len(parts[0]) * len(head.weight)
+        logit_map = dataclasses.replace(self._logit_map, dtype=dtype, chunk=chunk)
+        return (z for _, z, _, _ in logit_chunks(x, head.weight, head.bias, logit_map))
 
     def _hidden(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state

@@ -14,4 +14,4 @@ class Need(enum.Flag):
     ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # ctx.prediction; the next two add to it
     ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # ctx.prediction.quantities; keeps δθ of the previous step
     ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # ctx.prediction.rows: one more vector per fold
-    TERMS_CHECK = 32  # recompute a fold's gradient now and then: ctx.reasons.other_terms need not trust the loop
+    TERMS_CHECK = 32  # recompute a fold's gradient now and then, so ctx.reasons.other_terms need not trust the loop

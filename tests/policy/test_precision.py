@@ -201,7 +201,7 @@ def half_precision_scores() -> list[Tensor]:
     """Return scores of bf16 factors with their gradients, in chunks of one position."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, 8, generator=generator).requires_grad_() for rows in (3, 50))
-    scores = scores_of_hidden(hidden, weight, None, torch.tensor([3, 1, 4]), LogitMap(), torch.bfloat16, 50)
+    scores = scores_of_hidden(hidden, weight, None, torch.tensor([3, 1, 4]), LogitMap(dtype=torch.bfloat16, chunk=50))
     return [*scores, *torch.autograd.grad([sum(scores).sum()], [hidden, weight])]
 
 

@@ -476,7 +476,7 @@ def test_the_reason_for_rounded_scores_names_the_weights() -> None:
 
 def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:
     hidden, weight = torch.tensor([[100.0]]), torch.tensor([[1.0], [0.86], [0.86]])
-    _, entropy = scores_of_hidden(hidden, weight, None, torch.tensor([0]), LogitMap(), torch.float32, 100)
+    _, entropy = scores_of_hidden(hidden, weight, None, torch.tensor([0]), LogitMap(chunk=100))
     z = hidden.double() @ weight.double().T
     expected = torch.special.entr(z.softmax(-1)).sum(-1)  # 2.5e-5; a unit in the last place of z is 8e-6
     torch.testing.assert_close(entropy.double(), expected, rtol=0.01, atol=0)
@@ -486,7 +486,7 @@ def test_a_bias_is_rounded_like_the_factors() -> None:
     """bf16 cannot represent 1.001, so the logits are 1 and 0."""
     bias = torch.tensor([1.001, 0.0])
     logps, _ = scores_of_hidden(
-        torch.zeros(1, 3), torch.ones(2, 3), bias, torch.tensor([0]), LogitMap(), torch.bfloat16, 100
+        torch.zeros(1, 3), torch.ones(2, 3), bias, torch.tensor([0]), LogitMap(dtype=torch.bfloat16, chunk=100)
     )
     assert float(logps) == pytest.approx(-math.log(1 + math.exp(-1.0)), rel=1e-6)
 

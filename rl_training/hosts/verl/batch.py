@@ -10,9 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_training.policy.linear_head import scores_of_logits
+from rl_training.policy.linear_head import CHUNK_LOGITS, scores_of_logits
 from rl_training.policy.rollout import Rollout, pad_and_concat, with_one_advantage_each
-from rl_training.policy.scorer import CHUNK_LOGITS
 
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:
