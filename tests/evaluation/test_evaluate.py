@@ -174,6 +174,15 @@ def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
         evaluation_of(f"run={tmp_path}")
 
 
+def test_a_runs_temperature_that_is_no_number_is_refused_once_before_any_checkpoint(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "training_state" / "checkpoint-1").mkdir(parents=True)
+    config = (run / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(re.sub(r"\btemperature: .*", "temperature: hot", config))
+    with pytest.raises(ValueError, match=r"^trainer\.temperature='hot' .*: give evaluation\.temperature$"):
+        evaluation_of(f"run={tmp_path}")
+    assert evaluation_of(f"run={tmp_path}", "evaluation.temperature=0.5").spec.options.temperature == 0.5
+
+
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
     evaluation = evaluation_of(*asked)

@@ -21,6 +21,7 @@ from rl_training.job.evaluation.result_folder import ResultFolder
 from rl_training.job.evaluation.spec import EvaluationSpec
 from rl_training.job.evaluation.spelling import COMMAND
 from rl_training.job.objects.make import make, make_task
+from rl_training.options import check_positive, check_whole
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, has_settings
@@ -69,9 +70,16 @@ def read_request(prepared: PreparedEvaluation) -> Request:
 
 
 def _with_sampling(given: Mapping[str, Any], trainer: Mapping[str, Any]) -> EvaluationOptions:
-    """Return the options with temperature and response length: those given, otherwise the run's, if there is one."""
+    """Return the options with temperature and response length: those given, otherwise the run's, if there is one.
+
+    Raises:
+        UserError: If the run's are no numbers, or too low. Those given have been checked.
+    """
     sampling = {name: given[name] or trainer.get(name) for name in ("max_completion_length", "temperature")}
-    return EvaluationOptions.of({**given, **sampling})
+    options = EvaluationOptions.of({**given, **sampling})
+    check_positive("trainer.temperature", options.temperature, ": give evaluation.temperature")
+    check_whole("trainer.max_completion_length", options.max_completion_length, 1)
+    return options
 
 
 def _apply_overrides(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
