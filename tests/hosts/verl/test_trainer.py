@@ -188,8 +188,8 @@ def test_stop_tokens_of_the_generation_config_end_a_response_too(configured: Any
     assert end_tokens_of(cast(Any, types.SimpleNamespace(model_config=model)), settings) == [2, 7]
 
 
-def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own() -> None:
-    """Verl's own then tells whether it makes the step."""
+def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Verl's own then tells whether it makes the step. The first that it skips is told, and all keep their number."""
     measurement = object.__new__(Measurement)
     measurement.driver, measurement._number, measurement._rollout_number = StepDriver([]), 0, 0
     measurement._has_warned_of_skipped = False
@@ -197,12 +197,13 @@ def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own() -> None:
     measurement._loop = cast(Any, types.SimpleNamespace(
         ranks=Ranks(1, torch.clone), shard=types.SimpleNamespace(optimizer=group)
     ))  # fmt: skip
-    for rollout, norm in enumerate((1.0, math.nan, 1.0), start=1):
+    for rollout, norm in enumerate((1.0, math.nan, math.inf, 1.0), start=1):
         measurement.begin({"number": rollout, "is_fresh": True}, lambda: pytest.fail("microbatches are cut twice"))
         measurement.optimizer_step(lambda norm=norm: norm, lambda: pytest.fail("the norm is computed twice"))
-        assert measurement._metrics.get("skipped", 0) == math.isnan(norm)
-        assert measurement._is_fresh == math.isnan(norm)
-    assert measurement._number == 3
+        assert measurement._metrics.get("skipped", 0) == (not math.isfinite(norm))
+        assert measurement._is_fresh == (not math.isfinite(norm))
+    assert measurement._number == 4
+    assert [line.message.partition(":")[0] for line in caplog.records] == ["step 2"]
 
 
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
