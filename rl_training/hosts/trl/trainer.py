@@ -97,6 +97,14 @@ def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
         )
 
 
+def _keep_adapter_in_float32(trainer: GRPOTrainer) -> None:
+    """Undo TRL's cast of a 4-bit model's adapter to bf16, which rounds small steps away."""
+    if is_peft_model(trainer.model):
+        for param in trainer.model.parameters():
+            if param.requires_grad and param.dtype.itemsize < 4:
+                param.data = param.data.float()
+
+
 class DrGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` with Dr-GRPO as its default loss, with probes, interventions and a prompt filter.
 
@@ -135,10 +143,7 @@ class DrGRPOTrainer(GRPOTrainer):
         if not self.reward_weights.isfinite().all():
             raise UserError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
         _refuse_few_prompts(self)
-        if is_peft_model(self.model):  # TRL casts the adapter of a 4-bit model to bf16, which rounds small steps away
-            for param in self.model.parameters():
-                if param.requires_grad and param.dtype.itemsize < 4:
-                    param.data = param.data.float()
+        _keep_adapter_in_float32(self)
         self.interventions = tuple(interventions)
         options = Options(
             whole_prompts=True,
