@@ -64,6 +64,15 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "rows_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
 }
+BOUNDARY: dict[str, Any] = {  # by option, the last value that is accepted
+    "every": 1,
+    "responses_per_prompt": 1,
+    "num_folds": 1,
+    "seed": 0,
+    "sequences": 65536,
+    "split_prompts": 0,
+    "error_decay": 0.0,
+}
 PROBES = [probe for name, probe in vars(probes).items() if name.endswith("Probe") and name != "Probe"]
 
 
@@ -82,8 +91,7 @@ def test_an_invalid_value_is_refused_in_one_line_by_every_probe(probe: type[Prob
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_a_boundary_value_is_accepted(probe: type[Probe]) -> None:
-    ends = {"every": 1, "responses_per_prompt": 1, "num_folds": 1, "seed": 0, "sequences": 65536, "split_prompts": 0}
-    ends |= {"error_decay": 0.0} | ({"decay": 1} if probe is InterventionsProbe else {})
+    ends = BOUNDARY | ({"decay": 1} if probe is InterventionsProbe else {})
     _, *options = inspect.signature(probe.__init__).parameters
     made = probe(**{name: value for name, value in ends.items() if name in options})
     assert settings_of_probes([made])[made.name].keys() == {"class", *options}, "the run's settings lack one"
