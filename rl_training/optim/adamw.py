@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts, maximize_reason
 from rl_training.parallel.fusion import Product, plus, plus_product, plus_quotient
 from rl_training.parallel.sharding import dtype_name
 from rl_training.statistics.unavailable import Unavailable
@@ -31,9 +31,7 @@ from rl_training.statistics.unavailable import Unavailable
 # to 3.5 times the exact ones at the first step, 0.83 to 1.48 at the third, and 0.91 to 1.06 from the sixth on.
 SMOOTH_STEPS = 5
 WARM_STEPS = 10  # after them, the previous step's preconditioner can serve as a metric: v has averaged enough gradients
-NO_AMSGRAD = Unavailable(
-    "no_amsgrad_formula", "amsgrad and maximize have no formula here", "amsgrad=False and maximize=False"
-)
+NO_AMSGRAD = Unavailable("no_amsgrad_formula", "amsgrad has no formula here", "amsgrad=False")
 NO_DECAY = (
     "Adam's second moment never decays: it is kept in {dtype}, where {beta2} times a number rounds to the same number. "
     "If gradients become smaller, steps become too small: use adam_beta2=0.99, or weights in float32"
@@ -183,7 +181,9 @@ def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -
 
 
 def _reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    return NO_AMSGRAD if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) else None
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        return NO_AMSGRAD
+    return maximize_reason(optimizer)
 
 
 ADAMW = StepFormula("torch.optim.adamw.AdamW", _read, _reason)

@@ -21,6 +21,8 @@ from torch import Tensor
 from rl_training.parallel.fusion import Product
 from rl_training.statistics.unavailable import Unavailable
 
+NO_MAXIMIZE = Unavailable("no_maximize_formula", "maximize has no formula here", "maximize=False")
+
 
 class UpdateParts(NamedTuple):
     """A parameter's change split by cause. The parts add up to the change."""
@@ -144,3 +146,8 @@ class StepFormula:
     # Reads (weights, (n,); the optimizer's state of them, empty before the first step; their parameter group).
     read: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], OptimizerState]
     reason: Callable[[torch.optim.Optimizer], Unavailable | None]  # returns why its settings have no formula
+
+
+def maximize_reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
+    """Return why a step of torch's that goes up the gradient (`maximize`) has no formula, or None."""
+    return NO_MAXIMIZE if any(group["maximize"] for group in optimizer.param_groups) else None

@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts, maximize_reason
 from rl_training.parallel.fusion import Product
-from rl_training.statistics.unavailable import Unavailable
-
-NO_MAXIMIZE = Unavailable("no_maximize_formula", "maximize has no formula here", "maximize=False")
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,4 @@ def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -
     )
 
 
-def _reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    return NO_MAXIMIZE if any(group["maximize"] for group in optimizer.param_groups) else None
-
-
-SGD = StepFormula("torch.optim.sgd.SGD", _read, _reason)
+SGD = StepFormula("torch.optim.sgd.SGD", _read, maximize_reason)

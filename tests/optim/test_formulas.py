@@ -118,7 +118,7 @@ def test_a_parameter_without_any_gradient_does_not_move(formula, settings) -> No
     ("name", "setting", "code"),
     [
         ("AdamW", "amsgrad", "no_amsgrad_formula"),
-        ("Adam", "maximize", "no_amsgrad_formula"),
+        ("Adam", "maximize", "no_maximize_formula"),
         ("SGD", "maximize", "no_maximize_formula"),
     ],
 )
