@@ -152,4 +152,5 @@ def as_text(words: str) -> str:
 
 
 if __name__ == "__main__":
-    print(as_text(" ".join(sys.argv[1:])) or "none has these words; those of interventions: interventions/named.py")
+    none = "none has these words: try one of them. Those of interventions are in interventions/named.py"
+    print(as_text(" ".join(sys.argv[1:])) or none)
