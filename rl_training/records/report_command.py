@@ -26,6 +26,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: If it cannot.
     """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
+        parser.error("--watch takes seconds, 1 or more")
+    # Here, as in the functions below, so that --help does not wait for slow imports.
+    from rl_training.records.frames import find_runs
+
+    found = find_runs(chosen.runs[0]) if len(chosen.runs) == 1 else []
+    is_one = len(found) == 1
+    _refuse_options_without_effect(chosen, is_one)
+    if not is_one:
+        _compare(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
+    elif chosen.json:
+        _print_json(found[0])
+    else:
+        if chosen.watch:
+            _watch(found[0], chosen.watch)
+        _report(found[0], chosen.pictures)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
@@ -46,35 +67,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", action="store_true",
         help="print the first lines of a run's report, and the settings to change, as JSON; no page is written",
     )  # fmt: skip
-    chosen = parser.parse_args(arguments)
-    if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
-        parser.error("--watch takes seconds, 1 or more")
-    # Imported here, so that --help does not wait for slow imports.
-    from rl_training.records.frames import find_runs
+    return parser
+
+
+def _refuse_options_without_effect(chosen: argparse.Namespace, is_one: bool) -> None:
+    """Raise UserError for an option that does nothing.
+
+    Args:
+        is_one: Whether the report is of one run, and no comparison.
+    """
+    if chosen.out and is_one:
+        raise UserError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
+    for option in ("watch", "json"):
+        if getattr(chosen, option) and not is_one:
+            raise UserError(f"--{option} is for the report of one run")
+    for option in ("watch", "pictures"):
+        if getattr(chosen, option) and chosen.json:
+            raise UserError(f"--{option} is for a page, and --json writes none")
+
+
+def _print_json(folder: Path) -> None:
+    from rl_training.records.report.as_json import first_lines
+    from rl_training.records.table.series import read_run
+
+    print(json.dumps(first_lines(read_run(folder)), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _report(folder: Path, pictures: str) -> None:
     from rl_training.records.report import print_summary, write_report
     from rl_training.records.table.series import read_run
 
-    first = Path(chosen.runs[0])
-    if len(chosen.runs) == 1 and find_runs(first) == [first]:
-        if chosen.json:
-            from rl_training.records.report.as_json import first_lines
+    run = read_run(folder)
+    write_report(run, pictures)
+    print_summary(run)
 
-            print(json.dumps(first_lines(read_run(first)), indent=2, ensure_ascii=False, allow_nan=False))
-            return
-        if chosen.out:
-            raise UserError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
-        if chosen.watch:
-            _watch(first, chosen.watch)
-        run = read_run(first)
-        write_report(run, chosen.pictures)
-        print_summary(run)
-    elif chosen.watch or chosen.json:
-        raise UserError(f"{'--watch' if chosen.watch else '--json'} is for the report of one run")
-    else:
-        from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
 
-        page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
-        print(*map(printable, findings), printable(f"Comparison: {page}"), sep="\n")
+def _compare(folders: Sequence[str], out: str, pictures: str) -> None:
+    from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
+
+    page, findings = write_comparison(folders, out, pictures)
+    print(*map(printable, findings), printable(f"Comparison: {page}"), sep="\n")
 
 
 def _watch(run: Path, seconds: float) -> None:

@@ -91,8 +91,7 @@ class TrainingRun:
             return
         pictures: list[Path] = []
         try:
-            page = self.run_folder.write_report(pictures="png" if self.loggers else "")
-            pictures = sorted(page.parent.glob("*.png"))
+            pictures = self.run_folder.write_report(pictures="png" if self.loggers else "").pictures
             print_summary(self.run_dir)
         except UserError as error:
             logger.warning(str(error))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -39,45 +39,63 @@ from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.table.series import Run, read_run
 
 
-def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
+class WrittenReport(NamedTuple):
+    """The files of a report that was written: its page, and its charts as pictures."""
+
+    page: Path
+    pictures: list[Path]
+
+
+def write_report(run: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
     """Write the HTML page of a run and return its path. Only rank 0 writes.
 
     Not collective: rank 0 may also call it alone. The package's docstring names the file of each part of the page.
 
     Args:
-        run_dir: The folder of a run, or the result of `read_run`.
+        run: The folder of a run, or the result of `read_run`.
         pictures: "png" or "svg" also writes each chart as such a file next to the page, for papers and dashboards.
         reload: Seconds after which an open page reloads itself; 0 for never.
 
     Raises:
         UserError: If the folder has no readable records; names the file.
     """
+    return write_report_files(run, pictures, reload).page
+
+
+def write_report_files(run: str | Path | Run, pictures: str = "", reload: int = 0) -> WrittenReport:
+    """Write the page of a run like `write_report`, and return the paths of the page and of its pictures.
+
+    The folder of the report may hold other pictures: of charts that a run no longer has, or the user's.
+    """
     if not _is_first_process():
-        return (run_dir.folder if isinstance(run_dir, Run) else Path(run_dir)) / REPORT_FOLDER / PAGE_FILE
-    run = _read(run_dir)
-    page = RunPage.of(run)
+        folder = run.folder if isinstance(run, Run) else Path(run)
+        return WrittenReport(folder / REPORT_FOLDER / PAGE_FILE, [])
+    records = _read(run)
+    page = RunPage.of(records)
     drawn = draw_pictures(page.all_charts, pictures)
-    return write_page(run.folder / REPORT_FOLDER / PAGE_FILE, "run.html", drawn, page=page, reload=reload)
+    path = records.folder / REPORT_FOLDER / PAGE_FILE
+    write_page(path, "run.html", drawn, page=page, reload=reload)
+    return WrittenReport(path, [path.with_name(name) for name in drawn])
 
 
-def print_summary(run_dir: str | Path | Run) -> None:
+def print_summary(run: str | Path | Run) -> None:
     """Print the first lines and the tables of the page of `write_report`. Only rank 0 prints."""
     if not _is_first_process():
         return
-    run = _read(run_dir)
-    first = opening(run)
-    rows = summarize(run)
+    records = _read(run)
+    first = opening(records)
+    rows = summarize(records)
     console = Console(highlight=False, record=True)
-    console.print(Text(printable(run.name), style="bold"))
+    console.print(Text(printable(records.name), style="bold"))
     _print_opening(console, first)
     _print_rows(console, rows)
-    _print_step_numbers(console, step_numbers(run))
+    _print_step_numbers(console, step_numbers(records))
     of_lines = (setting for line in first.lines for setting in line.advice.settings)
     of_rows = (setting for row in rows for setting in row.settings)
     _repeat_broken(console, [*first.settings, *of_lines, *of_rows])
-    page = run.folder / REPORT_FOLDER / PAGE_FILE
+    page = records.folder / REPORT_FOLDER / PAGE_FILE
     _print_whole(console, f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}")
-    _print_whole(console, f"To compare runs: {comparison_command(run)}")
+    _print_whole(console, f"To compare runs: {comparison_command(records)}")
 
 
 def _print_rows(console: Console, rows: Iterable[Row]) -> None:

@@ -555,8 +555,12 @@ def test_the_command_compares_several_runs_or_a_folder_of_them(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["a", "nowhere"], "^nowhere"), (["a", "a"], r"\ba\b"), (["a", "--out", "x"], "^--out ")],
-)
+    [
+        (["a", "nowhere"], "^nowhere"), (["a", "a"], r"\ba\b"), (["a", "--out", "x"], "^--out "),
+        (["a", "--json", "--out", "x"], "^--out "), (["a", "--json", "--pictures", "png"], "^--pictures "),
+        (["a", "--json", "--watch", "5"], "^--watch "), (["a", "a", "--watch", "5"], "^--watch "),
+    ],
+)  # fmt: skip
 def test_the_command_reports_mistakes_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:

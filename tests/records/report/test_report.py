@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -609,11 +611,16 @@ def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_only_the_report_and_prints_the_table(tmp_path, capsys) -> None:
-    main([str(record_run(tmp_path, range(1, 4)))])
-    printed = capsys.readouterr().out
-    assert "-2.00 ± 0.47" in printed
-    assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")
-    assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]
+    run = record_run(tmp_path / "runs" / "one", range(1, 4))
+    for given in (run, run.parent):  # a folder of runs that holds one
+        main([str(given)])
+        printed = capsys.readouterr().out
+        assert "-2.00 ± 0.47" in printed
+        assert str(run / "report" / "report.html") in printed.replace("\n", "")
+        assert [path.name for path in (run / "report").iterdir()] == ["report.html"]
+        shutil.rmtree(run / "report")
+    main([str(run.parent), "--json"])
+    assert json.loads(capsys.readouterr().out)["run"] == "one"
 
 
 def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from accelerate import PartialState
 
@@ -17,6 +17,9 @@ from rl_training.hosts.first_rank import on_first_rank
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, Records
+
+if TYPE_CHECKING:
+    from rl_training.records.report import WrittenReport
 
 Result = TypeVar("Result")
 
@@ -61,11 +64,11 @@ class RunFolder:
         """Return the records in the folder. `Records` documents `rollouts_every`."""
         return Records(self.folder / LOGS_FOLDER, rollouts_every, self._make_room)
 
-    def write_report(self, pictures: str = "") -> Path:
-        """Write the report, and return the path of its page. Call it on the main process only.
+    def write_report(self, pictures: str = "") -> WrittenReport:
+        """Write the report, and return the paths of its files. Call it on the main process only.
 
         Args:
-            pictures: Passed on to `write_report`.
+            pictures: Passed on to `write_report_files`.
 
         Raises:
             UserError: With the reason why there is no report, and where the records are.
@@ -75,9 +78,10 @@ class RunFolder:
             raise UserError(f"no step was finished, so there is no report in {self.folder}")
         try:
             with require_extra():
-                from rl_training.records.report import write_report  # here, because `attach` works without the extra
+                # Here, because `attach` works without the extra.
+                from rl_training.records.report import write_report_files
 
-                return write_report(self.folder, pictures)
+                return write_report_files(self.folder, pictures)
         except Exception as error:  # no error may hide how training ended
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise UserError(
@@ -87,6 +91,6 @@ class RunFolder:
     def closing_line(self, how: str) -> str:
         """Write the report, and return a line: how training ended, and where the report is or why there is none."""
         try:
-            return f"{how}; the report: {self.write_report()}"
+            return f"{how}; the report: {self.write_report().page}"
         except UserError as error:
             return f"{how}; {error}"
