@@ -16,7 +16,7 @@ from pathlib import Path
 from rl_training.errors import UserError
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
-from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
+from rl_training.hosts.trl.trainer_kind import refuse_other_trainers
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
@@ -54,8 +54,7 @@ def analyze(
     Raises:
         UserError: Checkpoint and trainer do not fit. The message says how to fix it.
     """
-    if not is_grpo_trainer(trainer):
-        raise UserError(wrong_trainer_message(trainer))
+    refuse_other_trainers(trainer)
     check_name(name)
     if learning_rate is not None:
         check_positive("learning_rate", learning_rate, ", or None for the checkpoint's")

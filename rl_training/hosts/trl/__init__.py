@@ -103,16 +103,15 @@ def attach(
     from rl_training.hosts.trl.options import Options
     from rl_training.hosts.trl.output.attached_run import AttachedRun
     from rl_training.hosts.trl.output.destination import destination_of
-    from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
+    from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, refuse_other_trainers
     from rl_training.records.jsonl import Records
 
     if is_grpo_trainer(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
-    if not is_grpo_trainer(trainer) and not hasattr(trainer, "train"):
+    if not hasattr(trainer, "train"):
         kind = type(trainer).__name__
         raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
-    if not is_grpo_trainer(trainer):
-        raise UserError(wrong_trainer_message(trainer))
+    refuse_other_trainers(trainer)
     if not isinstance(folder, str | Path | Records | None):
         raise UserError(
             f"folder={folder!r}: give a folder, such as 'runs/my_run', or Records(FOLDER); probes go by name, "

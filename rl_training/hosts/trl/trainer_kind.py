@@ -5,6 +5,7 @@ from __future__ import annotations
 from trl import RLOOTrainer
 from trl.trainer import grpo_trainer
 
+from rl_training.errors import UserError
 from rl_training.hosts.trl.members import FORWARD_PASS, METHODS
 
 NAME = "GRPOTrainer"
@@ -23,8 +24,14 @@ def is_grpo_trainer(trainer: object) -> bool:
     return any(base.__module__ == grpo_trainer.__name__ and base.__name__ == NAME for base in type(trainer).__mro__)
 
 
-def wrong_trainer_message(trainer: object) -> str:
-    """Return the message for an object that is no GRPOTrainer, such as TRL's RLOOTrainer or a copy of GRPOTrainer."""
+def refuse_other_trainers(trainer: object) -> None:
+    """Raise UserError, with what to use, for an object that is no GRPOTrainer, such as TRL's RLOOTrainer or a copy."""
+    if not is_grpo_trainer(trainer):
+        raise UserError(_what_to_use(trainer))
+
+
+def _what_to_use(trainer: object) -> str:
+    """Return why this object, which is no GRPOTrainer, cannot be measured, and what can be."""
     kind = type(trainer)
     refusal = f"probes are attached to a trl.GRPOTrainer, and this is {kind.__name__}"
     if isinstance(trainer, RLOOTrainer):

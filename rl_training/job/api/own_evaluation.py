@@ -30,7 +30,7 @@ from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import generate_responses
 from rl_training.hosts.trl.rollouts.batches import rewards_of
 from rl_training.hosts.trl.trainer import GRPOTrainer
-from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, wrong_trainer_message
+from rl_training.hosts.trl.trainer_kind import refuse_other_trainers
 from rl_training.hosts.trl.versions import generation_calls_code, has_images, tokenizer_of
 from rl_training.job.configuration.checks import check_evaluation_options
 from rl_training.job.configuration.nested import load_plain
@@ -90,8 +90,7 @@ def evaluate(
         UserError: Says what is wrong and how to fix it. If single checkpoints or metrics failed, it is raised at the
             end, after all others have been evaluated.
     """
-    if not is_grpo_trainer(trainer):
-        raise UserError(wrong_trainer_message(trainer))
+    refuse_other_trainers(trainer)
     _refuse_unsupported_trainer(trainer)
     dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if dataset is None:
