@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,24 +30,26 @@ NO_ERROR = "a logged number has no error"
 
 Quantity = Callable[[Run], pd.DataFrame]
 Mean = Callable[[Sequence[Estimate]], Estimate]
+Look = tuple[str, tuple[int, ...]]  # colour, and lengths of dashes and gaps
 
 
 def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = ()) -> list[Chart]:
     """Return the chart of entropy against reward, and one for each quantity that any group has."""
     trunks = trunks_of(groups)
     looks = {group.letter: _look(index) for index, group in enumerate(groups)}
+    overlay = functools.partial(_overlay, groups, looks, trunks)
     charts = [
         draw_paths(groups, looks, pairs),
-        _overlay(groups, trunks, "reward", _reward, is_share=True),
-        _overlay(groups, trunks, "entropy", _entropy),
-        _overlay(groups, trunks, "change", _sum_of(SUMS[0]), dotted=_sum_of(SUMS[1])),
-        _overlay(groups, trunks, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
+        overlay("reward", _reward, is_share=True),
+        overlay("entropy", _entropy),
+        overlay("change", _sum_of(SUMS[0]), dotted=_sum_of(SUMS[1])),
+        overlay("noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
         quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
         is_share = metric_info(metric).is_share
-        charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=is_share, floor=floor,
-                               evaluation=evaluation.title, metric=metric))  # fmt: skip
+        charts.append(overlay("evaluated", quantity, is_share=is_share, floor=floor,
+                              evaluation=evaluation.title, metric=metric))  # fmt: skip
     return [drawn for drawn in charts if drawn is not None]
 
 
@@ -65,12 +68,14 @@ def _sum_of(metric: str) -> Quantity:
 
 
 def _overlay(
-    groups: Sequence[Group], trunks: Sequence[Run], key: str, quantity: Quantity, dotted: Quantity | None = None,
-    mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
+    groups: Sequence[Group], looks: Mapping[str, Look], trunks: Sequence[Run], key: str, quantity: Quantity,
+    dotted: Quantity | None = None, mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0,
+    **words: Any,
 ) -> Chart | None:  # fmt: skip
     """Return the chart with the curves of all groups; None if no run has any.
 
     Args:
+        looks: Colour and stroke of each group, by its letter.
         dotted: Quantity drawn dotted, in addition to `quantity`.
         mean: Combines several runs at one step.
         is_share: As in `axis_limits`.
@@ -83,7 +88,7 @@ def _overlay(
     shown = [finite(quantity(trunk)) for trunk in trunks]
     series = [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in shown]
     for group in having:
-        color, stroke = _look(groups.index(group))
+        color, stroke = looks[group.letter]
         curves, means = _curves(group, quantity, mean, color, stroke, group.name)
         series += curves
         shown.append(means)
@@ -146,5 +151,5 @@ def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[Source, str]]:
     return chosen
 
 
-def _look(index: int) -> tuple[str, tuple[int, ...]]:
+def _look(index: int) -> Look:
     return COLORS[index % len(COLORS)], STROKES[index // len(COLORS) % len(STROKES)]

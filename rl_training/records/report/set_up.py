@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_training.records.made_by import made_by
 from rl_training.records.report.interventions.effects import Effect
-from rl_training.records.table.series import Run
+from rl_training.records.table.series import Run, once_per_run
 from rl_training.vocabulary import AUTO, AUTO_SHARE
 
 PSR = "psr"  # the intervention that trains on positive advantages only
@@ -34,26 +34,23 @@ class SetUp:
     share: float = math.nan
     aimed_at: float = math.nan
 
-    @classmethod
-    def of(cls, run: Run) -> SetUp:
-        return cls(made_by(run.settings), run.settings, *_bound_of(run, run.settings))
+    def recorded(self, group: str, name: str) -> Any:
+        """Return the setting GROUP.NAME, or NAME from records without that group; None if it is not recorded."""
+        fields = self.settings.get(group)
+        return fields.get(name) if isinstance(fields, dict) else self.settings.get(name)
 
     def trainer(self, name: str, default: Any = None) -> Any:
         """Return a field of GRPOConfig; `default` if it is None or not recorded."""
-        fields = self.settings.get("trainer")
-        value = fields.get(name) if isinstance(fields, dict) else self.settings.get(name)
+        value = self.recorded("trainer", name)
         return default if value is None else value
 
     def number(self, name: str, default: float = math.nan) -> float:
         """Return a field of GRPOConfig that is a number; otherwise `default`."""
-        value = self.trainer(name, default)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+        return _as_number(self.trainer(name), default)
 
     def optimizer(self, name: str) -> float:
         """Return a setting of the optimizer, as loops record it; nan if it is not recorded."""
-        fields = self.settings.get("optimizer")
-        value = fields.get(name) if isinstance(fields, dict) else None
-        return float(value) if isinstance(value, int | float) else math.nan
+        return _as_number(self.recorded("optimizer", name))
 
     @property
     def rate(self) -> float:
@@ -68,15 +65,12 @@ class SetUp:
     @property
     def sequences(self) -> float:
         """Sequences per optimizer step, over all ranks; nan if not recorded."""
-        batch = self.settings.get("batch")
-        value = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
-        return float(value) if isinstance(value, int | float) else math.nan
+        return _as_number(self.recorded("batch", "sequences_per_step"))
 
     @property
     def trained_parameters(self) -> int | None:
         """Number of trained parameters; None if not recorded."""
-        model = self.settings.get("model")
-        value = model.get("trained_parameters") if isinstance(model, dict) else self.settings.get("trained_parameters")
+        value = self.recorded("model", "trained_parameters")
         return value if isinstance(value, int) else None
 
     @property
@@ -131,6 +125,16 @@ class SetUp:
         if not math.isfinite(effect.halves_at.value):
             return configured
         return f"{configured.removesuffix(effect.name)}{effect.bare_name}:{effect.advised_strength}"
+
+
+@once_per_run
+def set_up_of(run: Run) -> SetUp:
+    """Return the settings of a run."""
+    return SetUp(made_by(run.settings), run.settings, *_bound_of(run, run.settings))
+
+
+def _as_number(value: Any, default: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def _without_strength(name: str) -> str:

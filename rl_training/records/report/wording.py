@@ -13,7 +13,7 @@ from typing import Any
 from rl_training.records.hydra_text import quote_list, quote_override, quote_value
 from rl_training.records.made_by import JOB, LOOP, TRL, VERL
 from rl_training.records.report.interventions.effects import Effect
-from rl_training.records.report.set_up import KEPT_STEP, PSR, SetUp
+from rl_training.records.report.set_up import KEPT_STEP, PSR, SetUp, set_up_of
 from rl_training.records.table.series import Run, once_per_run
 from rl_training.vocabulary import AUTO, MAX_SHARE
 
@@ -288,7 +288,7 @@ class VerlWording(Wording):
 @once_per_run
 def wording_of(run: Run) -> Wording:
     """Return how settings of a run are written."""
-    set_up = SetUp.of(run)
+    set_up = set_up_of(run)
     of_trl = DrGrpoWording if "DrGRPO" in set_up.trainer_class else TrlWording
     kinds: dict[str, Callable[[SetUp], Wording]] = {JOB: JobWording, TRL: of_trl, VERL: VerlWording, LOOP: Wording}
     return kinds[set_up.kind](set_up)

@@ -66,9 +66,15 @@ def share_of(part: float, whole: float) -> Estimate:
 
 def first_of_trailing(holds: pd.Series[bool]) -> int | None:
     """Return the first step of the final stretch in which `holds` is always true; None if it is false at the end."""
-    fails = np.flatnonzero(~holds.to_numpy(dtype=bool))
+    place = place_of_trailing(holds.to_numpy(dtype=bool))
+    return None if place is None else int(holds.index[place])
+
+
+def place_of_trailing(holds: np.ndarray) -> int | None:
+    """Return the first place of the final stretch in which `holds` is always true; None if it is false at the end."""
+    fails = np.flatnonzero(~holds)
     start = int(fails[-1]) + 1 if len(fails) else 0
-    return None if start >= len(holds) else int(holds.index[start])
+    return start if start < len(holds) else None
 
 
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from rl_training.records.report.story.broken_line import MIN_PIECE, PIECE, SLOPE, BrokenLine, _fit, _noise, broken_line
+from rl_training.records.table.trends import place_of_trailing
 
 
 def series(values: np.ndarray) -> pd.Series:
@@ -113,7 +114,7 @@ def test_a_jump_is_found_where_it_is_and_pieces_grow_with_the_series() -> None:
     for times in (1, 50):
         values = np.repeat(np.where(np.arange(40) < 25, 1.0, 0.2), times) + 0.1 * correlated(0.0, 40 * times, 2)
         line = fitted(values)
-        place = line.first_bin(line.fitted < 0.6)
+        place = place_of_trailing(line.fitted < 0.6)
         assert place is not None
         assert line.step_of(place) == pytest.approx(25 * times + 1, abs=times)
         assert (line.start, line.now) == (pytest.approx(1.0, abs=0.08), pytest.approx(0.2, abs=0.08))

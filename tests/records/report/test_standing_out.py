@@ -19,7 +19,7 @@ from rl_training import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
-from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.set_up import SetUp, set_up_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
@@ -209,7 +209,7 @@ def test_the_learning_rate_that_a_loop_logs_is_no_fault_unless_it_is_0(tmp_path,
     settings = {"sequences_per_step": 128, "responses_per_prompt": 8}
     (folder / "logs" / "settings.json").write_text(json.dumps(settings))
     run = read_run(folder)
-    assert SetUp.of(run).kind == "loop"
+    assert set_up_of(run).kind == "loop"
     assert [line.name for line in standing_out(run)] == names
 
 

@@ -34,6 +34,8 @@ ENDLESS = "endless"  # no response ends by itself
 CUT_OFF = "cut_off"  # most responses are cut off at the maximum length
 SAMPLER = "sampler"  # another policy than the trained one draws the responses
 
+FEW_STEPS = 3  # logged steps from which something is said to last
+
 
 @dataclass(frozen=True)
 class Line:

@@ -11,6 +11,7 @@ import pandas as pd
 from rl_training.records.pages.writing import format_estimate, size_and_side, steps_of
 from rl_training.records.report.standing_out.line import (
     EQUAL,
+    FEW_STEPS,
     JUMP,
     LENGTH,
     LOOPHOLE,
@@ -32,7 +33,6 @@ from rl_training.records.table.trends import MIN_STEPS, first_of_trailing
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
-FEW_STEPS = 3  # steps with equal rewards, before it is reported
 STOP = "Stop here, or give harder prompts, or a reward that still differs between responses."
 FEW_MIXED = 0.1  # share of prompts
 VISIBLE = 0.5  # share of responses cut off from which it is mentioned along with equal rewards
@@ -40,7 +40,7 @@ STEPS_BEFORE, STEPS_AFTER = 4, 3  # steps averaged before and after a jump
 MIN_LENGTH_GROWTH = 0.15
 MIN_LENGTH_CORRELATION = 0.4  # of the changes of length and reward
 MIN_FALL = 0.06  # of a function's standard deviation, by which steps must have lowered it; .03 for rewards of 0 and 1
-MIN_FALL_STDERRS = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
+MIN_STDERRS_LOWERED = 3.0  # high, because every step is looked at; not enough alone, since few rewards vary little
 NOTHING_LEARNED = "Nothing has been learned from rewards"
 HIGHEST = 1.0  # of a reward of 0 and 1
 FIND_CHANGE = "Find what changed at step {step}: the reward function, its service or the data."
@@ -76,7 +76,7 @@ def another_reward_falls(records: RunRecords) -> Line | None:
         sums = records.run.estimates(metric)
         is_fallen = pd.Series(
             {
-                step: total.value < -max(least, MIN_FALL_STDERRS * total.stderr) and paid[step].bounds()[0] > 0
+                step: total.value < -max(least, MIN_STDERRS_LOWERED * total.stderr) and paid[step].bounds()[0] > 0
                 for step, total in sums.items()
                 if step in paid and math.isfinite(total.stderr)
             }

@@ -11,6 +11,7 @@ from rl_training.records.pages.writing import format_estimate, steps_of
 from rl_training.records.report.standing_out.line import (
     CUT_OFF,
     ENDLESS,
+    FEW_STEPS,
     SAMPLER,
     Line,
     RunRecords,
@@ -23,7 +24,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
 MIN_CUT_OFF_SHARE = 0.5  # share of responses
-FEW_STEPS = 3
 MIN_ESS = 0.8  # ESS as a share of the sequences, below which the batch is no longer the policy's
 MIN_MEAN_RATIO = 0.97  # mean ratio of policy to sampler; it is 1 if the sampler leaves no token out
 # Settings that truncate the sampling distribution, with the value that truncates nothing.

@@ -35,7 +35,7 @@ MIN_BREAK = 0.2  # standard deviations of the rewards that one step must have co
 MIN_OF_LARGEST = 0.2  # of the largest KL: where other steps moved far more, no single one is to blame
 AROUND = 4  # steps averaged before and after a step
 BEST = 3  # steps that the best reward averages
-MIN_FALL_STDERRS = 4.0  # standard errors that reward has fallen below its best
+MIN_STDERRS_BELOW_BEST = 4.0  # standard errors that reward has fallen below its best
 MIN_REWARD_LOSS = 0.5  # share of the best reward that is gone
 MIN_ENTROPY_CHANGE = 0.5  # share by which entropy changes after the best step
 MAX_BATCH_RATIO = 0.25  # batch over noise scale
@@ -250,7 +250,7 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
     fall = float(top.mean() - end.mean())
     before, after = levels[levels.index <= best].tail(BEST).mean(), levels[levels.index > best].head(BEST).mean()
     turned = before > 0 and abs(after / before - 1) > MIN_ENTROPY_CHANGE
-    if not (fall > MIN_FALL_STDERRS * noise and fall > MIN_REWARD_LOSS * float(top.mean()) and turned):
+    if not (fall > MIN_STDERRS_BELOW_BEST * noise and fall > MIN_REWARD_LOSS * float(top.mean()) and turned):
         return None
     said = (
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "

@@ -107,12 +107,6 @@ class BrokenLine:
         """Return the curve at a share of the run, from 0 to 1."""
         return float(self.fitted[min(int(share * len(self.fitted)), len(self.fitted) - 1)])
 
-    def first_bin(self, holds: np.ndarray) -> int | None:
-        """Return the first bin from which a condition on all bins holds to the end; None if it does not hold there."""
-        fails = np.flatnonzero(~holds)
-        start = int(fails[-1]) + 1 if len(fails) else 0
-        return start if start < len(holds) else None
-
     def step_of(self, place: int) -> int:
         """Return the first step of a bin."""
         return int(self.steps[place])

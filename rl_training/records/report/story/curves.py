@@ -17,6 +17,7 @@ import pandas as pd
 
 from rl_training.records.report.story.broken_line import MIN_PIECE, BrokenLine, broken_line
 from rl_training.records.report.story.levels import Levels, first_values, levels_of
+from rl_training.records.table.trends import place_of_trailing
 
 NOW = 0.75  # share of the run at which the present begins
 FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
@@ -90,7 +91,7 @@ class Reward:
     def stands_from_bin(self) -> int:
         """The first bin since which it has not risen by more than BAND."""
         band = max(BAND * self.spread, 2 * self.line.now_error)
-        return self.line.first_bin(self.line.fitted >= self.now - band) or 0
+        return place_of_trailing(self.line.fitted >= self.now - band) or 0
 
     def gain_since_bin(self, place: int) -> float:
         """Return the upper end of its change since a bin."""
@@ -140,7 +141,7 @@ class Entropy:
 
     def since_below(self, share: float) -> int:
         """Return the step since which less than a share of the first entropy is left."""
-        place = self.line.first_bin(self.line.fitted < share * self.start)
+        place = place_of_trailing(self.line.fitted < share * self.start)
         return self.line.step_of(place if place is not None else len(self.line.steps) - 1)
 
     def lost_since(self, step: int) -> float:
@@ -165,7 +166,7 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
         return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
     if best == untrained:
         return Reward(name, line, spread, top, fall, int(values.index[1]), best, levels)
-    fell_at = line.first_bin(line.fitted < line.now + 0.9 * fall) or 0
+    fell_at = place_of_trailing(line.fitted < line.now + 0.9 * fall) or 0
     if fell_at < MIN_PIECE:  # in the first steps, before which no piece shows how high it was
         best = max(best, float(line.values[: max(fell_at, 1)].mean()))
     return Reward(name, line, spread, top, fall, line.step_of(fell_at), min(best, highest), levels)

@@ -6,7 +6,7 @@ import math
 
 import pandas as pd
 
-from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.set_up import set_up_of
 from rl_training.records.table.series import LOGGED, Run
 from rl_training.records.table.trends import MIN_STEPS
 
@@ -33,9 +33,9 @@ def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
 
 def reward_weights(run: Run) -> dict[str, float]:
     """Return the weight of each of the trainer's reward functions, by name; empty if no weights are recorded."""
-    set_up = SetUp.of(run)
-    data, weights = set_up.settings.get("data"), set_up.trainer("reward_weights")
-    recorded = data.get("rewards") if isinstance(data, dict) else None
+    set_up = set_up_of(run)
+    weights = set_up.trainer("reward_weights")
+    recorded = set_up.recorded("data", "rewards")
     names = recorded if isinstance(recorded, list) else [*reward_functions(run)]  # logged in the trainer's order
     if not isinstance(weights, list) or len(weights) != len(names):
         return {}
