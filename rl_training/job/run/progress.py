@@ -9,6 +9,8 @@ from typing import Any
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import ProgressCallback
 
+from rl_training.statistics.estimate import Z_95
+
 # By label: metrics in order of preference, and the number format. If a probe measures it, entropy is the mean over all
 # tokens, as in the report.
 SHOWN = {
@@ -16,7 +18,6 @@ SHOWN = {
     "entropy": (("entropy/token", "entropy"), ".3f"),
     "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
-Z_95 = 1.96  # half the 95 % interval, in standard errors (normal: log lines carry no degrees of freedom)
 # Without tqdm's rate and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
 SECONDS_OF_SILENCE = 10.0  # after which an unfinished step shows its progress
@@ -66,7 +67,7 @@ class StepProgress(ProgressCallback):
         for label, (keys, form) in SHOWN.items():
             key = next((key for key in keys if logs.get(key) is not None), None)
             if key is not None:
-                stderr = logs.get(f"{key}_se")
+                stderr = logs.get(f"{key}_se")  # without degrees of freedom: a normal interval
                 bar = "" if stderr is None else f"±{Z_95 * stderr:{form.lstrip('+')}}"
                 shown[label] = f"{logs[key]:{form}}{bar}"
         if shown and self.training_bar is not None:
