@@ -25,7 +25,7 @@ FIRST_STEP = Unavailable(
 )
 STEP_NOT_MEASURED = Unavailable(
     "step_not_measured",
-    "step {step} was not measured, so its update is not known; backward needs every=1, or steps=2",
+    "step {step} was not measured, or not taken, so its update is not known; backward needs every=1, or steps=2",
 )
 
 
