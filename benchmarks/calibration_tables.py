@@ -19,7 +19,7 @@ from rl_training.records.jsonl import read_estimates
 from rl_training.records.pages.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Series
 from rl_training.records.pages.drawing import draw as chart
 from rl_training.records.pages.page import VEGA_LITE
-from rl_training.records.report.sections.calibration import calibration, interval_covers
+from rl_training.statistics.calibration import calibration, interval_covers
 from rl_training.statistics.jackknife import jackknife_stderr
 
 DRAWN = ("rate 1e-4", "default", "rate 1e-3")

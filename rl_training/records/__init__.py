@@ -10,6 +10,7 @@ Read:            frames.py and analyses.py (a run and its checkpoint analyses as
                  made_by.py (what made a run), training_settings.py (which of its settings affect training)
 Shown:           table/ (a run's records as one table), pages/ (how any page is made), report/ (the page of one run),
                  compare/ (the page of several), report_command.py (makes either),
+                 first_order.py (does an analysis's prediction hold, in words),
                  dashboard.py (a W&B dashboard), core_metrics.py (what is shown where there is no room for all)
 files/           safe access to single files: atomic writes, locks, masked secrets, readers that run no code
 """

@@ -23,11 +23,11 @@ from rl_training.job.run.analysis import analyze_checkpoints, result_files
 from rl_training.offline.analysis import FEW, NOT_MEASURED, NOT_PREDICTED
 from rl_training.records import analysis_results
 from rl_training.records.analyses import ANALYSIS_COLUMNS, read_analysis
+from rl_training.records.first_order import first_order_verdict
 from rl_training.records.pages.writing import plus_minus
 from rl_training.records.report import write_report
 from rl_training.records.report.sections.checkpoint_analyses import (
     describe_analyses,
-    first_order_verdict,
     log_slope,
     write_analyses_page,
 )

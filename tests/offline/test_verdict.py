@@ -8,7 +8,7 @@ import pytest
 from analyzed_runs import results_of
 
 from rl_training.offline.results import ROWS
-from rl_training.records.report.sections.checkpoint_analyses import KEYS, first_order_verdict
+from rl_training.records.first_order import KEYS, first_order_verdict
 
 
 def test_a_second_order_that_cancels_the_first_is_reported_with_a_smaller_step_to_use() -> None:

@@ -11,8 +11,8 @@ from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.report import predictions
 from rl_training.records.report.interventions import section as interventions
 from rl_training.records.report.sections import sampler
-from rl_training.records.report.sections.calibration import MIN_PAIRS
 from rl_training.records.table import measured
+from rl_training.statistics.calibration import MIN_PAIRS
 from rl_training.statistics.jackknife import FEW_FOLDS, FEW_PROMPTS, MIN_UNITS_OFFLINE
 
 

@@ -1,6 +1,6 @@
 """Parts of a run's page below its first screen.
 
-figures.py               the charts of a run; calibration.py: predictions against truth
+figures.py               the charts of a run
 ledger.py                where the entropy went: a sum that closes
 tokens.py                which tokens change entropy
 sampler.py               how far the policy that samples is from the one that is trained

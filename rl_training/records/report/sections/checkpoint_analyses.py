@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from rl_training.records.analyses import RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.files.spreadsheet import as_csv
+from rl_training.records.first_order import KEYS, first_order_verdict, reasons_for
 from rl_training.records.folder import OFFLINE
 from rl_training.records.pages.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series
 from rl_training.records.pages.drawing import diagonal, draw
 from rl_training.records.pages.page import write_page
 from rl_training.records.pages.writing import MILLI, MISSING, normal_milli
-from rl_training.records.table.missing import NO_REASON
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import MIN_POINTS, scaled
 from rl_training.statistics.estimate import Z_95
@@ -34,8 +34,6 @@ RESULT_STYLES = {  # by key of a result: label, colour and marker
 }
 IN_TABLE = list(RESULT_STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
-KEYS = ("deltaH1", "deltaH_true", "paired_error")  # for the verdict
-MISLEADING = 0.5  # of the prediction: a difference from which on first order fails
 MAX_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
 
 
@@ -94,77 +92,6 @@ def _cells(row: Mapping[Any, Any]) -> list[str]:
     ]
 
 
-class FirstOrderVerdict(NamedTuple):
-    """Whether first order fails at a step, and the sentence on it."""
-
-    fails: bool
-    sentence: str
-
-
-def first_order_verdict(
-    step: int, results: Mapping[str, float], reasons: Mapping[str, str] | None = None
-) -> FirstOrderVerdict:
-    """Return whether a prediction fails, holds, or cannot be judged.
-
-    First order fails if its difference from the measurement on the same sequences exceeds the difference's own error
-    (95 %) and half of the prediction, or half of the prediction's standard error if that is larger: less would not
-    show. If the difference is second order, it scales with the square of the step, so at η times the step its share of
-    the prediction is η times as large. Hence some η = 1/2, 1/4, … brings it below half.
-
-    Args:
-        step: The step that was analyzed, counted from 1.
-        results: Numbers of a checkpoint analysis by key, with `…_se`; nan if not available.
-        reasons: Why numbers are not available, by key.
-    """
-    numbers = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
-    predicted, error = numbers["deltaH1"], numbers["paired_error"]
-    size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
-    if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
-        return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
-    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
-    times = abs(error) / (MISLEADING * size) if size > 0 else math.inf
-    if math.isinf(times):  # no step is small enough
-        return FirstOrderVerdict(
-            True,
-            f"Step {step}: the first order is as good as 0, and higher orders are not: do not trust forward here. "
-            f"Measured {measured} (1e-3 nats per token, 95 %).",
-        )
-    does = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
-    halvings = math.floor(math.log2(times)) + 1
-    return FirstOrderVerdict(
-        True,
-        f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
-        f"Predicted {said}, measured {measured}, difference {off} (1e-3 nats per token, 95 %). "
-        f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step.",
-    )
-
-
-def _holds(step: int, numbers: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-    """Return the sentence for a step at which the prediction does not fail: it holds, or that is unknown."""
-    if not all(map(math.isfinite, numbers.values())):
-        missing = _reasons_for(reasons, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
-        return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
-    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
-    within = abs(numbers["paired_error"]) <= Z_95 * numbers["paired_error_se"]
-    how = "no larger than its error" if within else "less than half of the prediction"
-    return (
-        f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of {said} "
-        f"holds: their difference, {off}, is {how} (95 %)."
-    )
-
-
-def _reasons_for(reasons: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Return why these numbers of an analysis are nan: the recorded reasons of those that have one, each once."""
-    return [*dict.fromkeys(reasons[name] for name in names if reasons.get(name))] or [NO_REASON]
-
-
-def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
-    """Return an analysis's available core numbers under offline/…, for dashboards."""
-    names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
-    results = analysis["results"]
-    return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
-
-
 def _numbers(content: Mapping[str, Any]) -> Chart:
     """Return the chart of a result.json: a row for each number per token, with its 95 % interval."""
     finite_results = {
@@ -203,7 +130,7 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
     series = [curve for curve in series if len(curve.x)]
     if not series:
-        missing = [reason for content in contents for reason in _reasons_for(content.get("reasons") or {}, KEYS[:2])]
+        missing = [reason for content in contents for reason in reasons_for(content.get("reasons") or {}, KEYS[:2])]
         return draw("agreement", [], [*dict.fromkeys(missing)])
     return draw("agreement", [diagonal(series, "y = x"), *series])
 

@@ -15,13 +15,13 @@ from rl_training.records.pages import charts
 from rl_training.records.pages.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series
 from rl_training.records.pages.drawing import axis_limits, diagonal, draw, heatmap
 from rl_training.records.pages.writing import MILLI, format_estimate
-from rl_training.records.report.sections.calibration import calibration
 from rl_training.records.report.story.reward_functions import held_out_rewards, reward_functions
 from rl_training.records.table.cumulative import NO_LATER_BATCH, naive_sums, sum_starts
 from rl_training.records.table.estimates import by_about_step, finite, to_estimates
 from rl_training.records.table.missing import missing_notes
 from rl_training.records.table.series import LOGGED, MEASURED, Run, Source
 from rl_training.records.table.trends import MIN_POINTS, running_window, scaled
+from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points, error bars would hide them
 OFFSET = 0.14  # in steps; keeps the two error bars of a step apart

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import reference
 
-from rl_training.records.report.sections.calibration import MIN_PAIRS, calibration, interval_covers
+from rl_training.statistics.calibration import MIN_PAIRS, calibration, interval_covers
 from rl_training.statistics.estimate import Estimate
 
 Pair = tuple[float, float, int, float, float]
