@@ -101,7 +101,8 @@ class RecordsClaim(AbstractContextManager[None]):
     """
 
     def __init__(self, records: Records) -> None:
-        self._records, self._lock = records, ExitStack()
+        self._records = records
+        self._lock = ExitStack()
         self.requested = records.folder
 
     def begin(self, run_id: str) -> str:

@@ -41,7 +41,7 @@ def first_order_verdict(
     size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
     if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
         return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
-    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
+    prediction, measured, difference = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
     times = abs(error) / (MISLEADING * size) if size > 0 else math.inf
     if math.isinf(times):  # no step is small enough
         return FirstOrderVerdict(
@@ -54,7 +54,7 @@ def first_order_verdict(
     return FirstOrderVerdict(
         True,
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
-        f"Predicted {said}, measured {measured}, difference {off} (1e-3 nats per token, 95 %). "
+        f"Predicted {prediction}, measured {measured}, difference {difference} (1e-3 nats per token, 95 %). "
         f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step.",
     )
 
@@ -64,12 +64,12 @@ def _holds(step: int, numbers: Mapping[str, float], reasons: Mapping[str, str]) 
     if not all(map(math.isfinite, numbers.values())):
         missing = reasons_for(reasons, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
         return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
-    said, measured, off = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
+    prediction, measured, difference = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
     within = abs(numbers["paired_error"]) <= Z_95 * numbers["paired_error_se"]
     how = "no larger than its error" if within else "less than half of the prediction"
     return (
-        f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of {said} "
-        f"holds: their difference, {off}, is {how} (95 %)."
+        f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of "
+        f"{prediction} holds: their difference, {difference}, is {how} (95 %)."
     )
 
 

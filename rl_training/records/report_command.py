@@ -113,7 +113,8 @@ def _watch(run: Path, seconds: float) -> None:
     """Rewrite the page whenever the run has logged more, until Ctrl-C."""
     from rl_training.records.report import write_report
 
-    log, drawn = run / LOGS_FOLDER / METRICS_FILE, -1
+    log = run / LOGS_FOLDER / METRICS_FILE
+    drawn = -1
     try:
         while True:
             size = log.stat().st_size if log.is_file() else 0

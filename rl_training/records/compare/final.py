@@ -45,7 +45,9 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of
 
-MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
+MEASURED = "measured ΔH"
+PREDICTED = "predicted ΔH"
+NOISE_SCALE = "noise scale (prompts)"
 # Metrics of the trainer's own evaluations. Everything else that it logs there is about clipping and time.
 FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
 TOKEN_ENTROPY = "token entropy"

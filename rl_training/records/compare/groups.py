@@ -128,7 +128,8 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_member(path: Path, name: str) -> Member:
-    run, flat = read_run(path), _settings(path)
+    run = read_run(path)
+    flat = _settings(path)
     if run.config is None and not flat:
         return Member(run, name, None, ABSENT)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
@@ -209,7 +210,8 @@ def common_steps(first: Member, other: Member) -> int:
 
 def _ancestors(member: Member) -> dict[Path, int]:
     """Return the runs that a run descends from, nearest first, with the step at which it left each."""
-    steps, branch = {}, member.branch
+    steps = {}
+    branch = member.branch
     while branch is not None and branch[0] not in steps:  # no run of ours descends from itself
         folder, step = branch
         steps[folder] = step
@@ -262,7 +264,8 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
     If a label is empty, too long or not unique, every group gets the name of its first run instead.
     """
-    differing, labels = _without_repeats(differences(groups)), list[str]()
+    differing = _without_repeats(differences(groups))
+    labels = list[str]()
     for group in groups:
         settings = group.members[0].settings or {}
         shown = (_describe_setting(setting, settings[setting]) for setting in differing if setting in settings)

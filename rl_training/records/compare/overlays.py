@@ -46,7 +46,8 @@ def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = (
         overlay("noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
-        quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
+        quantity = _recorded(metric, evaluation)
+        floor = 0.1 if metric == "length" else 0.0
         is_share = metric_info(metric).is_share
         charts.append(overlay("evaluated", quantity, is_share=is_share, floor=floor,
                               evaluation=evaluation.title, metric=metric))  # fmt: skip
@@ -96,7 +97,8 @@ def _overlay(
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     finite_rows = finite(pd.concat(shown))
-    ends, branched = axis_limits(finite_rows, is_share, floor) if len(finite_rows) else None, branching_steps(groups)
+    ends = axis_limits(finite_rows, is_share, floor) if len(finite_rows) else None
+    branched = branching_steps(groups)
     return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
 
 

@@ -72,7 +72,8 @@ class ComparisonPage:
             for group, end in zip(groups, ends, strict=True)
             if end > common
         ]
-        pairs, members = compare_groups(groups), [member for group in groups for member in group.members]
+        pairs = compare_groups(groups)
+        members = [member for group in groups for member in group.members]
         return cls(
             title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
             sentences=describe(pairs) or [one_group([member.seed for member in groups[0].members])],

@@ -38,7 +38,8 @@ def _difference(pair: Difference) -> str:
     shown = [label for label in QUOTED_FIGURES if label in pair.figures]
     if not shown:
         return f"{names}: no step is recorded in both, and there is nothing to compare."
-    equal, letter = pair.equal_reward, pair.second.letter
+    equal = pair.equal_reward
+    letter = pair.second.letter
     if math.isnan(equal.gap.value):
         at_reward = f"their entropies cannot be compared at equal reward ({equal.gap.reason})"
     else:

@@ -52,7 +52,8 @@ def _mended(path: Path, file: FileIO, size: int, data: bytes) -> tuple[int, byte
 
 def _last_line(path: Path, file: FileIO, size: int) -> tuple[bytes, int]:
     """Return what follows the last line break, and where it begins."""
-    rest, start = b"", size
+    rest = b""
+    start = size
     while start:
         begin = max(0, start - BLOCK)
         file.seek(begin)
@@ -60,7 +61,8 @@ def _last_line(path: Path, file: FileIO, size: int) -> tuple[bytes, int]:
         at = block.rfind(b"\n")
         if at >= 0:
             return block[at + 1 :] + rest, begin + at + 1
-        rest, start = block + rest, begin
+        rest = block + rest
+        start = begin
         if len(rest) > MAX_LINE_BYTES:
             raise UserError(f"{path}: its last line has over {MAX_LINE_BYTES >> 20} MiB: fix or delete that line")
     return rest, start

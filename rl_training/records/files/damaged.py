@@ -30,5 +30,5 @@ def naming_the_file(path: Path, problem: str, fix: str, errors: tuple[type[Excep
     except errors as error:
         if isinstance(error, UserError) and str(path) in str(error):
             raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} {problem} ({said}): {fix}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} {problem} ({reason}): {fix}") from error

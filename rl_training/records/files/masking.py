@@ -134,7 +134,8 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
 
 
 def _mask_named_values(text: str) -> str:
-    parts, done = [], 0
+    parts = []
+    done = 0
     for start, end in _places_of_secrets(text):
         parts += [text[done:start], MASK]
         done = end

@@ -73,7 +73,8 @@ def whole_content(path: Path) -> bytes:
 
 def _members(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """Yield the unpacked members of a gzip file in parts. A cut or damaged last member gives a warning."""
-    start, unpacker = 0, zlib.decompressobj(_GZIP)  # where the current member begins in the file, and its unpacker
+    start = 0  # where the current member begins in the file
+    unpacker = zlib.decompressobj(_GZIP)
     problem = ""
     while not problem and (packed := file.read(_READ_BYTES)):
         while packed and not problem:
@@ -83,7 +84,8 @@ def _members(path: Path, file: BinaryIO) -> Iterator[bytes]:
                 problem = str(error)
             packed = unpacker.unused_data
             if unpacker.eof:
-                start, unpacker = file.tell() - len(packed), zlib.decompressobj(_GZIP)
+                start = file.tell() - len(packed)
+                unpacker = zlib.decompressobj(_GZIP)
     if not problem and file.tell() > start:
         problem = "it ends too early"
     if problem:

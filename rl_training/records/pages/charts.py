@@ -133,7 +133,8 @@ class Series:
             return range(number)
         if not self.line:
             return range(0, number, math.ceil(number / MAX_POINTS))
-        y, drawn = np.asarray(self.y, dtype=float), {0, number - 1}
+        y = np.asarray(self.y, dtype=float)
+        drawn = {0, number - 1}
         for start, end in itertools.pairwise(np.linspace(0, number, MAX_POINTS // 2, dtype=int).tolist()):
             finite = start + np.flatnonzero(np.isfinite(y[start:end]))
             extremes = {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])} if len(finite) else {start}

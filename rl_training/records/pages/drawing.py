@@ -42,11 +42,15 @@ def draw(
         start: Offset of a second y-axis, which is labelled y + start.
         words: Values for the templates of its texts.
     """
-    chart, series = load_chart(key, words), [curve for curve in series if len(curve.x)]
-    name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
+    chart = load_chart(key, words)
+    series = [curve for curve in series if len(curve.x)]
+    name = chart.get("name", key)
+    title = chart["title"]
+    caption = chart.get("caption", "")
     if not series:
         return Chart(name, title, "", list(missing))
-    labels, over_steps = first_by_label(series), "x" not in chart and not cells
+    labels = first_by_label(series)
+    over_steps = "x" not in chart and not cells
     heights = [y for curve in series for y in (*curve.y, *curve.low, *curve.high)]
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
     if cells:
@@ -117,7 +121,8 @@ def axis_limits(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) 
         floor: Least margin as a share of the values' median size, so that small changes look small.
     """
     values = rows["value"]
-    span, errors = float(np.ptp(values)), rows["stderr"]
+    span = float(np.ptp(values))
+    errors = rows["stderr"]
     most = max(span, 2 * errors.median()) if errors.notna().any() else span
     rooms = []
     for reach in (values - rows["low"], rows["high"] - values):

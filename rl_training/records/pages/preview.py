@@ -19,7 +19,9 @@ def preview(chart: Chart) -> Markup:
         return Markup("")
     steps = [x for x, _ in points]
     low, high = chart.facts["y"]["scale"].get("domain") or (min(y for _, y in points), max(y for _, y in points))
-    first, last, height = min(steps), max(steps), chart.spec["height"]
+    first = min(steps)
+    last = max(steps)
+    height = chart.spec["height"]
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - first) / ((last - first) or 1.0)

@@ -22,7 +22,9 @@ def format_estimate(estimate: Estimate | None, signed: bool = False, times: floa
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign, value, ends = "+" * signed, times * estimate.value, sorted(times * end for end in estimate.bounds())
+    sign = "+" * signed
+    value = times * estimate.value
+    ends = sorted(times * end for end in estimate.bounds())
     half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)
     if _is_rounding(value / times, half / abs(times)):
         return _near_0(abs(times))

@@ -142,8 +142,8 @@ def _as_recorded(text: str, style: str = "") -> Text:
 
 
 def _print_opening(console: Console, first: Opening) -> None:
-    said = Text(printable(first.headline), style="bold").append(printable(first.evidence), style="not bold")
-    console.print(Padding(said, (0, 1)))
+    verdict = Text(printable(first.headline), style="bold").append(printable(first.evidence), style="not bold")
+    console.print(Padding(verdict, (0, 1)))
     console.print(Padding(Text(printable(first.advice), style="bold"), (0, 1)))
     for sentence in first.further:
         console.print(Padding(Text(printable(sentence)), (0, 1)))

@@ -71,7 +71,8 @@ def advise(run: Run, verdict: Verdict, lines: Sequence[Line]) -> Advice:
     if action is not None:
         causes = [line for line in lines if rule_of(line).cause and not is_a_symptom(line, verdict)]
         return action(Situation(run, verdict, min(causes, key=lambda line: rule_of(line).cause, default=None)))
-    yet, unseen = " yet" * (verdict.kind == UNKNOWN), _what_one_reward_hides(run, verdict)
+    yet = " yet" * (verdict.kind == UNKNOWN)
+    unseen = _what_one_reward_hides(run, verdict)
     if lines:
         change = lines[0].advice.as_a_change("To change because of what stands out")
         return Advice.to_do(f"About entropy there is nothing to do{yet}. {change.text}{unseen}", change)
@@ -150,7 +151,8 @@ def _stop_the_hack(situation: Situation) -> Advice:
     verdict = situation.verdict
     risen = [part.name for part in verdict.story.parts if part.has_risen]
     earned = f"earn {' and '.join(risen)}" if risen else "earn the most"
-    before, weights = _checkpoint_before(situation, verdict.since), situation.wording.reward_weights()
+    before = _checkpoint_before(situation, verdict.since)
+    weights = situation.wording.reward_weights()
     return Advice.to_do(
         f"To change: read responses after step {verdict.since} that {earned}, and correct what pays for them or its "
         f"weight ({weights.text}); go back to {before.text}.",
@@ -181,7 +183,8 @@ def _keep_entropy(situation: Situation) -> Advice:
     if PSR in situation.set_up.interventions:
         change = situation.wording.intervention(chosen[0]) if chosen else situation.wording.bounded_step()
         return change.followed_by(", beside PSR").as_a_change()
-    saved, change = checkpoints_of(situation.run.folder), situation.wording.positive_only()
+    saved = checkpoints_of(situation.run.folder)
+    change = situation.wording.positive_only()
     branch = situation.wording.branch_from(saved[-1]) if saved else ""
     if branch:
         change = Advice(f"{branch} {change.text}", (branch, *change.settings))
@@ -212,7 +215,8 @@ def _let_it_learn(situation: Situation) -> Advice:
     """Advise on a reward that has hardly risen: the first thing that the records show to be in the way of it."""
     if situation.cause:
         return _do_first(situation.cause)
-    story, mixed = situation.verdict.story, 1 - situation.run.logged("frac_reward_zero_std").tail(RECENT).mean()
+    story = situation.verdict.story
+    mixed = 1 - situation.run.logged("frac_reward_zero_std").tail(RECENT).mean()
     reward, effect = story.reward, story.whole_effect
     assert reward is not None
     if reward.now < HARDLY_EARNED * reward.top:
@@ -231,9 +235,11 @@ def _let_it_learn(situation: Situation) -> Advice:
     over = of_steps(effect, "of all steps")
     measured = f"the measured effects {over} add up to {format_estimate(effect, signed=True)}"
     if effect.bounds()[0] > 0:
-        cause, change = "size", situation.wording.larger_steps()
+        cause = "size"
+        change = situation.wording.larger_steps()
     else:
-        cause, change = "noise", situation.wording.larger_batch(2)
+        cause = "noise"
+        change = situation.wording.larger_batch(2)
     return Advice.to_do(f"To look at first: the {cause} of the steps; {measured}. To change: {change.text}.", change)
 
 

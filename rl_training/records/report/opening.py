@@ -49,14 +49,20 @@ def opening(run: Run) -> Opening:
     verdict = judge(run)
     lines = [replace(line, advice=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
     further = non_empty_lines(hindrance(run) or whether_they_hold(run), _bound(run))
-    told = next((line for line in lines if _comes_first(line, run, verdict)), None)
-    if told is None:
-        kind, since, headline, evidence = verdict.kind, verdict.since, verdict.headline, verdict.evidence
+    leading = next((line for line in lines if _comes_first(line, run, verdict)), None)
+    if leading is None:
+        kind = verdict.kind
+        since = verdict.since
+        headline, evidence = verdict.headline, verdict.evidence
         change = advise(run, verdict, lines)
     else:
-        kind, since, change = told.name, told.since, told.advice.as_a_change()
-        headline, evidence = _until(run, told) if told.name == JUMP else (told.headline, f": {told.evidence}")
-    others = [line for line in lines if line is not told]
+        kind = leading.name
+        since = leading.since
+        headline, evidence = (
+            _until(run, leading) if leading.name == JUMP else (leading.headline, f": {leading.evidence}")
+        )
+        change = leading.advice.as_a_change()
+    others = [line for line in lines if line is not leading]
     first = Opening(kind, since, headline, evidence, change.text, change.settings, further, others)
     ended = on_one_line(_early_end(run))
     return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
@@ -78,9 +84,9 @@ def _early_end(run: Run) -> str:
 def _until(run: Run, jump: Line) -> tuple[str, str]:
     """Return headline and evidence of a run whose reward jumped without a step that did it: what was so before that."""
     before = judge(run.until(jump.since - 1))
-    told = f"{before.headline[:1].lower()}{before.headline[1:]}{before.evidence}"
+    until_then = f"{before.headline[:1].lower()}{before.headline[1:]}{before.evidence}"
     headline = f"Reward cannot be compared across step {jump.since}"
-    return headline, f": {jump.evidence} Up to step {jump.since - 1}: {told}"
+    return headline, f": {jump.evidence} Up to step {jump.since - 1}: {until_then}"
 
 
 def _bound(run: Run) -> str:

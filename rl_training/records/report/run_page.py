@@ -118,7 +118,8 @@ def _account(run: Run) -> Account | None:
 
 
 def _token_tables(run: Run) -> TokenTables | None:
-    (classes, steps_of_classes), (top, steps_of_top) = tokens.token_classes(run), tokens.top_tokens(run)
+    (classes, steps_of_classes) = tokens.token_classes(run)
+    (top, steps_of_top) = tokens.top_tokens(run)
     if not classes:
         return None
     return TokenTables(tokens.TITLE, tokens.ANCHOR, classes, steps_of_classes, top, steps_of_top)

@@ -19,7 +19,8 @@ def ending_reason(rows: pd.DataFrame) -> str:
     """Return why a quantity is missing and from which step on, or "" if its last value is there."""
     if rows.empty:
         return NO_PROBE
-    last, finite_steps = rows.iloc[-1], finite(rows).index
+    last = rows.iloc[-1]
+    finite_steps = finite(rows).index
     if math.isfinite(last["value"]):
         return ""
     reason = last["reason"] or "not a finite number"

@@ -51,7 +51,8 @@ def predictions_disagree(run: Run) -> bool:
 
 def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     """Return the mean of forward, and half of its mean difference from backward, over the last steps that have both."""
-    forward, backward = run.finite_rows("delta_h/forward"), by_about_step(run.finite_rows("delta_h/backward"))
+    forward = run.finite_rows("delta_h/forward")
+    backward = by_about_step(run.finite_rows("delta_h/backward"))
     steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
     if steps.empty:
         return None

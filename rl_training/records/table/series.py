@@ -212,7 +212,9 @@ def read_run(folder: Path) -> Run:
         UserError: If there are none, they cannot be read, or a link leads out of the run; names the file.
     """
     refuse_links_out(folder)
-    logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
+    logged = metrics(folder)
+    measured = probes(folder)
+    evaluated = evaluations(folder)
     # The trainer's own have no number of prompts, whatever a folder of evaluations is called.
     is_trainers = (evaluated["evaluation"] == IN_TRAINING) & evaluated["num_prompts"].isna()
     sources = [

@@ -33,7 +33,8 @@ def branch_commands(run: Run) -> list[str]:
     set_up = wording.set_up
     if set_up.kind == TRL:
         return _attached_branches(run, wording)
-    checkpoints, names = checkpoints_of(run.folder), [name for name, _ in preferred_interventions(run)]
+    checkpoints = checkpoints_of(run.folder)
+    names = [name for name, _ in preferred_interventions(run)]
     if not checkpoints or not names:
         return []
     already = set_up.interventions
@@ -58,7 +59,8 @@ def _attached_branches(run: Run, wording: Wording) -> list[str]:
     preferred = preferred_interventions(run)
     if not preferred:
         return []
-    (name, effect), set_up = preferred[0], wording.set_up
+    (name, effect) = preferred[0]
+    set_up = wording.set_up
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
     plain, positive = f"{run.folder}_plain", f"{run.folder}_{PSR}"
@@ -88,7 +90,8 @@ def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:
 
     There are none if entropy does not fall.
     """
-    chosen, set_up = dict[str, Effect](), wording_of(run).set_up
+    chosen = dict[str, Effect]()
+    set_up = wording_of(run).set_up
     for effect in effects_of(run) if is_falling(run) else ():
         if math.isfinite(effect.halves_at.value) or effect.delta_h.bounds()[0] > 0:
             chosen.setdefault(set_up.name_as_configured(effect), effect)

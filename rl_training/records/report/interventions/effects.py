@@ -63,7 +63,8 @@ def effects_of(run: Run) -> list[Effect]:
     Interventions that keep entropy significantly come first, those that spend significantly more come last; each group
     is sorted by price.
     """
-    effects, falls = [], is_falling(run)
+    effects = []
+    falls = is_falling(run)
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
         numbers = {
             field: last_of(run.rows(f"intervention/{name}/{metric}")) or Estimate.missing("it was not recorded")

@@ -40,7 +40,8 @@ def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
     reach, heights = (
         MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
     )
-    low, high = min(float(np.nanmin(heights)), 0.0), max(float(np.nanmax(heights)), 0.0)
+    low = min(float(np.nanmin(heights)), 0.0)
+    high = max(float(np.nanmax(heights)), 0.0)
     far = float(np.nanmax(np.abs(reach)))
     room = 0.03 * (high - low) or 0.5
     ends = low - room, high + room

@@ -47,9 +47,10 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
     effects = effects_of(run)
     if not effects:
         return None
-    verdict, steps = judge(run), max(effect.steps for effect in effects)
+    verdict = judge(run)
+    steps = max(effect.steps for effect in effects)
     commands = () if is_fine(run, verdict) else commands
-    said = non_empty_lines(
+    sentences = non_empty_lines(
         _whether_needed(run, verdict),
         _plain_step(run, steps),
         _halving(effects),
@@ -61,7 +62,7 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
         TRY if commands else "",
     )
     drawn = plane(effects, earned_per_nat(run))
-    return Section("interventions", said, [HEADINGS, _plain_cells(run), *map(_cells, effects)], [drawn], commands)
+    return Section("interventions", sentences, [HEADINGS, _plain_cells(run), *map(_cells, effects)], [drawn], commands)
 
 
 def is_fine(run: Run, verdict: Verdict) -> bool:
@@ -89,14 +90,14 @@ def _plain_step(run: Run, steps: int) -> str:
     if fall is None:
         return "What the step as it is does to entropy is not known here."
     at = run.finite_rows("intervention/plain_mean_delta_h").index.max()
-    said = f"The step as it is changes entropy by {milli(fall)} thousandths of a nat"
-    said += f" and reward by {milli(gain)} thousandths" if gain else ""
-    said += f": the mean over the measured steps up to step {at} ({steps}), of which the latest count most."
+    sentence = f"The step as it is changes entropy by {milli(fall)} thousandths of a nat"
+    sentence += f" and reward by {milli(gain)} thousandths" if gain else ""
+    sentence += f": the mean over the measured steps up to step {at} ({steps}), of which the latest count most."
     if is_falling(run):
-        return f"{said} Effects are differences from it."
+        return f"{sentence} Effects are differences from it."
     now, since, source = entropy_now(run)
     by = f" (by {milli(now)} a step in steps {since} to {run.steps[-1]}, {source})" * math.isfinite(now.value)
-    return f"{said} Effects are differences from it. But {NO_FALL}{by}, and there is nothing to halve."
+    return f"{sentence} Effects are differences from it. But {NO_FALL}{by}, and there is nothing to halve."
 
 
 def _halving(effects: Sequence[Effect]) -> str:

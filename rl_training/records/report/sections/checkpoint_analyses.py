@@ -55,7 +55,8 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     Args:
         run: The run whose predictions during training are drawn too.
     """
-    results, name = analysis_results(folder), folder.name
+    results = analysis_results(folder)
+    name = folder.name
     contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
     contents.sort(key=lambda analysis: analysis["step"])
     whole = results[results["kind"] == "whole"].sort_values("step")
@@ -105,7 +106,8 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
             rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
     results = pd.DataFrame([finite_results])
     series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, look in rows]
-    missing, names = ["neither prediction nor truth is a finite number"], [label for _, (label, *_) in rows]
+    missing = ["neither prediction nor truth is a finite number"]
+    names = [label for _, (label, *_) in rows]
     facts = {"step": content["step"], "results": content["results"]}
     return draw("step", series, [] if rows else missing, names=names, height=30 + 24 * len(rows), **facts)
 
@@ -136,7 +138,8 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
 
 
 def _relative_error(table: pd.DataFrame) -> Chart:
-    sizes, whole = table[table["kind"] == "size"], table[table["kind"] == "whole"].set_index("step")
+    sizes = table[table["kind"] == "size"]
+    whole = table[table["kind"] == "whole"].set_index("step")
     truth = sizes["step"].map(whole["deltaH_odd"].fillna(whole["deltaH_true"]).abs())
     series = []
     for key, (label, color, mark) in RESULT_STYLES.items():

@@ -98,10 +98,12 @@ def _declared(
 
 
 def _reward(run: Run) -> Chart:
-    rows, held_out = run.finite_rows("reward", LOGGED), held_out_rewards(run)
+    rows = run.finite_rows("reward", LOGGED)
+    held_out = held_out_rewards(run)
     if rows.empty:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
-    window, functions = running_window(len(rows)), reward_functions(run)
+    window = running_window(len(rows))
+    functions = reward_functions(run)
     series = dots(rows["value"], BLUE, "circle", "one step", f"mean of {window} steps")
     for (name, values), color in zip(functions.items(), cycle(FUNCTIONS)) if len(functions) > 1 else ():
         smooth = values.rolling(window, center=True).mean().dropna() if len(values) >= 2 * window else values

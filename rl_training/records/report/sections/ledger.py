@@ -145,7 +145,9 @@ def _stderr_of_trapezoids(forward: pd.DataFrame, backward: pd.DataFrame) -> floa
 
 def _entries(run: Run, steps: pd.Index[int]) -> tuple[list[Entry], list[Entry]]:
     """Return the sums over these steps by cause, and by cause and group of layers; without those that are 0."""
-    names, causes, groups = run.names(), list[Entry](), list[Entry]()
+    names = run.names()
+    causes = list[Entry]()
+    groups = list[Entry]()
     for cause, (words, color) in CAUSES.items():
         causes.append(Entry(words, "", _sum_of(run, f"delta_h/part/{cause}", steps), color))
         prefix = f"delta_h/group/{cause}/"
@@ -167,12 +169,14 @@ def _sum_of(run: Run, name: str, steps: pd.Index[int]) -> Estimate:
 
 def waterfall(account: Ledger) -> Chart:
     """Return the chart of a ledger: each row starts where the one above it ends; the last one is the whole."""
-    series, at = [], 0.0
+    series = []
+    at = 0.0
     for entry in account.entries:
         series.append(_bar(entry.name, entry.color, at, entry.change))
         at += entry.change.value
     series.append(_bar(MEASURED, TEXT, 0.0, account.measured))
-    names, height = [bar.label for bar in series], 10 + ROW_HEIGHT * len(series)
+    names = [bar.label for bar in series]
+    height = 10 + ROW_HEIGHT * len(series)
     return draw("ledger", series, names=names, height=height, first=account.first, last=account.last)
 
 

@@ -30,7 +30,8 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
 
     Classes of one kind stand together, the one that takes most first.
     """
-    rows, steps = list[tuple[str, float, list[str]]](), 0
+    rows = list[tuple[str, float, list[str]]]()
+    steps = 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
         metric = f"tokens/{kind}/{name}"
         means = run.finite_rows(f"{metric}/mean_delta_h").tail(1)

@@ -88,7 +88,8 @@ BY_NAME = {rule.name: rule for rule in RULES}
 @once_per_run
 def standing_out(run: Run) -> list[Line]:
     """Return what stands out, explanations first, without what they explain. One line is kept of each advice."""
-    records, by_advice = RunRecords.of(run), dict[Advice, Line]()
+    records = RunRecords.of(run)
+    by_advice = dict[Advice, Line]()
     for rule in RULES:
         line = rule.detect(records)
         if line is not None and not any(_explains(first, line) for first in by_advice.values()):

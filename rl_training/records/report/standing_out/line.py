@@ -82,7 +82,8 @@ class RunRecords:
     @functools.cached_property
     def rates(self) -> pd.Series[float]:
         """The learning rate of every step. Between the logged ones it is that of the step before."""
-        logged, steps = self.run.logged("learning_rate"), range(self.run.steps[0], self.run.steps[-1] + 1)
+        logged = self.run.logged("learning_rate")
+        steps = range(self.run.steps[0], self.run.steps[-1] + 1)
         return logged.reindex(steps).ffill().bfill().dropna()
 
     @functools.cached_property

@@ -31,7 +31,8 @@ def fall_as_if_by_lot(records: RunRecords) -> bool:
     By lot, a prompt with n responses has equal rewards with the chance pⁿ + (1 − p)ⁿ. Rewards with the correlation
     CORRELATION within a prompt (beta-binomial) must be excluded. Prompts that are all as hard look the same.
     """
-    p, count = recent(records.reward), records.set_up.responses
+    p = recent(records.reward)
+    count = records.set_up.responses
     p = p[(p > 0.03) & (p < 0.97)]
     if len(p) < MIN_STEPS or not count > 1 or not records.set_up.prompts > 0:
         return False

@@ -58,15 +58,16 @@ def not_a_number(records: RunRecords) -> Line | None:
         if len(missing) and len(missing) >= min(FEW_STEPS, len(values)) and name in records.run.names(LOGGED):
             function = functions.get(name, "reward")
             whose = f"The reward function `{function}`" if name in functions else "The reward"
-            said = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
+            evidence = f"{whose} is nan, not a number, {steps_of(missing)}: nothing is learned from it."
             correct = Advice.to_do(f"Correct what {function} returns.")
-            return Line(NOT_A_NUMBER, int(missing.index[0]), said, correct, NOTHING_LEARNED)
+            return Line(NOT_A_NUMBER, int(missing.index[0]), evidence, correct, NOTHING_LEARNED)
     return None
 
 
 def another_reward_falls(records: RunRecords) -> Line | None:
     """Report that the steps raise the reward that is paid, and lower a reward function, paid or watched; no penalty."""
-    paid, weights = records.run.estimates(REWARD_SUM), reward_weights(records.run)
+    paid = records.run.estimates(REWARD_SUM)
+    weights = reward_weights(records.run)
     for metric in (name for name in records.run.names() if name.startswith(f"{REWARD_SUM}/")):
         function = metric.removeprefix(f"{REWARD_SUM}/")
         if is_penalty(records.run, function):
@@ -86,13 +87,13 @@ def another_reward_falls(records: RunRecords) -> Line | None:
             continue
         last = int(is_fallen.index[-1])
         over = of_steps(paid[last], "in all")
-        said = (
+        evidence = (
             f"Steps raise the reward that is paid, by {format_estimate(paid[last])} {over}, and lower "
             f"`{function}`, by {format_estimate(sums[last], times=-1.0)} (measured up to step {last})."
         )
         read = f"Read the responses that earn most: they earn it without `{function}`."
         then = "Then pay for it, or stop." if weights.get(function) == 0 else "Then correct what pays for them."
-        return Line(LOOPHOLE, since, said, Advice.to_do(f"{read} {then}"))
+        return Line(LOOPHOLE, since, evidence, Advice.to_do(f"{read} {then}"))
     return None
 
 
@@ -109,25 +110,25 @@ def all_equal(records: RunRecords) -> Line | None:
         return None
     mixed = records.of_prompts(records.mixed.reindex(part.index, fill_value=0.0))
     cut_off = records.cut_off.reindex(part.index).dropna()
-    said = (
+    evidence = (
         f"Every response earns the same reward, {part.iloc[-1]:g}: all advantages are 0. Prompts with unequal rewards: "
         f"{in_percent(mixed)}, {steps_of(part)}."
     )
     before = records.reward[records.reward.index < since]
     if len(before):
-        said += f" Before, it was {before.tail(STEPS_BEFORE).mean():.3f} ({steps_of(before.tail(STEPS_BEFORE))})."
+        evidence += f" Before, it was {before.tail(STEPS_BEFORE).mean():.3f} ({steps_of(before.tail(STEPS_BEFORE))})."
     if len(before) and part.iloc[-1] > records.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
         return Line(
-            EQUAL, since, f"{said} No step had a higher one: nothing is left to learn here.", Advice.to_do(STOP)
+            EQUAL, since, f"{evidence} No step had a higher one: nothing is left to learn here.", Advice.to_do(STOP)
         )
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = records.of_responses(cut_off)
-        said += f" {in_percent(share)} of the responses are cut off at the maximum length."
-        return Line(EQUAL, since, said, records.wording.longer_responses(), NOTHING_LEARNED)
+        evidence += f" {in_percent(share)} of the responses are cut off at the maximum length."
+        return Line(EQUAL, since, evidence, records.wording.longer_responses(), NOTHING_LEARNED)
     look = "Look at responses and their rewards: the reward function gives all of them the same."
     if part.iloc[-1] == HIGHEST:
         look = "Read responses: if they are right, give harder prompts; if not, correct the reward function."
-    return Line(EQUAL, since, said, Advice.to_do(look), NOTHING_LEARNED)
+    return Line(EQUAL, since, evidence, Advice.to_do(look), NOTHING_LEARNED)
 
 
 def hardly_mixed(records: RunRecords) -> Line | None:
@@ -140,12 +141,12 @@ def hardly_mixed(records: RunRecords) -> Line | None:
         return None
     since = first_of_trailing(records.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
     mean = mean_of(list(recent(records.reward)))
-    said = (
+    evidence = (
         f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
     )
-    said += f" have zero advantage. The mean reward is {format_estimate(mean)}."
+    evidence += f" have zero advantage. The mean reward is {format_estimate(mean)}."
     to_change = records.wording.more_unequal_rewards().followed_by(", or prompts nearer to a reward of one half")
-    return Line(UNMIXED, since or int(shares.index[0]), said, to_change)
+    return Line(UNMIXED, since or int(shares.index[0]), evidence, to_change)
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,12 @@ class _Jump:
         return (abs(self.beyond.value) - self.by_other_steps) / max(self.beyond.stderr, 1e-12)
 
     def line(self) -> Line:
-        before, after, step = self.before, self.after, int(self.after.index[0])
+        before = self.before
+        after = self.after
+        step = int(self.after.index[0])
         ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
-        said = f"Reward jumped {ends}: {size_and_side(self.change, 'higher', 'lower')}. {self.between}"
-        return Line(JUMP, step, said, Advice.to_do(FIND_CHANGE.format(step=step)))
+        evidence = f"Reward jumped {ends}: {size_and_side(self.change, 'higher', 'lower')}. {self.between}"
+        return Line(JUMP, step, evidence, Advice.to_do(FIND_CHANGE.format(step=step)))
 
 
 def jump(records: RunRecords) -> Line | None:
@@ -188,7 +191,8 @@ def jump(records: RunRecords) -> Line | None:
 
 def _jumps(records: RunRecords) -> Iterator[_Jump]:
     """Yield the change at each step, if it is larger than its neighbours' and what the step itself did is known."""
-    reward, noise = records.reward, noise_of_a_step(records)
+    reward = records.reward
+    noise = noise_of_a_step(records)
     measured = to_estimates(of_one_step(records.run, "measured/delta_reward"))
     for place in range(2, len(reward) - STEPS_AFTER + 1):
         before, after = reward.iloc[max(place - STEPS_BEFORE, 0) : place], reward.iloc[place : place + STEPS_AFTER]
@@ -224,9 +228,11 @@ def length_with_reward(records: RunRecords) -> Line | None:
     has_grown = line.rise.bounds()[0] > MIN_LENGTH_GROWTH * line.start
     if not (has_grown and together.bounds()[0] > 0 and together.value > MIN_LENGTH_CORRELATION):
         return None
-    said = (
+    evidence = (
         f"Responses grow longer as reward rises: by {format_estimate(line.rise)} tokens, "
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {format_estimate(together)}."
     )
-    return Line(LENGTH, int(length.index[0]), said, Advice.to_do("Check whether the reward function pays for length."))
+    return Line(
+        LENGTH, int(length.index[0]), evidence, Advice.to_do("Check whether the reward function pays for length.")
+    )

@@ -37,10 +37,13 @@ def no_end(records: RunRecords) -> Line | None:
         return None
     ended = records.of_responses(1 - cut)
     since = first_of_trailing(records.cut_off >= 1) or int(cut.index[0])
-    said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
-    longer, token = records.wording.longer_responses(), "eos_token_id of the model and its tokenizer"
+    evidence = (
+        f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
+    )
+    longer = records.wording.longer_responses()
+    token = "eos_token_id of the model and its tokenizer"
     advice = Advice(f"{token} or {longer.text}", longer.settings) if longer.settings else Advice(token)
-    return Line(ENDLESS, since, said, advice)
+    return Line(ENDLESS, since, evidence, advice)
 
 
 def most_cut_off(records: RunRecords) -> Line | None:
@@ -52,8 +55,8 @@ def most_cut_off(records: RunRecords) -> Line | None:
     since = first_of_trailing(records.cut_off > MIN_CUT_OFF_SHARE) or int(cut.index[0])
     length = records.set_up.number("max_completion_length")
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
-    said = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
-    return Line(CUT_OFF, since, said, records.wording.longer_responses())
+    evidence = f"{format_estimate(share)} of the responses are cut off{at} ({steps_of(cut)})."
+    return Line(CUT_OFF, since, evidence, records.wording.longer_responses())
 
 
 def other_sampler(records: RunRecords) -> Line | None:
@@ -67,17 +70,20 @@ def _by_settings(records: RunRecords) -> Line | None:
     cut = {name: sampling[name] for name, whole in CUTS.items() if _is_other(sampling.get(name), whole)}
     if cut.get("top_k", 0) < 0:
         cut.pop("top_k")
-    trained, sampled = records.set_up.number("temperature", 1.0), sampling.get("temperature")
+    trained = records.set_up.number("temperature", 1.0)
+    sampled = sampling.get("temperature")
     first = records.run.steps[0]
     if _is_other(sampled, trained):
-        said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
+        evidence = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
         advice = records.wording.sample_with(temperature=trained)
-        return Line(SAMPLER, first, f"{said}{_distance(records)}", advice)
+        return Line(SAMPLER, first, f"{evidence}{_distance(records)}", advice)
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
-    said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
-    return Line(SAMPLER, first, said, records.wording.sample_with(**{name: CUTS[name] for name in cut}))
+    evidence = (
+        f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(records)}"
+    )
+    return Line(SAMPLER, first, evidence, records.wording.sample_with(**{name: CUTS[name] for name in cut}))
 
 
 def _is_other(value: Any, whole: float) -> bool:
@@ -98,14 +104,14 @@ def _by_own_tokens(records: RunRecords) -> Line | None:
     total = records.run.values("sampler/residual_run").get(noticed.index[-1], math.nan)
     residual = noticed.iloc[-1]
     mean = format_estimate(Estimate(residual["value"], residual["stderr"], int(residual["num_samples"])))
-    said = (
+    evidence = (
         f"The policy did not draw its responses: log π(token) + entropy, 0 on average over tokens that it draws, is "
         f"{mean} nats at step {noticed.index[-1]}, and its sum over the run {total:+.1f} standard errors from 0. "
         f"Estimates of earlier steps describe these responses too."
     )
     temperature = records.set_up.number("temperature", 1.0)
     sampler = f"temperature {temperature:g} and top-p 1, without forced tokens"
-    return Line(SAMPLER, int(noticed.index[0]), said, Advice(f"generate with the trained weights at {sampler}"))
+    return Line(SAMPLER, int(noticed.index[0]), evidence, Advice(f"generate with the trained weights at {sampler}"))
 
 
 def _by_measurement(records: RunRecords) -> Line | None:
@@ -115,21 +121,21 @@ def _by_measurement(records: RunRecords) -> Line | None:
         return None
     distance = f"{format_estimate(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
     if ratio.bounds()[1] < MIN_MEAN_RATIO and _leaves_tokens_out(left, ratios):
-        said = (
+        evidence = (
             f"The sampler leaves tokens out: the mean ratio of the policy to it is {format_estimate(ratio)}, and not "
             f"1. They are {distance}."
         )
-        return Line(SAMPLER, int(shares.index[0]), said, Advice("the engine's top_p, top_k and temperature"))
+        return Line(SAMPLER, int(shares.index[0]), evidence, Advice("the engine's top_p, top_k and temperature"))
     if left.bounds()[1] < MIN_ESS:
         is_low: pd.Series[bool] = shares.rolling(FEW_STEPS, min_periods=1).mean() < MIN_ESS
         since = first_of_trailing(is_low) or int(recent(shares).index[0])
-        said = f"The policy that samples is not the one that is trained: {distance}"
+        evidence = f"The policy that samples is not the one that is trained: {distance}"
         if _has_drifted(kl):
-            said = (
+            evidence = (
                 f"The sampler drifts away from the policy that is trained: {distance}, from {kl.iloc[0]:.2g} at first"
             )
-        said += f". Importance weights leave {format_estimate(left)} of the sequences."
-        return Line(SAMPLER, since, said, _fresher_weights(records))
+        evidence += f". Importance weights leave {format_estimate(left)} of the sequences."
+        return Line(SAMPLER, since, evidence, _fresher_weights(records))
     return None
 
 

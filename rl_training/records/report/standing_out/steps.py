@@ -58,10 +58,10 @@ def _lost_to_rounding(records: RunRecords) -> Line | None:
     ):
         return None
     left = mean_of_recent(shares)
-    said = f"Rounding to the weights' dtype leaves {format_estimate(left)} of a step."
+    evidence = f"Rounding to the weights' dtype leaves {format_estimate(left)} of a step."
     since = first_of_trailing(shares < MIN_SURVIVING_SHARE) or int(shares.index[0])
     more = Advice("weights in float32 (bf16=True computes in bf16), or a higher learning_rate")
-    return Line(NO_STEP, since, said, more)
+    return Line(NO_STEP, since, evidence, more)
 
 
 def _hardly_moves(records: RunRecords) -> Line | None:
@@ -73,11 +73,11 @@ def _hardly_moves(records: RunRecords) -> Line | None:
     most = math.sqrt(0.5) * float(np.sqrt(of_responses).sum())
     if most >= MIN_REWARD_MOVE or (records.mixed.reindex(kl.index) == 0).all():
         return None
-    said = (
+    evidence = (
         f"The steps move nothing: KL is {format_estimate(mean_of(list(of_responses)))} nats per response and step, and "
         f"all {len(kl)} together can have changed the mean reward by {most:.2g} of its range at most."
     )
-    return Line(NO_STEP, int(kl.index[0]), f"{said} {_why_so_little(records)}", _more(records))
+    return Line(NO_STEP, int(kl.index[0]), f"{evidence} {_why_so_little(records)}", _more(records))
 
 
 def _no_rate(records: RunRecords) -> Line | None:
@@ -88,34 +88,38 @@ def _no_rate(records: RunRecords) -> Line | None:
     if len(now) < min(MIN_STEPS, len(records.run.steps)) or now.empty or now.max() > 1e-6 * highest:
         return None
     since = first_of_trailing(rates <= now.max()) or int(now.index[0])
-    said = f"The learning rate is {now.max():.2g} ({steps_of(now)}): the steps move nothing."
+    evidence = f"The learning rate is {now.max():.2g} ({steps_of(now)}): the steps move nothing."
     warm_up = _long_warm_up(records)
     if warm_up is not None:
-        said, setting = f"{said} {warm_up[0]}", warm_up[1]
+        evidence += f" {warm_up[0]}"
+        setting = warm_up[1]
     else:
         setting = Advice(f"{records.wording.rate_name}, its schedule and warm-up")
-    return Line(NO_STEP, since, said, setting, "Nothing is trained")
+    return Line(NO_STEP, since, evidence, setting, "Nothing is trained")
 
 
 def _long_warm_up(records: RunRecords) -> tuple[str, Advice] | None:
     """Return how far the run is in its warm-up, and a shorter one; None if it is past the warm-up, or has none."""
-    set_up, last = records.set_up, records.run.steps[-1]
-    asked, planned = set_up.number("warmup_steps", 0.0), set_up.number("max_steps", 0.0)
+    set_up = records.set_up
+    last = records.run.steps[-1]
+    warm_up = set_up.number("warmup_steps", 0.0)
+    planned = set_up.number("max_steps", 0.0)
     planned = planned if planned > 0 else last  # TRL: −1 if epochs decide
-    share = max(asked if asked < 1 else 0.0, set_up.number("warmup_ratio", 0.0))
-    length = asked if asked >= 1 else share * planned
+    share = max(warm_up if warm_up < 1 else 0.0, set_up.number("warmup_ratio", 0.0))
+    length = warm_up if warm_up >= 1 else share * planned
     if not length > last:
         return None
-    said = f"The warm-up takes {length:.0f} steps, and {last} are done."
+    sentence = f"The warm-up takes {length:.0f} steps, and {last} are done."
     shorter = max(1, round(SHORT_WARM_UP * planned))
     if length <= shorter:
-        return said, Advice.to_do(f"Wait until step {length:.0f}, where the warm-up ends.")
-    return said, records.wording.fields(warmup_steps=shorter)
+        return sentence, Advice.to_do(f"Wait until step {length:.0f}, where the warm-up ends.")
+    return sentence, records.wording.fields(warmup_steps=shorter)
 
 
 def _why_so_little(records: RunRecords) -> str:
     rate, norm = records.run.logged("learning_rate"), records.run.logged("grad_norm")
-    clip, parts = records.set_up.number("max_grad_norm"), []
+    clip = records.set_up.number("max_grad_norm")
+    parts = []
     if len(rate):
         parts.append(f"the learning rate is {rate.iloc[-1]:.2g}")
     if len(norm) and 0 < clip < 0.5 * norm.median():
@@ -123,16 +127,17 @@ def _why_so_little(records: RunRecords) -> str:
     trained = records.set_up.trained_parameters
     if trained is not None:
         parts.append(f"{trained:,} parameters are trained")
-    said = f"{', '.join(parts).capitalize()}." if parts else ""
+    sentence = f"{', '.join(parts).capitalize()}." if parts else ""
     warm_up = _long_warm_up(records)
-    return said if warm_up is None else f"{said} {warm_up[0]}"
+    return sentence if warm_up is None else f"{sentence} {warm_up[0]}"
 
 
 def _more(records: RunRecords) -> Advice:
     warm_up = _long_warm_up(records)
     if warm_up is not None:
         return warm_up[1]
-    norm, clip = records.run.logged("grad_norm"), records.set_up.number("max_grad_norm")
+    norm = records.run.logged("grad_norm")
+    clip = records.set_up.number("max_grad_norm")
     if str(records.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
         return records.wording.fields(max_grad_norm=rounded(norm.median()))
     if records.set_up.is_bounded:
@@ -174,17 +179,18 @@ def _one_broke_it(records: RunRecords) -> Line | None:
     for step in rows.index[far.to_numpy()]:
         before = records.reward[records.reward.index <= step].tail(AROUND)
         after = records.reward[records.reward.index > step].head(AROUND)
-        fall, noise = before.mean() - after.mean(), noise_of_a_step(records)
+        fall = before.mean() - after.mean()
+        noise = noise_of_a_step(records)
         if len(after) < 2 or not fall > max(
             MIN_JUMP_STDERRS * noise / math.sqrt(len(after)), MIN_BREAK * records.largest_spread
         ):
             continue
-        said = (
+        evidence = (
             f"One step was too large: step {step} moved the policy by {rows['value'][step]:.2g} nats per token (KL, "
             f"with an entropy of {entropy[step]:.2g}), and reward went from {before.mean():.3f} ({steps_of(before)}) "
             f"to {after.mean():.3f} ({steps_of(after)})."
         )
-        return Line(LARGE_STEP, int(step), said, records.wording.bounded_step())
+        return Line(LARGE_STEP, int(step), evidence, records.wording.bounded_step())
     return None
 
 
@@ -197,28 +203,29 @@ def _one_is_beyond_all(records: RunRecords) -> Line | None:
         return None
     step = int(kl.index[beyond.to_numpy()][0])
     moved = to_estimates(kl)[step]
-    said = (
+    evidence = (
         f"A step is too large: step {step} moved the policy by {format_estimate(moved)} nats per token (KL), and its "
         f"entropy was {entropy[step]:.2g}."
     )
-    return Line(LARGE_STEP, step, said, records.wording.bounded_step())
+    return Line(LARGE_STEP, step, evidence, records.wording.bounded_step())
 
 
 def _too_far(records: RunRecords) -> Line | None:
     """Report that many steps moved the policy far."""
-    kl, far = _moved(records)[0]["value"], _is_far(records)
+    kl = _moved(records)[0]["value"]
+    far = _is_far(records)
     if len(kl) < MIN_STEPS:
         return None
     share = share_of(int(far.sum()), len(far))
     if not share.bounds()[0] > MIN_FAR_SHARE:
         return None
-    said = (
+    evidence = (
         f"Steps are too large: {in_percent(share)} of them moved the policy by more than {TOO_FAR:g} of its entropy, "
         f"or so far that less than half of the sequences' weight is left. KL is {kl.median():.2g} nats per token in "
         "the median."
     )
     since = int(far.index[far.to_numpy()][0])
-    return Line(LARGE_STEP, since, said, records.wording.bounded_step())
+    return Line(LARGE_STEP, since, evidence, records.wording.bounded_step())
 
 
 def _first_order_fails(records: RunRecords) -> Line | None:
@@ -226,17 +233,18 @@ def _first_order_fails(records: RunRecords) -> Line | None:
     if predictions is None or not predictions_disagree(records.run):
         return None
     forward, half = predictions
-    said = (
+    evidence = (
         f"Steps are too large for first order: half of forward − backward is {milli(half)} thousandths of a nat, of a "
         f"forward of {milli(forward)}, the mean over the last steps."
     )
     since = int(recent(records.run.values("delta_h/forward")).index[0])
-    return Line(LARGE_STEP, since, said, records.wording.bounded_step())
+    return Line(LARGE_STEP, since, evidence, records.wording.bounded_step())
 
 
 def _reward_is_gone(records: RunRecords) -> Line | None:
     """Report that reward fell for good, and entropy changed by half or more as it did, if no step's KL is recorded."""
-    reward, levels = records.reward, records.run.token_entropy()
+    reward = records.reward
+    levels = records.run.token_entropy()
     if len(of_one_step(records.run, "measured/kl")) or len(reward) < MIN_STEPS or not records.set_up.sequences > 0:
         return None
     end = reward.tail(MIN_STEPS)
@@ -252,11 +260,11 @@ def _reward_is_gone(records: RunRecords) -> Line | None:
     turned = before > 0 and abs(after / before - 1) > MIN_ENTROPY_CHANGE
     if not (fall > MIN_STDERRS_BELOW_BEST * noise and fall > MIN_REWARD_LOSS * float(top.mean()) and turned):
         return None
-    said = (
+    evidence = (
         f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {format_estimate(mean_of(list(end)))} "
         f"({steps_of(end)}), and entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
     )
-    return Line(LARGE_STEP, best, said, records.wording.smaller_steps())
+    return Line(LARGE_STEP, best, evidence, records.wording.smaller_steps())
 
 
 def follows_noise(records: RunRecords) -> Line | None:
@@ -274,14 +282,14 @@ def follows_noise(records: RunRecords) -> Line | None:
         return None
     low, high = ratio.bounds()
     reward = "reward falls" if rate.bounds()[1] < 0 else "reward has not detectably risen"
-    said = (
+    evidence = (
         f"A step follows noise: the batch is {max(low, 0.0):.2g} to {high:.2g} of the gradient's noise scale, and "
         f"{reward} ({milli(rate)} thousandths a step)."
     )
     times = max(2, math.ceil(0.5 / high)) if high > 0 else 8
     advice = records.wording.larger_batch(min(times, 16)).followed_by(", or a lower learning_rate")
     if fall_as_if_by_lot(records):
-        said += " Within prompts, rewards differ as if drawn by lot."
+        evidence += " Within prompts, rewards differ as if drawn by lot."
         check = "Check whether the reward function returns rewards in the order of the completions; if it does,"
         advice = Advice.to_do(f"{check} {advice.text}.", advice)
-    return Line(NOISE, int(records.reward.index[0]), said, advice)
+    return Line(NOISE, int(records.reward.index[0]), evidence, advice)

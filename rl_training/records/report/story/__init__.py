@@ -73,7 +73,8 @@ class Story:
 
     def effect_since(self, step: int) -> Estimate:
         """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
-        before, now = self.effects.get(step), next(reversed(self.effects.values()), None)
+        before = self.effects.get(step)
+        now = next(reversed(self.effects.values()), None)
         if now is None or now.reason:  # which names the steps that it lacks
             return Estimate.missing("not all steps were measured")
         if before is None or math.isnan(before.value):
@@ -83,10 +84,14 @@ class Story:
 
     @classmethod
     def of(cls, run: Run) -> Story:
-        rewards, entropies, spread = run.logged("reward"), run.token_entropy(), spread_of_rewards(run)
-        parts, weights = reward_functions(run), reward_weights(run)
+        rewards = run.logged("reward")
+        entropies = run.token_entropy()
+        spread = spread_of_rewards(run)
+        parts = reward_functions(run)
+        weights = reward_weights(run)
         top = highest_reward(rewards, parts, weights)
-        reward, entropy = read_reward("reward", rewards, spread, top), read_entropy(entropies)
+        reward = read_reward("reward", rewards, spread, top)
+        entropy = read_entropy(entropies)
         functions = [
             replace(function, is_penalty=is_penalty(run, function.name), weight=weights.get(function.name, math.nan))
             for function in _known(
@@ -97,7 +102,8 @@ class Story:
         of_functions = {function.name: function for function in functions}
         levels = {name: _levels(values, of_functions.get(name)) for name, values in parts.items()}
         held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
-        effects, steps = run.estimates(REWARD_SUM), run.steps
+        effects = run.estimates(REWARD_SUM)
+        steps = run.steps
         return cls(
             reward=reward, entropy=entropy, functions=functions, held_out=held_out,
             reward_levels=_levels(rewards, reward), entropy_levels=_levels(entropies, entropy),

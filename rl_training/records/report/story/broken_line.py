@@ -215,8 +215,10 @@ def _fit(values: np.ndarray, noise: float) -> tuple[np.ndarray, list[int]]:
     if len(values) < 2 * MIN_PIECE:
         return _single(values, noise), [0, len(values)]
     level, line = _residuals((values - values.mean()) / noise)
-    cost, shortest = PIECE + np.minimum(level, line + SLOPE), _shortest(len(values))
-    best, before = np.full(len(values) + 1, math.inf), np.zeros(len(values) + 1, dtype=int)
+    cost = PIECE + np.minimum(level, line + SLOPE)
+    shortest = _shortest(len(values))
+    best = np.full(len(values) + 1, math.inf)
+    before = np.zeros(len(values) + 1, dtype=int)
     best[0] = 0.0
     for end in range(shortest, len(values) + 1):
         totals = best[: end - shortest + 1] + cost[: end - shortest + 1, end]
@@ -239,7 +241,8 @@ def _bent(values: np.ndarray, fitted: np.ndarray, pieces: list[int], noise: floa
     The quadratic term tests it. The line of the last quarter, which starts where that before it ends, is at most level:
     whether a curve turns back is for the pieces to tell.
     """
-    count, first = len(values), pieces[-2]
+    count = len(values)
+    first = pieces[-2]
     lately = max(count // 4, MIN_PIECE)
     x, part = np.arange(count - first) - (count - first - 1) / 2, values[first:]
     rise = float(fitted[-1] - fitted[first])
@@ -251,7 +254,8 @@ def _bent(values: np.ndarray, fitted: np.ndarray, pieces: list[int], noise: floa
     if not (bend * rise < 0 and abs(bend) > MIN_BEND * noise / math.sqrt(squares)):
         return fitted, pieces
     until = x - x[-lately] + 0.5  # 0 between the last step before the bend and the first one after it
-    before, after = np.minimum(until, 0.0), np.maximum(until, 0.0)
+    before = np.minimum(until, 0.0)
+    after = np.maximum(until, 0.0)
     terms = np.stack([np.ones_like(x), before, after], axis=1)
     factors = np.linalg.lstsq(terms, part, rcond=None)[0]
     if factors[2] * rise < 0:

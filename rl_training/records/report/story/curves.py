@@ -159,7 +159,8 @@ def read_reward(name: str, values: pd.Series[float], spread: float, top: float, 
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
     levels = levels_of(values, line)
     untrained = _untrained(values, line, top if math.isfinite(top) else spread)
-    best, highest = max(float(line.smooth().max()), line.start, untrained), float(values.max())
+    best = max(float(line.smooth().max()), line.start, untrained)
+    highest = float(values.max())
     fall = best - line.now
     least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
     if not fall > least or _oscillates(-line.smooth(), fall):
@@ -178,7 +179,8 @@ def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float
     Otherwise −inf. No piece of the line is that short, so the line does not show it. Much must be gone, since one value
     may be an outlier, or a lucky response where hardly any earns a reward.
     """
-    first, others = float(values.iloc[0]), values.iloc[1:]
+    first = float(values.iloc[0])
+    others = values.iloc[1:]
     noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
     is_above = first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise
     is_lost = line.now < LEFT_OF_FIRST * first and first - line.now > LOST_FROM_FIRST * most
@@ -194,6 +196,7 @@ def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
 
 def _oscillates(curve: np.ndarray, size: float) -> bool:
     """Return whether a curve has already come back several times from nearly as large a rise (with −: from a dip)."""
-    left, right = np.minimum.accumulate(curve), np.minimum.accumulate(curve[::-1])[::-1]
+    left = np.minimum.accumulate(curve)
+    right = np.minimum.accumulate(curve[::-1])[::-1]
     above = curve - np.maximum(left, right) > AS_DEEP * size
     return int((np.diff(above.astype(int)) == 1).sum()) + int(above[0]) >= OSCILLATES

@@ -98,7 +98,8 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None) -> Levels:
         now, *last = rest[0]
         return Levels(start, now, math.nan, Window(WindowKind.MEANS, (first[0], first[1]), (last[0], last[1])))
     head = first_values(values)
-    start, ends = float(head.mean()), (int(head.index[0]), int(head.index[-1]))
+    start = float(head.mean())
+    ends = (int(head.index[0]), int(head.index[-1]))
     if float(np.ptp(values)) <= ROUNDING * float(values.abs().max()):  # a constant has no noise
         return Levels(start, float(values.iloc[-1]), 0.0, Window(WindowKind.CONSTANT, ends, (line.last, line.last)))
     now = min(max(line.now, float(values.min())), float(values.max()))  # a line's end may lie beyond all values

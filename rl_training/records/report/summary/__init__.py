@@ -64,25 +64,26 @@ def _further_probes(run: Run) -> Iterator[Row]:
     recorded = {name.partition("/")[0] for name in run.names()}
     absent = {probe: question for probe, (prefix, question) in QUESTIONS.items() if prefix not in recorded}
     if recorded and absent:
-        told = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
+        questions = "; ".join(f"{probe}: {question}" for probe, question in absent.items())
         running = [name for name in BUILT_IN_NAMES if (run.table["probe"] == name).any()]
         further = own_probes(run.table)
         probes = wording_of(run).probes(*running, *absent)
-        note = f"{told}; to turn them on, {probes.text}"
+        note = f"{questions}; to turn them on, {probes.text}"
         note += f" beside your own: {', '.join(further)}" if further else ""
         yield Row("probes that were off", str(len(absent)), note, settings=probes.settings)
 
 
 def _tokens(run: Run) -> Iterator[Row]:
     """Yield the line on the token that takes most entropy."""
-    told = tokens.heaviest(run)
-    if told:
-        yield Row("token that surely takes most", *told, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
+    heaviest = tokens.heaviest(run)
+    if heaviest:
+        yield Row("token that surely takes most", *heaviest, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
 
 
 def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
     effects = effects_of(run)
-    halve, keep = halving(effects), keeping(effects)
+    halve = halving(effects)
+    keep = keeping(effects)
     if not effects:
         return
     if still_falls(run, verdict):

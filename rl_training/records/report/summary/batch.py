@@ -61,20 +61,20 @@ def _batch_size(ratio: tuple[float, float] | None, scale: tuple[float, float]) -
     if ratio is None:
         return "whether another batch size pays is not known yet"
     low, high = (max(end, 0.0) for end in ratio)
-    said = f"the batch is {low:.2f} to {high:.2f} of it"
+    comparison = f"the batch is {low:.2f} to {high:.2f} of it"
     if low >= FITTING_BATCH_RATIO[0] and high <= FITTING_BATCH_RATIO[1]:
-        return f"{said}: it is about right; beyond it gains shrink"
+        return f"{comparison}: it is about right; beyond it gains shrink"
     batch = low * scale[1] if math.isfinite(scale[1]) else high * scale[0]  # in prompts
     if high < 1:  # twice the batch, or the lower end of the noise scale if that is more
         times = max(2.0, 1 / high) if high > 0 else 2.0
     elif low > 1:
         times = 0.5
     else:
-        return f"{said}: it may be too small or too large; more steps will tell"
+        return f"{comparison}: it may be too small or too large; more steps will tell"
     size = f"{times * batch:.0f} prompts a step" if math.isfinite(times * batch) else "twice the batch"
     steps = [_steps_needed(end, times) for end in (low, high)]
     responses = [times * factor for factor in steps]
-    return f"{said}: {size} would take about {_more(steps, 'steps')} and {_more(responses, 'responses')}"
+    return f"{comparison}: {size} would take about {_more(steps, 'steps')} and {_more(responses, 'responses')}"
 
 
 def _more(factors: Sequence[float], of: str) -> str:

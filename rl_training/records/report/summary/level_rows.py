@@ -47,14 +47,15 @@ def _from_to(label: str, levels: Levels | None, note: str) -> Row:
     return Row(label, levels.text, note) if levels else Row(label, MISSING, "no finite value was logged")
 
 
-def _unless_said(levels: Levels, said: Levels | None) -> str:
+def _unless_said(levels: Levels, rewards: Levels | None) -> str:
     """Return the window of a number if it is not that of the line on reward, which has said it."""
-    return f"; {levels.window.text}" if said is None or levels.window != said.window else ""
+    return f"; {levels.window.text}" if rewards is None or levels.window != rewards.window else ""
 
 
 def _functions(run: Run, story: Story) -> Iterator[Row]:
     """Yield a line for each of several reward functions: its mean at both ends, and what the steps did to it."""
-    functions, weights = reward_functions(run), reward_weights(run)
+    functions = reward_functions(run)
+    weights = reward_weights(run)
     is_measured = any(name.startswith("measured/") for name in run.names())
     for name in list(functions)[:MAX_FUNCTIONS] if len(functions) > 1 else ():
         total = run.last(f"{REWARD_SUM}/{name}")
@@ -73,7 +74,8 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
 
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
     """Yield the line on whether a reward is earned at the cost of another, or what this run lacks to tell."""
-    label, see = "is it hacked?", how_to("is_it_hacked")
+    label = "is it hacked?"
+    see = how_to("is_it_hacked")
     fallen = [part.name for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]
     cheap = [part.name for part in story.parts if part.fall and part.name not in fallen]
     risen = [part.name for part in story.parts if part.has_risen and not part.fall]

@@ -28,7 +28,9 @@ def step_numbers(run: Run) -> list[list[str]]:
     Both columns are means over the same steps, the last ten that have both numbers; or over each one's own last ten.
     Where too many steps could not be measured, there is no mean: those that could are the ones that moved least.
     """
-    rows, windows, explained = list[list[str]](), list[str](), set[str]()
+    rows = list[list[str]]()
+    windows = list[str]()
+    explained = set[str]()
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
         columns = [
@@ -37,22 +39,24 @@ def step_numbers(run: Run) -> list[list[str]]:
         ]
         both = columns[0].index.intersection(columns[1].index)
         known = (columns[0].loc[both] if len(both) else columns[0]).tail(RECENT)
-        asked = run.rows(measured)
-        of_asked, told = _measured_steps(asked, known, columns[0])
-        is_known = told >= MIN_MEASURED * of_asked
+        all_rows = run.rows(measured)
+        num_steps, num_known = _measured_steps(all_rows, known, columns[0])
+        is_known = num_known >= MIN_MEASURED * num_steps
         columns = [known, (columns[1].loc[both] if len(both) and is_known else columns[1]).tail(RECENT)]
         if any(map(len, columns)):
             share = f" ({percent(cut_off[0])} of the responses are cut off)" if "length" in label and cut_off else ""
             means = [format_estimate(mean_of_rows(rows), True, times) for rows in columns]
             if not is_known:
-                last = last_of(asked[~asked.index.isin(finite(asked).index)]) or NO_SPAN
+                last = last_of(all_rows[~all_rows.index.isin(finite(all_rows).index)]) or NO_SPAN
                 is_new = (last.code or last.reason) not in explained  # each reason once in the table
                 explained.add(last.code or last.reason)
                 why = f": {last.reason.partition(':')[0]}" * is_new
-                means[0], columns[0] = f"{MISSING} (known of {told} of {of_asked} steps{why})", columns[0].iloc[:0]
+                means[0] = f"{MISSING} (known of {num_known} of {num_steps} steps{why})"
+                columns[0] = columns[0].iloc[:0]
             rows.append([label + share, *means])
             window = " and ".join(dict.fromkeys(steps_of(rows.index) for rows in columns if len(rows)))
-            windows.append(f"{told} of {of_asked} steps, {window}" if is_known and told < of_asked else window)
+            is_part = is_known and num_known < num_steps
+            windows.append(f"{num_known} of {num_steps} steps, {window}" if is_part else window)
     if len(rows) < 2:
         return []
     is_one = len(set(windows)) == 1
@@ -64,14 +68,14 @@ def step_numbers(run: Run) -> list[list[str]]:
     return [[f"by one step, mean of {windows[0]}" if is_one else "by one step, mean", "measured", "predicted"], *rows]
 
 
-def _measured_steps(asked: pd.DataFrame, shown: pd.DataFrame, known: pd.DataFrame) -> tuple[int, int]:
+def _measured_steps(all_rows: pd.DataFrame, shown: pd.DataFrame, known: pd.DataFrame) -> tuple[int, int]:
     """Return how many steps a metric was to be measured at since the first shown one, and at how many it was.
 
     Args:
-        asked: All rows of the metric, also those without a value.
+        all_rows: All rows of the metric, also those without a value.
         shown: The rows that are to be averaged, by the step that they are about.
         known: All rows with a value, likewise.
     """
     first = shown.index.min() if len(shown) else 0
-    steps = asked["about_step"].fillna(asked.index.to_series()).unique()
+    steps = all_rows["about_step"].fillna(all_rows.index.to_series()).unique()
     return int((steps >= first).sum()), int((known.index >= first).sum())

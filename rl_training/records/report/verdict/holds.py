@@ -125,7 +125,8 @@ def is_lost(story: Story) -> bool:
     if reward is None or entropy is None:
         return False
     since = reward.line.step_of(reward.stands_from_bin)
-    lost, (low, high) = entropy.lost_since(since), story.effect_since(since).bounds()
+    lost = entropy.lost_since(since)
+    (low, high) = story.effect_since(since).bounds()
     price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
     has_gained_less = reward.gain_since_bin(reward.stands_from_bin) < price and not (low > 0 and high > price)
     return has_gained_less and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))

@@ -60,12 +60,12 @@ def part_fall(story: Story) -> str:
 def what_is_left(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert entropy is not None
-    said = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
-    said += f"{format_level(entropy.start)} nats is left"
+    sentence = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
+    sentence += f"{format_level(entropy.start)} nats is left"
     if reward is None:
-        return f"{said}."
+        return f"{sentence}."
     little = "and it bought next to nothing: " if holds.gained_little(story) else ""
-    return f"{said}, {little}reward {reward.levels.text}, {_of_reward_now(reward)}."
+    return f"{sentence}, {little}reward {reward.levels.text}, {_of_reward_now(reward)}."
 
 
 def loss(story: Story) -> str:
