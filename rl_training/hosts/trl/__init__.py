@@ -108,7 +108,7 @@ def attach(
 
     if is_grpo_trainer(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")
-    if not hasattr(trainer, "train"):
+    if not (is_grpo_trainer(trainer) or hasattr(trainer, "train")):
         kind = type(trainer).__name__
         raise UserError(f"probes are attached to a trl.GRPOTrainer, and this is {kind}: attach(trainer, FOLDER)")
     refuse_other_trainers(trainer)
