@@ -46,9 +46,23 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
     Raises:
         UserError: If a file is damaged; names it.
     """
+    return table_of_analyses(read_analyses(folder))
+
+
+def read_analyses(folder: str | Path) -> dict[Path, dict[str, Any]]:
+    """Return the content of each result.json in a folder (a run, or RUN/offline/NAME), by path.
+
+    Raises:
+        UserError: If a file is damaged; names it.
+    """
     folder = Path(folder)
     below = folder / OFFLINE if (folder / OFFLINE).is_dir() else folder
-    rows = [row for path in sorted(below.rglob(RESULT_FILE)) for row in _rows_in(read_analysis(path), path)]
+    return {path: read_analysis(path) for path in sorted(below.rglob(RESULT_FILE))}
+
+
+def table_of_analyses(analyses: Mapping[Path, Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the table of `analysis_results` from the content of each result.json, by path."""
+    rows = [row for path, content in analyses.items() for row in _rows_in(content, path)]
     table = pd.DataFrame(rows, columns=ANALYSIS_COLUMNS)
     return table.astype({name: float for name in ANALYSIS_COLUMNS if name not in ABOUT and name != "update_filtered"})
 

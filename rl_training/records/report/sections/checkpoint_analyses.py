@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.analyses import RESULT_FILE, analysis_results, read_analysis
+from rl_training.records.analyses import RESULT_FILE, analysis_results, read_analyses, table_of_analyses
 from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.first_order import KEYS, first_order_verdict, reasons_for
 from rl_training.records.folder import OFFLINE
@@ -55,10 +55,10 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     Args:
         run: The run whose predictions during training are drawn too.
     """
-    results = analysis_results(folder)
+    analyses = read_analyses(folder)
+    results = table_of_analyses(analyses)
     name = folder.name
-    contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
-    contents.sort(key=lambda analysis: analysis["step"])
+    contents = sorted(analyses.values(), key=lambda analysis: analysis["step"])
     whole = results[results["kind"] == "whole"].sort_values("step")
     charts = [_numbers(contents[-1]), _agreement(results, contents)]
     if (results["kind"] == "size").any():
