@@ -140,17 +140,33 @@ def as_table() -> str:
 
 
 def as_text(words: str) -> str:
-    """Return, a few lines each, the reasons with these words, or whose message the words contain, filled in."""
-    paragraphs = []
-    for reason in read_reasons():
-        message = re.escape(reason.message).replace("…", ".+")
-        if words.lower() in f"{reason.code} {reason.message} {reason.fix}".lower() or re.search(message, words):
-            fix = [f"    what to do: {reason.fix}"] if reason.fix else []
-            places = [f"    {place}".replace("`", "") for place in reason.places]
-            paragraphs.append("\n".join([f"{reason.code}: {reason.message}", *fix, *places]))
-    return "\n".join(paragraphs)
+    """Return, a few lines each, the reasons with these words, or whose message the words contain, filled in.
+
+    If there is none, those with the rarest of the words, since users tell a reason in words of their own.
+    """
+    reasons = read_reasons()
+    texts = [f"{reason.code} {reason.message} {reason.fix}".lower() for reason in reasons]
+    messages = [re.escape(reason.message).replace("…", ".+") for reason in reasons]
+    chosen = [
+        reason
+        for reason, text, message in zip(reasons, texts, messages, strict=True)
+        if words.lower() in text or re.search(message, words)
+    ]
+    if not chosen:
+        by_word = {
+            word: [reason for reason, text in zip(reasons, texts, strict=True) if re.search(rf"\b{word}", text)]
+            for word in re.findall(r"\w{4,}", words.lower())
+        }
+        chosen = min(filter(None, by_word.values()), key=len, default=[])
+    return "\n".join(map(_as_paragraph, chosen))
+
+
+def _as_paragraph(reason: Reason) -> str:
+    fix = [f"    what to do: {reason.fix}"] if reason.fix else []
+    places = [f"    {place}".replace("`", "") for place in reason.places]
+    return "\n".join([f"{reason.code}: {reason.message}", *fix, *places])
 
 
 if __name__ == "__main__":
-    none = "none has these words: try one of them. Those of interventions are in interventions/named.py"
+    none = "none has any of these words. Those of interventions are in interventions/named.py"
     print(as_text(" ".join(sys.argv[1:])) or none)

@@ -56,7 +56,7 @@ OFF_POLICY = Unavailable(
 )
 INTERVAL_INCLUDES_ZERO = Unavailable("interval_holds_0", "the interval of its ΔH includes 0")
 TOO_SMALL = Unavailable("too_small", f"its ΔH is below {MIN_DELTA_H:g} nats")
-BY_SIGN = "the step takes only the gradient's signs (Adam's first, Lion's always): its size ignores the gradient's"
+BY_SIGN = "the step takes only the gradient's signs, as Adam's first does: its size ignores the gradient's"
 OTHER_BETAS = Unavailable("other_betas", "parameters with different betas have no common factor")
 NOT_LINEAR = Unavailable("not_linear", "the gradient is not linear in the strength")
 NO_STRENGTH = Unavailable("no_strength", "it has no strength")

@@ -48,7 +48,7 @@ QUANTILES = (0.5, 0.8)  # of entropy, the boundaries of its classes
 DECAY = 0.9  # weight of an optimizer step, measured or not, relative to the next one in the means
 TAG = re.compile(r"<[^<>\s]+>")
 BY_SIGN = Unavailable(
-    "goes_by_sign", "the step takes only the gradient's signs (Adam's first, Lion's always): no class has a share in it"
+    "goes_by_sign", "the step takes only the gradient's signs, as Adam's first does: no class has a share in it"
 )
 OFF_POLICY = Unavailable(
     "off_policy_classes",

@@ -217,9 +217,11 @@ def test_the_extra_named_in_a_message_installs_the_library(library: str, extra: 
 def test_a_missing_extra_is_reported_in_one_line_with_the_install_command(
     tmp_path: Path, without: str, program: str, line: str
 ) -> None:
+    (tmp_path / "r" / "logs").mkdir(parents=True)
+    (tmp_path / "r" / "logs" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\n"
+        f"import os, sys\nos.chdir({str(tmp_path)!r})\n"
         "for name in [name for name in sys.modules if name.startswith('rl_training')]: del sys.modules[name]\n"
         f"sys.modules[{without!r}] = None\n"  # as if it were not installed and our package not imported yet
         "import rl_training as api, rl_training.records as records\n"

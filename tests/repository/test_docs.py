@@ -224,6 +224,9 @@ def test_every_reason_is_listed_with_the_function_and_the_condition_that_decide_
     found = generate.reasons.as_text(str(NO_FORMULA.formatted(optimizer="Muon", supported="torch's AdamW")))
     assert [line.split(":")[0] for line in found.splitlines() if not line.startswith(" ")] == ["no_formula"]
     assert NO_FORMULA.fix in found
+    retold = generate.reasons.as_text("the optimizer's formula is not known")  # as a user says it: no reason reads so
+    assert "no_formula:" in retold
+    assert generate.reasons.as_text("xyzzy") == ""
 
 
 def test_the_index_for_programs_has_every_page_with_a_sentence(generate: Any) -> None:
