@@ -82,7 +82,7 @@ class StepBuilder:
         step = self._with_fold_gradients(step, open_step.needs, is_recomputed=folds.is_recomputed)
         one_fold = None
         if batch.num_folds < 2:
-            one_fold = one_fold_reason(loop, open_step.probes, can_recompute=can_recompute)
+            one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
         relative_rewards = self.checks.relative_rewards(rollout, reasons, ranks)
         reasons = dataclasses.replace(step.reasons, one_fold=one_fold, relative_rewards=relative_rewards)
         return dataclasses.replace(step, reasons=reasons)

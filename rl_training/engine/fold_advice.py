@@ -28,30 +28,53 @@ def more_folds_fix(loop: LoopSpec, probes: Sequence[Probe], *, can_recompute: bo
 
     Args:
         loop: The training loop.
-        probes: What measures the step.
+        probes: All probes of the training.
         can_recompute: See `choose_folds`.
     """
-    same_responses = [_smaller_microbatches(loop), _further_passes(loop, probes) if can_recompute else ""]
-    return ", or ".join(filter(None, same_responses)) or _larger_steps(loop)
+    larger_request = _larger_request(loop, probes, loop.sizes)
+    if larger_request and _enough_folds(loop, loop.sizes):
+        return larger_request  # nothing but the request is in the way
+    same_responses = [_smaller_microbatches(loop, probes), _further_passes(loop, probes) if can_recompute else ""]
+    return ", or ".join(filter(None, same_responses)) or _larger_steps(loop, probes)
 
 
-def _smaller_microbatches(loop: LoopSpec) -> str:
+def _num_folds(loop: LoopSpec, sizes: Sequence[int], request: int | None = None) -> int:
+    """Return the number of folds that microbatches of these sizes give."""
+    return num_folds_in(plan_folds(sizes, loop.responses_per_prompt, loop.ranks.count, request))
+
+
+def _enough_folds(loop: LoopSpec, sizes: Sequence[int]) -> int:
+    """Return the fewest folds, from DEFAULT_NUM_FOLDS on, that microbatches of these sizes can give; 0 if none."""
+    requests = range(DEFAULT_NUM_FOLDS, _num_folds(loop, sizes) + 1)
+    return next((request for request in requests if _num_folds(loop, sizes, request) == request), 0)
+
+
+def _larger_request(loop: LoopSpec, probes: Sequence[Probe], sizes: Sequence[int]) -> str:
+    """Return what to set if microbatches of these sizes have too few folds because probes ask for few; otherwise ""."""
+    asking = [probe for probe in probes if probe.num_folds is not None]
+    if not asking or _num_folds(loop, sizes, asking[0].num_folds) >= DEFAULT_NUM_FOLDS:
+        return ""
+    return _num_folds_setting(loop, asking, _enough_folds(loop, sizes))
+
+
+def _smaller_microbatches(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the largest microbatches that give the same step enough folds. Empty if none do."""
     group, local_size = loop.responses_per_prompt, sum(loop.sizes)
     # Sizes of whole prompts, or of equal parts of one.
     fitting = [n for n in range(1, max(loop.sizes)) if local_size % n == 0 and 0 in (n % group, group % n)]
-    enough = [
-        size
-        for size in fitting
-        if num_folds_in(plan_folds([size] * (local_size // size), group, loop.ranks.count)) >= DEFAULT_NUM_FOLDS
-    ]
-    return f"smaller microbatches, {_batch_setting(loop, enough[-1], local_size // enough[-1])}" if enough else ""
+    enough = [size for size in fitting if _enough_folds(loop, [size] * (local_size // size))]
+    if not enough:
+        return ""
+    size, count = enough[-1], local_size // enough[-1]
+    setting = _with_request(_batch_setting(loop, size, count), loop, probes, [size] * count)
+    return f"smaller microbatches, {setting}"
 
 
 def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
-    """Return the option of a probe that gives the same step enough folds by further passes. Empty if none does."""
-    probe = next((probe for probe in probes if probe.takes_num_folds), None)
-    if probe is None or loop.num_prompts == 0:
+    """Return the option of probes that gives the same step enough folds by further passes. Empty if none does."""
+    asking = [probe for probe in probes if probe.num_folds is not None]
+    naming = asking or [probe for probe in probes if probe.takes_num_folds][:1]
+    if not naming or loop.num_prompts == 0:
         return ""
     planned = plan_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
     most = num_folds_in(plan_prompt_folds(loop.num_prompts, loop.ranks.count))
@@ -60,11 +83,11 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     )
     if not choice.is_recomputed or most < DEFAULT_NUM_FOLDS:
         return ""
-    option = loop.fixes.num_folds_setting.format(name=probe.name, probe=type(probe).__name__, folds=most)
+    option = _num_folds_setting(loop, naming, most)
     return f"{option}, which takes a step's forward passes and backwards once more"
 
 
-def _larger_steps(loop: LoopSpec) -> str:
+def _larger_steps(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the smallest steps that have enough prompts, and what they cost."""
     size, group, num_ranks = max(loop.sizes), loop.responses_per_prompt, loop.ranks.count
     new_size = math.gcd(size, group)
@@ -72,9 +95,21 @@ def _larger_steps(loop: LoopSpec) -> str:
     setting = _batch_setting(loop, new_size, new_count)
     if new_size == size:
         setting = loop.fixes.steps_setting.format(**_step_of(loop, new_size, new_count))
+    setting = _with_request(setting, loop, probes, [new_size] * new_count)
     cost = f"{new_size * new_count / sum(loop.sizes):.3g} times as many responses a step"
     num_prompts = loop.num_prompts * num_ranks
     return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {num_prompts}: {setting} ({cost})"
+
+
+def _with_request(setting: str, loop: LoopSpec, probes: Sequence[Probe], sizes: Sequence[int]) -> str:
+    """Return the setting that gives microbatches of these sizes, and what probes must ask for besides, if anything."""
+    return " and ".join(filter(None, [setting, _larger_request(loop, probes, sizes)]))
+
+
+def _num_folds_setting(loop: LoopSpec, probes: Sequence[Probe], folds: int) -> str:
+    """Return the setting by which each of these probes asks for so many folds: all must ask for the same."""
+    setting = loop.fixes.num_folds_setting
+    return " and ".join(setting.format(name=probe.name, probe=type(probe).__name__, folds=folds) for probe in probes)
 
 
 def _batch_setting(loop: LoopSpec, size: int, count: int) -> str:

@@ -274,6 +274,31 @@ def test_advice_names_the_setting_to_type_and_following_it_gives_enough_folds(ho
     assert kinds == {"larger", "smaller", "cut"}
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_advice_where_few_folds_are_asked_for_changes_the_request_and_only_what_else_is_in_the_way(ranks: int) -> None:
+    kinds = set()
+    for size, count, asked in itertools.product((4, 8, 16), (1, 2, 6, 16), (1, 2, 4, 7, 9)):
+        is_refused = asked not in (1, plan_prompt_folds(max(1, size * count // 8), ranks, asked)[-1].folds.stop)
+        is_enough = plan_folds([size] * count, 8, ranks, asked)[-1].folds.stop >= DEFAULT_NUM_FOLDS
+        if is_refused or is_enough or size * count % 8:
+            continue
+        loop = LoopSpec(8, size, count, cast(Any, None), cast(Any, None), Ranks(ranks, torch.clone), fixes=FIXES)
+        probes = [SimpleEntropyProbe(num_folds=asked), InterventionsProbe(num_folds=asked)]
+        said = more_folds_fix(loop, probes, can_recompute=False)
+        typed = re.search(TYPED["loop"][1], said)
+        sizes = [int(typed[1] or size)] * int(typed[2]) if typed else [size] * count
+        requests = re.findall(r"(\w+Probe)\(num_folds=(\d+)\)", said)
+        assert [name for name, _ in requests] in ([], ["SimpleEntropyProbe", "InterventionsProbe"])
+        request = int(requests[0][1]) if requests else asked
+        assert plan_folds(sizes, 8, ranks, request)[-1].folds.stop >= DEFAULT_NUM_FOLDS, said
+        refused_if_impossible = Requirements.of([SimpleEntropyProbe(num_folds=request)])
+        refused_if_impossible.refuse_impossible_folds(sum(sizes) // 8, ranks)
+        is_asked_only = plan_folds([size] * count, 8, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS
+        assert bool(typed) is not is_asked_only, said
+        kinds.add((bool(typed), bool(requests)))
+    assert {(False, True), (True, True)} <= kinds
+
+
 @pytest.mark.parametrize(("size", "count"), [(4, 1), (2, 2)])
 def test_estimates_of_a_one_prompt_step_name_the_setting_that_gives_enough_folds(
     size: int, count: int, make_trainer: Callable[..., Any]
