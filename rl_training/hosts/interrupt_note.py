@@ -7,7 +7,7 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 
 
 def note_interrupt(error: BaseException | None, records: Records | None) -> None:
-    """Add a note to a KeyboardInterrupt, shown below its traceback, that says where the measurements are.
+    """Add a note to a KeyboardInterrupt, shown below its traceback, that says once where the measurements are.
 
     Args:
         error: The exception that ended training, if any. Any other stays unchanged.
@@ -17,9 +17,10 @@ def note_interrupt(error: BaseException | None, records: Records | None) -> None
         return
     folder = records.folder
     if not (folder / METRICS_FILE).is_file():
-        error.add_note(f"interrupted before a step was logged: {folder} holds no numbers")
-        return
-    note = f"what was measured until then is in {folder}"
-    if folder.name == LOGS_FOLDER:
-        note += f"; the report of it: rl-training report {folder.parent}, or write_report({str(folder.parent)!r})"
-    error.add_note(note)
+        note = f"interrupted before a step was logged: {folder} holds no numbers"
+    else:
+        note = f"what was measured until then is in {folder}"
+        if folder.name == LOGS_FOLDER:
+            note += f"; the report of it: rl-training report {folder.parent}, or write_report({str(folder.parent)!r})"
+    if note not in getattr(error, "__notes__", []):  # the end of a `with` block follows that of its training
+        error.add_note(note)

@@ -109,6 +109,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """The settings of the loss that training uses, interventions included."""
         return self._steps.loss_settings
 
+    @property
+    def why_not_another(self) -> str:
+        """Why nothing else can be attached to the trainer meanwhile, and what to do."""
+        if not self._options.keep_attached:
+            return "this trainer already has probes attached: remove() those first, or pass all in one list"
+        name = type(self._trainer).__name__
+        why = f"{name} measures by itself: give probes=[...] and records=FOLDER to {name}(...)"
+        if self._options.training_needs_measurements:
+            return why
+        return f"{why}, or call trainer.attachment.remove() before attach(trainer, FOLDER), which also writes a report"
+
     def _repr_html_(self) -> str:
         """Return the report for display in a notebook, in a self-contained frame."""
         # Without a report of the latest training, a page may be an earlier one's.
@@ -120,6 +131,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     # --- around a training --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Attachment:
+        if self not in self._trainer.callback_handler.callbacks:
+            raise UserError("these probes have been removed from their trainer: attach(trainer, ...) anew")
         self._ends_with_training = False
         return self
 
@@ -129,15 +142,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._checkpoints.take_resumed()  # of a training that ended between loading it and beginning
         self._guard.begin()
         try:
-            output = original(*args, **kwargs)
+            with contextlib.ExitStack() as written:
+                written.callback(self._destination.trained)
+                written.callback(self._log.flush)  # of the last step, after which an error has ended training
+                output = original(*args, **kwargs)
         except BaseException as error:
             self._failed = announcements.how_it_ended(self._trainer, error)
             self.driver.fail_step()  # at once: the trainer may train again with this optimizer, before `with` ends
             if self._ends_with_training:
                 self._end(error)
+            self._destination.note_interrupt(error)
             raise
-        finally:
-            self._destination.trained()
         if self._ends_with_training:
             self._end(None)
         return output
@@ -175,9 +190,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Raise UserError if a second training would go on with the records and running sums of the first."""
         would_restart = self._has_stepped and state.global_step == 0 and not self._destination.has_own_folders
         if would_restart and (self.probes or self._destination.records is not None):
+            anew = "make a new trainer" if self._options.keep_attached else "remove() these probes and attach new ones"
             raise UserError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
-                "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
+                f"with train(resume_from_checkpoint=...), or {anew}"
             )
 
     # --- a step, as the trainer's callbacks report it -----------------------------------------------------------------
@@ -215,8 +231,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def _end(self, error: BaseException | None) -> None:
-        """Remove everything from the trainer, and write the report if training has begun."""
-        self.remove()
+        """Remove everything from a trainer that is not to keep it, and write the report if training has begun."""
+        if not self._options.keep_attached:
+            self._uninstall()
         self._end_training(error)
 
     def _end_training(self, error: BaseException | None) -> None:
@@ -243,7 +260,19 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return self._guard.outcome(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
 
     def remove(self) -> None:
-        """Remove the probes and everything else that was attached. The measurements are kept."""
+        """Remove the probes and everything else that was attached. The measurements are kept.
+
+        Raises:
+            UserError: If the trainer was made with interventions or `target_kl_share`, which would be removed too.
+        """
+        if self._options.keep_attached and self._options.training_needs_measurements:
+            raise UserError(
+                "this trainer trains with interventions or target_kl_share, which would be removed with its probes: "
+                "make a trainer without them"
+            )
+        self._uninstall()
+
+    def _uninstall(self) -> None:
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
@@ -254,14 +283,20 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
 def is_attached(trainer: Any) -> bool:
     """Return whether a trainer already has probes attached."""
-    return any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks)
+    return _attachment_of(trainer) is not None
+
+
+def _attachment_of(trainer: Any) -> Attachment | None:
+    """Return what is attached to a trainer."""
+    return next((added for added in trainer.callback_handler.callbacks if isinstance(added, Attachment)), None)
 
 
 def _checked(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> Options:
     """Return the options, with `whole_prompts` decided. UserError if probes cannot be attached to this trainer."""
     check_version(trainer)
-    if is_attached(trainer):
-        raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
+    attached = _attachment_of(trainer)
+    if attached is not None:
+        raise UserError(attached.why_not_another)
     if options.whole_prompts is None:
         options = dataclasses.replace(options, whole_prompts=whole_prompts_only_reorder(trainer))
     if options.whole_prompts:

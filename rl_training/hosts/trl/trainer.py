@@ -110,7 +110,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     All responses to a prompt stay in consecutive rows. Training is bitwise the same with any probes and with none; a
     plain GRPOTrainer sums a step's microbatches in another order. `.attachment.latest` holds the latest estimates,
-    and `.attachment.remove()` removes the probes.
+    and `.attachment.remove()` removes the probes from a trainer without interventions and `target_kl_share`.
 
     Args:
         *args, **kwargs: As for `trl.GRPOTrainer`, with a `DrGRPOConfig` as `args`.

@@ -31,7 +31,7 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     SimpleEntropyProbe,
 )
-from rl_training.records.jsonl import Records, read_estimates
+from rl_training.records.jsonl import Records, read_estimates, read_metrics
 from rl_training.step.needs import Need
 
 
@@ -282,13 +282,31 @@ def test_a_generation_with_prompts_spread_over_processes_is_refused(make_trainer
 
 
 def test_attaching_twice_or_to_a_frozen_model_is_refused(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer)
+    with attach(trainer, probes=[Witness()]) as attached, pytest.raises(ValueError, match=r"probes attached: remove\("):
+        attach(trainer, probes=[Witness()])
+    with pytest.raises(ValueError, match=r"removed from their trainer: attach\("):
+        attached.__enter__()
     trainer = make_trainer(probes=[Witness()])
-    with pytest.raises(ValueError, match=r"\bremove\(\)"):
+    with pytest.raises(ValueError, match=r"give probes=\[...\] and records=FOLDER to DrGRPOTrainer.*\bremove\(\)"):
         attach(trainer, probes=[Witness()])
     trainer.attachment.remove()
     trainer.model.requires_grad_(False)
     with pytest.raises(ValueError, match="requires a gradient"):
         attach(trainer, probes=[Witness()])
+
+
+@pytest.mark.parametrize("trained_with", [{"interventions": ["bonus:0.5"]}, {"target_kl_share": "auto"}])
+def test_what_a_trainer_trains_with_is_not_removed_with_its_probes(make_trainer, trained_with: dict[str, Any]) -> None:
+    trainer = make_trainer(**trained_with)
+    attached = dict(vars(trainer))
+    with pytest.raises(ValueError, match="with interventions or target_kl_share, which would be removed"):
+        trainer.attachment.remove()
+    with pytest.raises(ValueError, match=r"records=FOLDER to DrGRPOTrainer\(\.\.\.\)$"):  # no advice to remove
+        attach(trainer)
+    with trainer.attachment:
+        pass
+    assert vars(trainer) == attached
 
 
 @pytest.mark.parametrize("given", [object(), None])
@@ -404,13 +422,24 @@ def test_a_non_finite_reward_stops_training_and_names_the_completion(make_traine
 
 
 def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_first(make_trainer, tmp_path) -> None:
-    trainer = make_trainer(probes=[Witness()], records=Records(tmp_path / "logs"))
-    trainer.train()
+    """Also of the step that Ctrl-C came after, which the trainer has not logged."""
+    trainer = make_trainer(probes=[Witness()], records=Records(tmp_path / "logs"), logging_steps=9, max_steps=3, **FEW)
+    trainer.add_callback(Acting(trainer, AFTER, interrupt_after_step_2))
+    with pytest.raises(KeyboardInterrupt) as ended:
+        trainer.train()
     before = read_estimates(tmp_path / "logs")
-    with pytest.raises(ValueError, match=r"trained before.*resume_from_checkpoint=.*remove\(\)"):
+    assert [row["step"] for row in before] == [row["step"] for row in read_metrics(tmp_path / "logs")] == [1, 2]
+    assert [note.partition("; ")[0] for note in ended.value.__notes__] == [
+        f"what was measured until then is in {tmp_path / 'logs'}"
+    ]
+    with pytest.raises(ValueError, match=r"trained before.*resume_from_checkpoint=.*make a new trainer"):
         trainer.train()
     assert read_estimates(tmp_path / "logs") == before
-    assert [row["step"] for row in before] == [1, 2]
+
+
+def interrupt_after_step_2(trainer: Any) -> None:
+    if trainer.state.global_step == 2:
+        raise KeyboardInterrupt
 
 
 ONE = {"witness/one": Estimate(1.0)}

@@ -90,9 +90,6 @@ class LockedRecords(Destination):
     def output(self) -> Path | None:
         return None if self.records is None else self.records.folder
 
-    def note_interrupt(self, error: BaseException | None) -> None:
-        note_interrupt(error, self.records)
-
 
 class BareRecords(LockedRecords):
     """Records without config.yaml and report, in a folder that is chosen and locked here while the trainer trains."""
@@ -106,6 +103,9 @@ class BareRecords(LockedRecords):
 
     def trained(self) -> None:
         self._records_claim.release()
+
+    def note_interrupt(self, error: BaseException | None) -> None:
+        note_interrupt(error, self.records)
 
 
 def destination_of(records: Records | None, is_locked: bool = False) -> Destination:
