@@ -28,6 +28,10 @@ NOTHING_MEASURED = (
     "rl-training: no trl.GRPOTrainer was trained here, so nothing was measured. A loop of your own: measured_loop in "
     "rl_training"
 )
+OWN_PROBES = (
+    "rl-training: the script says itself what its {} measures, by attach or by probes= and records=, so --folder, "
+    "--probes and the other options of this command are not used for it"
+)
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -42,8 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     after_import(TRAINER_MODULE, trainings.watch)
     run = run_module if options.module else run_script
     run(name, rest, parser.error)
-    if not trainings.count and os.environ.get("RANK", "0") == "0":
-        print(NOTHING_MEASURED, file=sys.stderr)
+    if not trainings.count:
+        _say(NOTHING_MEASURED)
+
+
+def _say(line: str) -> None:
+    """Print a line on stderr, on the first process. No library that knows the ranks may have been imported."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +136,10 @@ class Trainings:
 
         is_grpo = any(base.__name__.endswith("GRPOTrainer") for base in type(trainer).__mro__)  # attach refuses copies
         self.count += is_grpo
-        if is_attached(trainer) or not is_grpo:
+        if not is_grpo:
+            return original(*args, **kwargs)
+        if is_attached(trainer):
+            _say(OWN_PROBES.format(type(trainer).__name__))
             return original(*args, **kwargs)
         attached = attach(trainer, self._folder, self._probes, **self._options)
         try:

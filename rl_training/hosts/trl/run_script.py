@@ -19,7 +19,11 @@ def run_script(path: str, arguments: Sequence[str], refuse: Refuse) -> None:
         source = Path(path).read_bytes()
     except OSError as error:
         refuse(f"the script {path} cannot be read: {error.strerror}")
-    _run(lambda: compile(source, path, "exec"), Path(path).resolve().parent, [path, *arguments], {"__file__": path})
+
+    def make_code() -> types.CodeType:
+        return compile(source, path, "exec", dont_inherit=True)  # without the `from __future__` of this file
+
+    _run(make_code, Path(path).resolve().parent, [path, *arguments], {"__file__": path})
 
 
 def run_module(name: str, arguments: Sequence[str], refuse: Refuse) -> None:

@@ -15,6 +15,7 @@ import pytest
 import rl_training
 import rl_training.hosts.trl
 from rl_training.hosts.after_import import after_import
+from rl_training.hosts.trl.launcher import OWN_PROBES
 from rl_training.models.load import TINY_PATH
 from rl_training.records.jsonl import read_estimates
 
@@ -23,12 +24,12 @@ WITHOUT_TRAINING = """
 import os, pickle, signal, sys
 
 class Own:
-    pass
+    size: int = 0
 
 def fail():
     raise ValueError("of the script")
 
-print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), sys.modules["__main__"].Own is Own)
+print(__name__, __file__, sys.argv, sys.path[0], os.getcwd(), sys.modules["__main__"].Own is Own, Own.__annotations__)
 pickle.loads(pickle.dumps(Own()))
 assert not {"torch", "trl", "transformers"} & sys.modules.keys()
 if sys.argv[-1] == "fails":
@@ -68,6 +69,7 @@ if kind == "two trainers":
     trainer().train()
 trained = trainer({"a subclass": Preparing, "a loss of its own": OwnLoss}.get(kind, GRPOTrainer))
 if kind == "it attaches already":
+    trainer_maker(folder)(**FEW, max_steps=1).train()  # DrGRPOTrainer, which has probes= and records=
     attach(trained, folder / "own", "ess")
 trained.train()
 assert kind != "a subclass" or Preparing.prepared == 1
@@ -173,6 +175,8 @@ def test_each_training_of_a_script_leaves_one_run(script: Path, kind: str) -> No
     assert sorted(path.parent.name for path in folder.glob("*/logs")) == RUNS[kind]
     assert sorted(path.parent.parent.name for path in folder.glob("*/report/report.html")) == RUNS[kind]
     assert {row["probe"] for row in read_estimates(folder / RUNS[kind][-1] / "logs")} >= {"ess"}
+    said = [line for line in ended.stderr.splitlines() if line.startswith("rl-training:")]
+    assert said == [OWN_PROBES.format(name) for name in ("DrGRPOTrainer", "GRPOTrainer") if "attaches" in kind]
 
 
 def test_trls_own_script_runs_as_a_module_and_leaves_a_run_named_like_it(tmp_path: Path) -> None:
