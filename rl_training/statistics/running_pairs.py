@@ -2,6 +2,7 @@
 
 Batches of different steps are independent. So the mean Σ w x / Σ w, with w = decay^age, has the covariance
 Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first estimate, (Σ w² V)² / Σ ((w² V)² / ν).
+The second estimate may be missing at some steps. Its mean, and both means' covariance, are then over the others.
 
 A step that failed and is taken again counts once, with its last pair. Numbering that restarts begins a new mean.
 """
@@ -81,6 +82,8 @@ class Pair:
 
         Example: first −2 without error, second 6 ± 1: 3 ± 0.5.
         """
+        if not bool(self.values.isfinite().all()):
+            return Estimate.missing(NOT_FINITE_GRADIENT)
         signs = self.values.new_tensor([1.0, -1.0])
         ends = fieller_interval(signs * self.values, signs.unsqueeze(1) * self.covariance * signs, self.degrees)
         if not math.isfinite(ends[0]):
@@ -92,44 +95,55 @@ class Pair:
         return Estimate(ratio, stderr, int(self.degrees) + 1, interval=ends)
 
 
+# The sums of a running pair: the weight of each estimate, both estimates, their variances and covariance, and the
+# first's variance squared over its degrees of freedom.
+POWERS = (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0)  # with which each of them decays
+OF_SECOND = [1, 3, 5, 6]  # those to which a missing second estimate adds nothing
+
+
 def _no_sums() -> Tensor:
-    return torch.zeros(7, dtype=torch.float64)
+    return torch.zeros(len(POWERS), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class RunningPair:
     """The average of pairs over steps."""
 
-    sums: Tensor = field(default_factory=_no_sums)  # see `add` for their order
+    sums: Tensor = field(default_factory=_no_sums)  # as POWERS lists them
     sums_before: Tensor = field(default_factory=_no_sums)  # the same without the last step, should it be taken again
     num_steps: int = 0  # the number of steps in the sums
     last_step: int = 0  # the last of these steps
 
     def add(self, pair: Pair, step: int, decay: float) -> RunningPair:
-        """Return the average with another step's pair. A pair that is not finite is skipped: it would spoil the sums.
+        """Return the average with another step's pair. What is not finite is skipped: it would spoil the sums.
+
+        Without the first estimate the whole pair is skipped, without the second only that.
 
         Args:
             decay: The weight of an optimizer step relative to the next one, measured or not.
         """
-        if not bool(pair.values[0].isfinite()):
+        has_first, has_second = pair.values.isfinite().tolist()
+        if not has_first:
             return self
         cov = pair.covariance
         square = cov[0, 0].square() / pair.degrees
-        new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
+        one = torch.ones_like(square)
+        new = torch.stack([one, one, *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
+        if not has_second:
+            new[OF_SECOND] = 0.0
         before, num_before = torch.zeros_like(new), 0  # if numbering has restarted
         if step == self.last_step:  # it is taken again
             before, num_before = self.sums_before, max(self.num_steps - 1, 0)
         elif step > self.last_step:
-            powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
+            powers = new.new_tensor(POWERS)
             before, num_before = (decay ** float(step - self.last_step)) ** powers * self.sums, self.num_steps
         return RunningPair(before + new, before, num_before + 1, step)
 
     def mean(self) -> Pair:
         """Return the mean over the steps so far; nan if there are none."""
-        weight, first, second, var_first, cross_covariance, var_second, squares = self.sums
-        covariance = (
-            torch.stack([var_first, cross_covariance, cross_covariance, var_second]).view(2, 2) / weight.square()
-        )
+        weights, totals = self.sums[:2], self.sums[2:4]
+        var_first, cross_covariance, var_second, squares = self.sums[4:]
+        covariance = torch.stack([var_first, cross_covariance, cross_covariance, var_second]).view(2, 2)
         # A quotient just below 7 would count as 6.
         degrees = round(float(var_first.square() / squares), 6) if squares > 0 else 1.0
-        return Pair(torch.stack([first, second]) / weight, covariance, degrees)
+        return Pair(totals / weights, covariance / torch.outer(weights, weights), degrees)

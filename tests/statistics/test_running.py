@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_training.probes.gns import CHANNELS, NoiseHistory
 from rl_training.statistics import noise_scale
+from rl_training.statistics.estimate import NOT_FINITE_GRADIENT
 from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.statistics.running_variance import RunningVariance
 
@@ -145,6 +146,22 @@ def test_mean_variance_and_degrees_of_freedom_equal_those_by_hand() -> None:
     assert float(mean.covariance[0, 0]) == pytest.approx(2 / 2.25)
     assert float(mean.covariance[1, 1]) == pytest.approx(1.25 / 2.25)
     assert mean.degrees == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf])
+def test_a_second_estimate_that_is_missing_once_leaves_its_mean_to_the_other_steps(missing: float) -> None:
+    """Weights ¼, ½ and 1, the second known at the last two: (½·6 + 3)/1.5 = 4, with the variance (¼ + 1)/1.5²."""
+    running = RunningPair().add(pair(3.0, missing, 4.0), 1, 0.5)
+    alone = running.mean()
+    assert math.isnan(float(alone.values[1]))
+    assert alone.minus_ratio("the first may be 0").reason == NOT_FINITE_GRADIENT
+    for step, second in ((2, 6.0), (3, 3.0)):
+        running = running.add(pair(3.0, second, 4.0), step, 0.5)
+    mean = running.mean()
+    assert mean.values.tolist() == pytest.approx([3.0, 4.0])
+    assert float(mean.covariance[0, 0]) == pytest.approx(4 * (0.0625 + 0.25 + 1) / 1.75**2)
+    assert float(mean.covariance[1, 1]) == pytest.approx(1.25 / 1.5**2)
+    assert running.num_steps == 3
 
 
 def test_one_step_has_the_degrees_of_freedom_of_its_folds() -> None:
