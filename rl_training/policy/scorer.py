@@ -228,15 +228,9 @@ class Scorer:
         """Call the head on chunks of columns, (B, t, H), so that hooks on it can tell sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-            with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
-                logits = head(x)
-            return scores_of_logits(
-                self._logit_map(_at_least_fp32(logits)), targets.to(logits.device), batch.varentropy
-            )
+            logits = self._logits_of_called_head(head, x)
+            return scores_of_logits(logits, targets.to(logits.device), batch.varentropy)
 
-        rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
-        if not rounded and head.weight.is_floating_point():
-            hidden = hidden.to(head.weight.dtype)
         width = max(1, self._logit_map.chunk // (len(hidden) * self._vocabulary))
         chunks = zip(hidden.split(width, dim=1), batch.targets.split(width, dim=1), strict=True)
         if torch.is_grad_enabled():
@@ -244,6 +238,15 @@ class Scorer:
         else:
             parts = [apply(x, targets) for x, targets in chunks]
         return tuple(torch.cat(values, dim=1) for values in zip(*parts, strict=True))
+
+    def _logits_of_called_head(self, head: Any, x: Tensor) -> Tensor:
+        """Call the head in training's precision, and return the logits divided by the temperature, in at least fp32."""
+        rounded = torch.is_autocast_enabled(x.device.type) and not self._fp32_head
+        if not rounded and head.weight.is_floating_point():
+            x = x.to(head.weight.dtype)
+        with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
+            logits = head(x)
+        return self._logit_map(_at_least_fp32(logits))
 
     def _by_full_logits(self, batch: ModelInputs) -> tuple[Tensor, ...]:
         logits = self._full_logits(batch.ids, batch.inputs)
@@ -257,7 +260,7 @@ class Scorer:
             return (_at_least_fp32(logits[part]) / self.temperature for part in parts)
         head, hidden = self._lm.get_output_embeddings(), self._hidden(batch.ids, batch.inputs).flatten(0, 1)
         if not self._reads_weight(head):
-            return (self._logit_map(_at_least_fp32(head(hidden[part]))) for part in parts)
+            return (self._logits_of_called_head(head, hidden[part]) for part in parts)
         x = torch.cat([hidden[part] for part in parts]).to(head.weight.device)
         dtype, chunk = self._dtype_of_product(x, head), len(parts[0]) * len(head.weight)
         logit_map = dataclasses.replace(self._logit_map, dtype=dtype, chunk=chunk)

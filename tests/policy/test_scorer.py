@@ -175,6 +175,17 @@ def test_adapters_including_those_on_the_head_are_scored(adapter: dict[str, Any]
     torch.testing.assert_close(base[0], expected)
 
 
+def test_a_saved_head_in_fp32_on_a_bf16_model_has_the_logits_that_its_scores_are_made_of() -> None:
+    model = with_adapter(model_of("untied"), target_modules=["q_proj"], modules_to_save=["lm_head"]).bfloat16()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    scorer = Scorer(model, TEMPERATURE, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    with scorer.measuring():
+        expected = of_tokens(scorer.score(sampled(), ROWS, graph=False))
+        logps = scorer.token_logits(sampled(), ROWS).log_softmax(-1)
+    torch.testing.assert_close(torch.special.entr(logps.exp()).sum(-1), expected[1], rtol=1e-5, atol=1e-5)
+
+
 def test_four_bit_weights_are_scored_like_the_model_does() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = model_of("untied", hidden_size=64, intermediate_size=128, vocab_size=64)  # multiples of the block size
