@@ -121,13 +121,16 @@ class OpenStep:
         self.loss_settings = settings
 
     def watch_loss(self, scores: Scores) -> None:
-        """Capture the gradients that the loop's own backward will give these scores."""
+        """Capture the gradients that the loop's own backwards will give these scores.
+
+        If a loss goes backward in several parts, they add up, as in the parameters.
+        """
         weights: dict[str, Tensor] = {}
         self.loss_weights.append(weights)
 
         def keep(name: str, weight: Tensor | None) -> None:
             if weight is not None:  # None: the loss does not depend on this score
-                weights[name] = weight
+                weights[name] = weights[name] + weight if name in weights else weight
 
         if scores.logps.requires_grad:  # otherwise the loss is not made of them
             scores.logps.register_hook(functools.partial(keep, "logps"))

@@ -216,6 +216,26 @@ def test_an_undeclared_term_is_known_however_prompts_are_cut_into_microbatches()
             assert [step.reasons.other_terms.code, bool(step.gradients.rows_reason)] == ["other_gradient", bool(folds)]
 
 
+def test_a_loss_that_goes_backward_in_two_parts_has_the_estimates_of_one_where_folds_are_recomputed() -> None:
+    def in_two_parts(loss: Tensor) -> None:
+        (0.75 * loss).backward(retain_graph=True)
+        (0.25 * loss).backward()
+
+    answers = []
+    whole_step: dict[str, int] = {"responses_per_prompt": G, "microbatch_size": PROMPTS * G, "microbatches": 1}
+    for backward in (Tensor.backward, in_two_parts):
+        torch.manual_seed(0)
+        model = load_tiny()[0].float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        measured = measured_loop(model, optimizer, [SimpleEntropyProbe(per_sequence=True)], **whole_step)
+        answers += plain_loop.train(
+            model, optimizer, measured, 1, size=PROMPTS * G, count=1, clip=None, backward=backward
+        )
+    for name in ("delta_h/forward", "delta_reward/forward"):
+        whole, parts = (answer[name] for answer in answers)
+        assert parts.value == pytest.approx(whole.value, rel=1e-4), parts
+
+
 def test_a_hook_that_changes_a_gradient_is_detected_where_a_fold_is_compared(make_trainer: Any) -> None:
     """The graph does not show it: a hook on a layer's output doubles its gradient in the trainer's backward only."""
     probe, trainer = Terms(), make_trainer(GRPOTrainer, **PLAIN | FEW | {"max_steps": 1})
