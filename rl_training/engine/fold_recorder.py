@@ -100,7 +100,8 @@ class FoldRecorder:
             self._complete_current_rows()
         self._current_group = index
         group = self._groups[index]
-        sums_passes = self._dtype == torch.int8 and len(group.rows_per_pass) > 1
+        is_rounded = self._dtype.itemsize < self.layout.dtype.itemsize
+        sums_passes = is_rounded and len(group.rows_per_pass) > 1  # rounding each pass's sum would add up
         if self._current_rows is None and (self.rows is None or sums_passes):
             self._current_rows = Rows(self.layout, len(group.folds))
         self.reduction.arm(self._receiver(group.folds))

@@ -111,7 +111,9 @@ class Rows:
     @property
     def rounding(self) -> float:
         """A generous bound on the distance that rounding moves a row, relative to its norm."""
-        return 0.05 if self.dtype == torch.int8 else 0.0
+        if self.dtype == torch.int8:
+            return 0.05
+        return 0.0 if self.dtype == self.layout.dtype else torch.finfo(self.dtype).eps
 
     def receiver(self, folds: range) -> Receiver:
         """Return the receiver that adds to the rows of these folds."""

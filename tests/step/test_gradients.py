@@ -245,12 +245,13 @@ def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
         )  # rounded twice
 
 
-def test_rows_in_8_bits_are_rounded_once_when_a_fold_is_complete() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_rows_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: torch.dtype) -> None:
     """Folds of two microbatches and of one: the rows are those of the whole gradients, rounded."""
     model, batches = TiedModel(torch.float32), microbatches(3)
     recorder, expected = (
-        recorder_of(model, dtype=torch.int8),
-        Rows(Layout.of(dict(model.named_parameters())), 2, torch.int8),
+        recorder_of(model, dtype=dtype),
+        Rows(Layout.of(dict(model.named_parameters())), 2, dtype),
     )
     recorder.start_step(folds_of([3, 3], [3]))
     for k, tokens in enumerate(batches):
