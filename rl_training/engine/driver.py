@@ -23,6 +23,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,13 +51,21 @@ from rl_training.step.passes import Passes
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Training:
+    """What the driver needs of a training, from `start` to the next one: states are read even once it is closed."""
+
+    loop: LoopSpec
+    passes: Passes
+    measurer: Measurer
+    fold_recorder: FoldRecorder | None  # None if no probe needs gradients by fold
+
+
 class StepDriver:
     """Runs probes at optimizer steps. See the module's docstring.
 
     UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
-
-    _loop: LoopSpec  # set by `start`
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound | None = None) -> None:
         self.probes = tuple(probes)
@@ -65,9 +74,7 @@ class StepDriver:
         self._states = ProbeStates(self.probes)
         self._open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
-        self._passes: Passes | None = None  # these are set when training starts, the last one if probes need it
-        self._measurer: Measurer | None = None
-        self._fold_recorder: FoldRecorder | None = None
+        self._training: _Training | None = None
         self.costs = Costs(torch.device("cpu"))
 
     @property
@@ -127,18 +134,20 @@ class StepDriver:
         self._seen_prompts = SeenPrompts()
         requirements = self._requirements
         shard = loop.shard.with_fusion(requirements.fusion(loop.shard.layout))
-        self._loop = loop = dataclasses.replace(loop, shard=shard)
-        self._measurer = None
+        loop = dataclasses.replace(loop, shard=shard)
+        self._training = None
         loop.policy.begin(loop.shard, loop.ranks)
         self.costs = Costs(shard.layout.device)
-        self._passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
+        passes = Passes(loop.policy, loop.ranks, FoldReduction(loop.shard, self.costs.timed))
         for line in announcement(loop, requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level that loggers show by default
         if self._bound is not None:
             self._bound.start(loop.shard, loop.policy, loop.ranks, kept[self._bound.name])
+        recorder = None
         if requirements.needs:
-            self._fold_recorder = FoldRecorder(self._passes.reduction, requirements.offload, requirements.rows_dtype)
-        self._measurer = Measurer(loop, requirements, self._passes, self._fold_recorder, self._states, self.costs, kept)
+            recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.rows_dtype)
+        measurer = Measurer(loop, requirements, passes, recorder, self._states, self.costs, kept)
+        self._training = _Training(loop, passes, measurer, recorder)
 
     def refuse_impossible_folds(self, num_sequences: int, responses_per_prompt: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if full steps of a training cannot have the requested folds.
@@ -154,7 +163,7 @@ class StepDriver:
         probes = [probe for probe in self.probes if probe.measures_at(number)]
         self._open_step = OpenStep(number, probes, phase=StepPhase.BEGUN if probes else StepPhase.PLANNED)
         if probes:
-            self._running().begin()
+            self._started().measurer.begin()
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
         """Plan the step's folds. Collective if the step is measured and `sizes` is given.
@@ -163,12 +172,13 @@ class StepDriver:
         """
         step = enter(self._open_step, StepPhase.PLANNED, after=[StepPhase.BEGUN, StepPhase.PLANNED])
         if step.probes:
+            training = self._started()
             with self.costs.timed():
-                step.sizes = sizes or self._loop.sizes
-                step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
-                step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
-                if self._fold_recorder is not None:
-                    self._fold_recorder.start_step_for(step.folds, step.needs)
+                step.sizes = sizes or training.loop.sizes
+                step.responses_per_prompt = responses_per_prompt or training.loop.responses_per_prompt
+                step.folds = self._requirements.plan(training.loop, sizes, step.responses_per_prompt)
+                if training.fold_recorder is not None:
+                    training.fold_recorder.start_step_for(step.folds, step.needs)
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: LossInfo, recorded: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.
@@ -177,14 +187,17 @@ class StepDriver:
         """
         step = enter(self._open_step, StepPhase.FILLED, after=[StepPhase.PLANNED, StepPhase.FILLED])
         self.finish_backward()
-        step.add(rollout, (recorded or scores).detached(), loss.settings or self._loop.loss_settings)
+        at_start = None if self._training is None else self._training.loop.loss_settings
+        step.add(rollout, (recorded or scores).detached(), loss.settings or at_start)
         if step.probes:
+            training = self._started()
+            shard = training.loop.shard
             with self.costs.timed():
-                refuse_other_parameters(self._loop.shard)  # a leaf that was frozen since would take no hook
-                step.other_terms = step.other_terms or loss.other_terms_reason(scores, self._loop.shard.leaves.values())
+                refuse_other_parameters(shard)  # a leaf that was frozen since would take no hook
+                step.other_terms = step.other_terms or loss.other_terms_reason(scores, shard.leaves.values())
                 step.watch_loss(scores)
-                if self._fold_recorder is not None:
-                    self._fold_recorder.arm(step.planned_start)
+                if training.fold_recorder is not None:
+                    training.fold_recorder.arm(step.planned_start)
 
     def finish_backward(self) -> None:
         """Remove the hooks after the loop's backward. Collective if hooks were set."""
@@ -212,12 +225,12 @@ class StepDriver:
         self._seen_prompts.start_rollout(rollout_number)
         if step.probes:
             with self._isolated():
-                self._running().measure(step, self._seen_prompts.numbers)
+                self._started().measurer.measure(step, self._seen_prompts.numbers)
 
     def about_to_step(self) -> None:
         """Read weights and gradients right before the optimizer's step, if the loop knows that moment."""
         if self._open_step is not None and self._open_step.is_measured:
-            self._running().about_to_step(self._open_step)
+            self._started().measurer.about_to_step(self._open_step)
 
     def stepped(self, was_taken: bool = True) -> None:
         """Run the probes just after the optimizer's step. Collective if the step is measured or bounded.
@@ -234,25 +247,29 @@ class StepDriver:
             step.phase = StepPhase.STEPPED
             if step.is_measured:
                 with self._isolated():
-                    self._running().complete(step, was_taken)
+                    self._started().measurer.complete(step, was_taken)
 
-    def _running(self) -> Measurer:
-        if self._measurer is None:
+    def _started(self) -> _Training:
+        if self._training is None:
             raise RuntimeError(f"call start(loop) before {StepPhase.BEGUN}")
-        return self._measurer
+        return self._training
+
+    @property
+    def _fold_recorder(self) -> FoldRecorder | None:
+        return None if self._training is None else self._training.fold_recorder
 
     def _isolated(self) -> AbstractContextManager[None]:
-        return isolated_from_training(self._loop.policy.model, self._loop.shard.layout.device)
+        loop = self._started().loop
+        return isolated_from_training(loop.policy.model, loop.shard.layout.device)
 
     def skip_step(self) -> None:
         """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
         if self._bound is not None:
             self._bound.restore()
         self._open_step = None
-        if self._passes is not None:
-            self._passes.reduction.raise_error()
-        if self._fold_recorder is not None:
-            self._fold_recorder.release()
+        if self._training is not None:
+            self._training.passes.reduction.raise_error()
+        self._release_folds()
 
     def fail_step(self) -> None:
         """Discard the current step after a failure, perhaps on this rank only. Not collective.
@@ -262,10 +279,9 @@ class StepDriver:
         if self._bound is not None:
             self._bound.restore()
         self._open_step = None
-        if self._fold_recorder is not None:
-            self._fold_recorder.release()
-        if self._measurer is not None:
-            self._measurer.fail_step()
+        self._release_folds()
+        if self._training is not None:
+            self._training.measurer.fail_step()
 
     def finish(self) -> StepResult:
         """End the step, free its gradients, and return what it leaves.
@@ -277,9 +293,8 @@ class StepDriver:
         estimates = {} if step is None else step.estimates
         num_bytes = None
         if step is not None and step.is_measured:
-            num_bytes = self._running().peak_bytes + step.bytes_of_probes()
-        if self._fold_recorder is not None:
-            self._fold_recorder.release()
+            num_bytes = self._started().measurer.peak_bytes + step.bytes_of_probes()
+        self._release_folds()
         self.costs.end_step(num_bytes)
         if self._bound is not None and self._bound.estimates:
             estimates[self._bound.name] = self._bound.estimates
@@ -290,22 +305,25 @@ class StepDriver:
             self.costs.step_seconds, step.rollouts, step.scores, bool(step.probes), estimates, self.costs.by_name()
         )
 
+    def _release_folds(self) -> None:
+        if self._fold_recorder is not None:
+            self._fold_recorder.release()
+
     # --- state, end ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Release what the ranks share, once training has ended on all of them. Collective."""
-        if self._passes is not None:
-            self._passes.reduction.close()
+        if self._training is not None:
+            self._training.passes.reduction.close()
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
         if self._bound is not None:
             self._bound.restore()
-        if self._measurer is not None:
-            self._measurer.close()
-        if self._fold_recorder is not None:
-            self._fold_recorder.release()
-        self._open_step = self._fold_recorder = None
+        if self._training is not None:
+            self._training.measurer.close()
+        self._release_folds()
+        self._open_step = None
 
     def initial_states(self) -> dict[str, Any]:
         """Return the states at the start of a training run: the probes' by name, and the engine's own."""
@@ -314,6 +332,6 @@ class StepDriver:
 
     def states(self) -> dict[str, Any]:
         """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
-        of_engine = Measurer.initial_states() if self._measurer is None else self._measurer.states()
+        of_engine = Measurer.initial_states() if self._training is None else self._training.measurer.states()
         of_bound = {} if self._bound is None else {self._bound.name: self._bound.state}
         return {**self._states.values, **of_engine, **of_bound}

@@ -15,15 +15,12 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_info import LossInfo
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.step.batch import LossSettings
-
-SETTINGS = LossSettings(8, 0.2, 0.2, hides_truncated=False)
 
 
 def add_microbatch(driver: StepDriver) -> None:
     (part, *_) = microbatches(1)
     values = torch.zeros_like(part.completion_mask, dtype=torch.float32)
-    driver.microbatch(part, Scores(values, values, part.completion_mask), LossInfo(settings=SETTINGS))
+    driver.microbatch(part, Scores(values, values, part.completion_mask), LossInfo())
 
 
 def refuse(message: str, call: Callable[..., Any], *args: Any) -> None:
@@ -34,9 +31,9 @@ def refuse(message: str, call: Callable[..., Any], *args: Any) -> None:
 def test_a_call_out_of_order_names_the_missing_one() -> None:
     driver = StepDriver([SimpleEntropyProbe()])
     refuse("call start(loop) before begin(number)", driver.begin, 1)
-    driver._measurer = cast(
-        Any, SimpleNamespace(begin=lambda: None, fail_step=lambda: None)
-    )  # as if a training had started
+    measurer = SimpleNamespace(begin=lambda: None, fail_step=lambda: None)
+    # as if a training had started
+    driver._training = cast(Any, SimpleNamespace(measurer=measurer, fold_recorder=None))
     driver.begin(1)
     refuse("call plan(…) before microbatch(…)", add_microbatch, driver)
     refuse("call microbatch(…) before gradients_ready(…)", driver.gradients_ready, 1)

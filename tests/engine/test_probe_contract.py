@@ -156,9 +156,9 @@ def test_an_estimate_is_a_number_under_a_name_that_no_trainer_uses(name: str, va
 
 def test_all_vectors_of_a_training_are_compiled_if_a_probe_asks_for_it() -> None:
     with loop_with(SimpleEntropyProbe(compile=True))[2] as measured:
-        driver: Any = measured._driver
-        previous = driver._measurer._predictions._previous
-        holders = driver._loop.shard, driver._passes, driver._fold_recorder, previous._shard
+        training: Any = measured._driver._training
+        previous = training.measurer._predictions._previous
+        holders = training.loop.shard, training.passes, training.fold_recorder, previous._shard
         assert all(holder.layout.fusion.is_on for holder in holders)
 
 

@@ -225,7 +225,7 @@ def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches(
     with measured_loop(
         model, optimizer, [SimpleEntropyProbe()], responses_per_prompt=8, microbatch_size=8, microbatches=4
     ) as measured:
-        loop, requirements = measured._driver._loop, measured._driver._requirements
+        loop, requirements = measured._driver._started().loop, measured._driver._requirements
     shuffled = dataclasses.replace(loop, reasons=Reasons(no_whole_folds=MIXED_PROMPTS))
     folds = [
         requirements.folds_of_full_step(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))

@@ -173,7 +173,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             scored_rows.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
-        sent, during = measured._driver._passes.reduction.bytes_sent, num_groups()
+        sent, during = measured._driver._started().passes.reduction.bytes_sent, num_groups()
     return {
         "estimates": scored_rows,
         "digest": digest(trained, optimizer),
@@ -186,7 +186,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def num_gathers(measured: Any) -> Iterator[list[int]]:
     """Yield a list that gets, for each context in which FSDP2 keeps weights gathered, how often a module's were."""
-    shard, counts = measured._driver._passes.reduction.shard, []
+    shard, counts = measured._driver._started().passes.reduction.shard, []
     gather, gathered_once = _fsdp_param_group.foreach_all_gather, shard.gathered_once
 
     def counted(*args: Any) -> Any:
