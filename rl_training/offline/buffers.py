@@ -28,6 +28,7 @@ from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.fill_rollout import start_buffer
 from rl_training.hosts.trl.generation import respond
 from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.settings.spelling import COMMAND_LINE
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
 from rl_training.offline.phases import Progress, silent
@@ -139,7 +140,7 @@ def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     if training_buffer is not None:
         settings = {key: getattr(training_buffer, key) for key in ("max_attempts", "floor", "half_life")}
     buffer = FilteredBuffer(**settings, seed=seed)
-    start_buffer(trainer, buffer)
+    start_buffer(trainer, buffer, COMMAND_LINE)
     if training_buffer is not None:
         buffer.load_state_dict({**training_buffer.state_dict(), "generator": buffer.state_dict()["generator"]})
     return buffer

@@ -37,6 +37,7 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.hosts.trl.settings.fixes import fixes_of
+from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON
 from rl_training.models.load import load_tiny
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -239,11 +240,12 @@ PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
 TYPED = {
     "loop": (FIXES, r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
     "attach": (
-        fixes_of(PLAIN_LOSS), r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
+        fixes_of(PLAIN_LOSS, PYTHON),
+        r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
         r"SimpleEntropyProbe\(num_folds=(\d+)\)",
     ),
     "train": (
-        fixes_of(PLAIN_LOSS, is_cli=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
+        fixes_of(PLAIN_LOSS, COMMAND_LINE), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
         r"probes\.simple\.num_folds=(\d+)",
     ),
 }  # fmt: skip

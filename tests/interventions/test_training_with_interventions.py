@@ -238,9 +238,9 @@ def test_training_with_intervention_none_is_bitwise_plain_training(make_trainer:
     ("names", "settings", "said"),
     [
         (["bonnus"], {}, "bonus?"),
-        (["kl"], {}, "trainer.beta=0.04"),
-        (["keep_truncated"], {"mask_truncated_completions": True}, "trainer.mask_truncated_completions=false"),
-        (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: "),
+        (["kl"], {}, "set beta=0.04, for which TRL keeps one, or give the trainer a peft_config"),
+        (["keep_truncated"], {"mask_truncated_completions": True}, "set mask_truncated_completions=False"),
+        (["std_norm"], {"scale_rewards": "group"}, "interventions=['std_norm']: "),
     ],
 )
 def test_interventions_that_cannot_be_trained_with_are_refused_before_a_step(
@@ -269,7 +269,7 @@ def test_the_bonus_in_the_short_last_step_of_an_epoch_counts_its_microbatches(ma
 
 
 def test_a_bonus_that_is_too_strong_is_named_beside_the_learning_rate(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"learning_rate=0\.003 .*intervention=bonus:1e30"):
+    with pytest.raises(ValueError, match=r"learning_rate=0\.003 .*interventions=\['bonus:1e30'\]"):
         make_trainer(interventions=["bonus:1e30"], **SHAPE).train()
 
 

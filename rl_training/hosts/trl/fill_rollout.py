@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from rl_training.errors import UserError
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed
 from rl_training.hosts.trl.rollouts import batches
+from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.hosts.trl.versions import generation_calls_code, tokenizer_of
 from rl_training.policy.rollout import pad_and_concat
 
@@ -22,24 +23,33 @@ Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # ro
 Metrics = Mapping[str, Sequence[float]]
 
 
-def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
-    """Start the buffer on the trainer's prompts. Raise UserError, with the fix, if it cannot filter them."""
+def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer, spelling: Spelling) -> None:
+    """Start the buffer on the trainer's prompts. Raise UserError, with the fix, if it cannot filter them.
+
+    Args:
+        trainer: The trainer.
+        buffer: The buffer.
+        spelling: Names settings in advice.
+    """
     if generation_calls_code(trainer):
         raise UserError(
-            "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
-            "buffer=plain"
+            f"{spelling.buffer} is for text rollouts of one turn, without tools, environments or a rollout_func: "
+            f"{spelling.no_buffer}"
         )
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         raise UserError(
             f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
-            "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
+            f"on the other prompts generated with it, rejected ones included: use 'sum_then_normalize', or "
+            f"{spelling.no_buffer}"
         )
     if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
-        raise UserError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
+        raise UserError(
+            f"{spelling.buffer} joins rollouts of text, and these prompts have images: {spelling.no_buffer}"
+        )
     if not isinstance(trainer.train_dataset, Sized):
         raise UserError(
-            "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
-            "streaming, or use buffer=plain"
+            f"{spelling.buffer} draws prompts from the whole training set, which needs a length: load it without "
+            f"streaming, or {spelling.no_buffer}"
         )
     buffer.start(len(trainer.train_dataset))
 

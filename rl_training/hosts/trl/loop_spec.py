@@ -11,6 +11,7 @@ from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.settings.fixes import fixes_of
 from rl_training.hosts.trl.settings.sampling import fresh_responses_reason, sampling_reason
+from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.versions import of_trainer
@@ -25,7 +26,7 @@ def loop_spec_of(
     settings: LossSettings,
     *,
     whole_prompts: bool,
-    is_cli: bool,
+    spelling: Spelling,
     opening: str,
 ) -> LoopSpec:
     """Return what the driver must know about a training that is about to begin.
@@ -35,13 +36,13 @@ def loop_spec_of(
         policy: Scores and samples as the trainer does.
         settings: Settings of the loss that training uses.
         whole_prompts: Whether all responses to a prompt are kept in consecutive rows.
-        is_cli: Whether to give advice as command-line settings, trainer.NAME=VALUE.
+        spelling: Names settings in advice.
         opening: The first line of what is announced when training begins.
     """
     args = trainer.args
-    fixes = fixes_of(settings, is_cli=is_cli)
+    fixes = fixes_of(settings, spelling)
     if args.num_iterations > 1:
-        no_reuse = "trainer.num_iterations=1" if is_cli else "num_iterations=1 in GRPOConfig"
+        no_reuse = spelling.setting("num_iterations", 1) + spelling.in_config
         fixes = dataclasses.replace(fixes, no_reuse=no_reuse)
     if not whole_prompts:
         fixes = dataclasses.replace(fixes, whole_prompts=whole_prompts_fix(trainer))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from transformers import TrainerCallback
 
 from rl_training.engine.kl_bound import KLBound
+from rl_training.hosts.trl.settings.spelling import PYTHON, Spelling
 from rl_training.interventions.named import Intervention
 
 
@@ -23,8 +24,7 @@ class Options:
     keep_attached: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None
     callback: TrainerCallback | None = None  # added to the trainer and removed with the probes
-    # Whether a command trains: advice names settings as trainer.NAME=VALUE, and the command has locked its folder.
-    is_cli: bool = False
+    spelling: Spelling = PYTHON  # names settings in advice
 
     @property
     def changes_of_loss(self) -> list[Intervention]:
@@ -49,7 +49,7 @@ class Options:
     @property
     def longer_responses(self) -> str:
         """Advice: what lets responses get longer."""
-        return f"raise {'trainer.' if self.is_cli else ''}max_completion_length"
+        return f"raise {self.spelling.name('max_completion_length')}"
 
     def kl_bound(self) -> KLBound | None:
         """Return what sets the learning rates, None if they are the trainer's. UserError for an impossible share."""

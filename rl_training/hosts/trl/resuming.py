@@ -9,11 +9,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.settings.spelling import Spelling
 
 logger = logging.get_logger(__name__)
 
@@ -46,20 +47,25 @@ class SaveBetweenRollouts(TrainerCallback):
 
 
 @contextlib.contextmanager
-def keep_settings(trainer: GRPOTrainer) -> Iterator[None]:
+def keep_settings(trainer: GRPOTrainer, spelling: Spelling) -> Iterator[None]:
     """Keep this trainer's settings while a checkpoint is loaded: only moments and the schedule's position change.
 
     Learning rates, betas, weight decay and save steps stay this trainer's.
+
+    Args:
+        trainer: The trainer.
+        spelling: Names settings in advice.
 
     Raises:
         UserError: If they cannot be kept.
     """
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
+        kind = SchedulerType(trainer.args.lr_scheduler_type)
         raise UserError(
-            "a branch and intervention=lr set new learning rates, but DeepSpeed and "
-            f"trainer.lr_scheduler_type={trainer.args.lr_scheduler_type} take them from the checkpoint: continue the "
-            "run itself with resume="
+            f"a branch and {spelling.interventions(['lr'])} set new learning rates, but DeepSpeed and "
+            f"{spelling.setting('lr_scheduler_type', kind.value)} take them from the checkpoint: "
+            f"{spelling.continue_itself}"
         )
     base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
     yield

@@ -53,7 +53,7 @@ def make_step_hooks(
 ) -> StepHooks:
     """Return the hooks of a trainer's steps. UserError for an intervention that it cannot train with."""
     rollouts = Rollouts(trainer, policy)
-    loss = TrainedLoss(trainer, policy, options.interventions)
+    loss = TrainedLoss(trainer, policy, options.interventions, options.spelling)
     return StepHooks(trainer, driver, policy, rollouts, loss, guard, writer, options)
 
 
@@ -113,7 +113,7 @@ class StepHooks:
             self._policy,
             self.loss_settings,
             whole_prompts=bool(self._options.whole_prompts),
-            is_cli=self._options.is_cli,
+            spelling=self._options.spelling,
             opening=opening,
         )
         self._driver.start(loop, states)

@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.errors import UserError
 from rl_training.hosts.trl.settings.loss import loss_settings
 from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
+from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, zero_advantage_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
 from rl_training.parallel.ranks import all_ranks
@@ -49,30 +50,32 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
     return changed
 
 
-def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
+def refuse_what_cannot_be_trained(
+    trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention], spelling: Spelling
+) -> None:
     """Raise UserError, before training begins, for an intervention that this trainer cannot train with."""
     for intervention in interventions:
+        this = spelling.interventions([intervention.name])
         if intervention.name == "keep_truncated":
             raise UserError(
-                f"intervention={intervention.name}: TRL's forward pass leaves truncated responses out, so they cannot "
-                "be trained on: set trainer.mask_truncated_completions=false"
+                f"{this}: TRL's forward pass leaves truncated responses out, so they cannot be trained on: set "
+                f"{spelling.setting('mask_truncated_completions', False)}"
             )
         if "reference" in intervention.needs and trainer.beta == 0 and not policy.has_reference:
             raise UserError(
-                f"intervention={intervention.name} needs a reference model, and full fine-tuning keeps none: set "
-                f"trainer.beta={intervention.strength:g}, for which TRL keeps one, or use adapter=lora"
+                f"{this} needs a reference model, and full fine-tuning keeps none: set "
+                f"{spelling.setting('beta', intervention.strength)}, for which TRL keeps one, or "
+                f"{spelling.with_adapter}"
             )
         if "sampler" in intervention.needs and not (trainer.use_vllm or trainer.rollout_func):
-            raise UserError(f"intervention={intervention.name}: {NEEDS['sampler']}")
+            raise UserError(f"{this}: {NEEDS['sampler']}")
         if intervention.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
             raise UserError(
-                f"intervention={intervention.name}: the optimizer already exists, or is DeepSpeed's: set "
-                f"trainer.{intervention.trl} instead"
+                f"{this}: the optimizer already exists, or is DeepSpeed's: set {spelling.name(intervention.trl)} "
+                "instead"
             )
         if intervention.nothing_on_policy and steps_per_rollout(trainer.args) == 1:
-            logger.warning(
-                f"intervention={intervention.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout"
-            )
+            logger.warning(f"{this}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout")
 
 
 class TrainedLoss:
@@ -82,11 +85,14 @@ class TrainedLoss:
         trainer: The trainer.
         policy: Scores with the reference model, if an intervention needs it and TRL does not.
         interventions: Applied in this order. Those that only change the optimizer's settings are ignored here.
+        spelling: Names settings in advice.
     """
 
-    def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
-        refuse_what_cannot_be_trained(trainer, policy, interventions)
-        self._trainer, self._policy = trainer, policy
+    def __init__(
+        self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention], spelling: Spelling
+    ) -> None:
+        refuse_what_cannot_be_trained(trainer, policy, interventions, spelling)
+        self._trainer, self._policy, self._spelling = trainer, policy, spelling
         # Those that change the loss.
         self.interventions = [intervention for intervention in interventions if intervention.function is not None]
         self._zero_advantage_share = 0.0  # share of the rollout's prompts whose advantages are all 0
@@ -131,19 +137,18 @@ class TrainedLoss:
             responses_per_prompt=self._trainer.num_generations,
         )
         for intervention in self.interventions:
-            inputs = dataclasses.replace(inputs, weights=_weights(intervention, inputs))
+            inputs = dataclasses.replace(inputs, weights=self._weights(intervention, inputs))
         new = inputs.weights
         correction = ((new.logps - c) * scores.logps).sum()
         if new.entropies is not None:
             correction = correction + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
         return loss + correction - correction.detach()
 
-
-def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
-    """Return the loss's weights, changed by the intervention. Raise UserError if it cannot change them."""
-    if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
-        return inputs.weights  # all advantages are 0, so there is nothing to scale
-    why = intervention.unavailable_reason(inputs)
-    if why:
-        raise UserError(f"intervention={intervention.name}: {why}")
-    return intervention.weights(inputs)
+    def _weights(self, intervention: Intervention, inputs: LossInputs) -> LossWeights:
+        """Return the loss's weights, changed by the intervention. Raise UserError if it cannot change them."""
+        if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
+            return inputs.weights  # all advantages are 0, so there is nothing to scale
+        why = intervention.unavailable_reason(inputs)
+        if why:
+            raise UserError(f"{self._spelling.interventions([intervention.name])}: {why}")
+        return intervention.weights(inputs)

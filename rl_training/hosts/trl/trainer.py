@@ -35,6 +35,7 @@ from rl_training.hosts.trl.reward_functions import refuse_infinite_rewards
 from rl_training.hosts.trl.rollouts.batches import total_rewards
 from rl_training.hosts.trl.settings.loss import DR_GRPO, loss_settings
 from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
+from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON, Spelling
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train, list_of_names
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
@@ -86,14 +87,14 @@ class DrGRPOConfig(GRPOConfig):
         return {name: None if value == MASK else value for name, value in masked.items()}
 
 
-def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
+def _refuse_few_prompts(trainer: GRPOTrainer, spelling: Spelling) -> None:
     """Raise UserError if the training set has fewer prompts than a rollout: TRL would silently train nothing."""
     batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
     if isinstance(rows, Sized) and len(rows) < batch // group:
+        size, smaller = (spelling.size_of_rollout.format(sequences=n) for n in (batch, max(len(rows), 1) * group))
         raise UserError(
-            f"the training set has {len(rows)} prompts, and a rollout needs {batch // group} (batch.sequences_per_step="
-            f"{batch} / trainer.num_generations={group}): use batch.sequences_per_step={max(len(rows), 1) * group} or "
-            "less, or more data"
+            f"the training set has {len(rows)} prompt{'s' * (len(rows) != 1)}, and a rollout needs {batch // group} "
+            f"({size} / {spelling.setting('num_generations', group)}): use {smaller} or less, or more data"
         )
 
 
@@ -142,7 +143,8 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         if not self.reward_weights.isfinite().all():
             raise UserError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
-        _refuse_few_prompts(self)
+        self._spelling = COMMAND_LINE if is_cli else PYTHON
+        _refuse_few_prompts(self, self._spelling)
         _keep_adapter_in_float32(self)
         self.interventions = tuple(interventions)
         options = Options(
@@ -151,9 +153,8 @@ class DrGRPOTrainer(GRPOTrainer):
             target_kl_share=self.args.target_kl_share,
             interventions=trained_with,
             keep_attached=True,
-            is_cli=is_cli,
+            spelling=self._spelling,
         )
-        self._setting_prefix = "trainer." if is_cli else ""
         destination = destination_of(as_records(records), is_locked=is_cli)
         self.attachment = Attachment(self, as_probes(probes), destination, options)
         self.args = with_settings(self.args, trained_with)
@@ -162,7 +163,7 @@ class DrGRPOTrainer(GRPOTrainer):
         self._is_branch = self._has_own_rng = False
         self.buffer = buffer
         if buffer is not None:
-            start_buffer(self, buffer)
+            start_buffer(self, buffer, self._spelling)
 
     def resume_as_branch(self, has_own_rng: bool) -> None:
         """Resume from another run's checkpoint, but with this trainer's settings.
@@ -194,12 +195,14 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._divergence_message("the policy's probabilities are nan")) from error
 
     def _divergence_message(self, what: str) -> str:
-        prefix = self._setting_prefix
-        clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {prefix}max_grad_norm=1"
-        or_intervention = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
+        spelling, trained_with = self._spelling, self._spelling.interventions(self.interventions)
+        clip = f", and clip the gradient with {spelling.setting('max_grad_norm', 1)}"
+        clipping = "" if 0 < self.args.max_grad_norm <= 1 else clip
+        or_intervention = f", or {trained_with} too strong" if self.interventions else ""
         return (
-            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely {prefix}learning_rate="
-            f"{self.args.learning_rate:g} is too large{or_intervention}: lower it{clipping}"
+            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely "
+            f"{spelling.name('learning_rate')}={self.args.learning_rate:g} is too large{or_intervention}: lower "
+            f"it{clipping}"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -249,7 +252,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         own_settings = checkpoint is not None and (self._is_branch or self._sets_learning_rate)
-        with keep_settings(self) if own_settings else contextlib.nullcontext():
+        with keep_settings(self, self._spelling) if own_settings else contextlib.nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.buffer is not None and checkpoint is not None:
             load_buffer_state(self.buffer, Path(checkpoint))

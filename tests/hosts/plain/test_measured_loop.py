@@ -35,6 +35,7 @@ from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.hosts.trl.settings.fixes import fixes_of
+from rl_training.hosts.trl.settings.spelling import PYTHON
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin, take_rows
@@ -610,7 +611,7 @@ def test_the_example_loop_leaves_records_and_a_report(tmp_path: Path) -> None:
 
 def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
     settings = LossSettings(8, 0.2, 0.2, True, Correction(), frozenset({"delta", "loss_type", "intervention"}))
-    of_trl = fixes_of(settings)
+    of_trl = fixes_of(settings, PYTHON)
     assert of_trl.dr_grpo == (
         "set loss_type='dr_grpo', delta=None, mask_truncated_completions=False, "
         "vllm_importance_sampling_correction=False, no intervention"

@@ -22,6 +22,7 @@ from rl_training import attach
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.hosts.trl.fill_rollout import fill_slots, merge_metrics, start_buffer
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON
 from rl_training.job.run.training import TrainingRun
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
@@ -362,13 +363,19 @@ def seven_prompts() -> Dataset:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (lambda: {"train_dataset": seven_prompts()}, "7 prompts.* 8 "),
+        (
+            lambda: {"train_dataset": seven_prompts()},
+            "7 prompts.* 8 .*: use per_device_train_batch_size x steps_per_generation x processes = 28 or less",
+        ),
         pytest.param(
             lambda: {"train_dataset": seven_prompts().to_iterable_dataset()},
             "streaming",
             marks=since("trl 1.9.0"),
         ),
-        (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "'sum_then_normalize'.* buffer=plain"),
+        (
+            lambda: {"multi_objective_aggregation": "normalize_then_sum"},
+            "'sum_then_normalize', or train without a buffer",
+        ),
     ],
 )
 def test_a_training_that_the_filter_does_not_support_is_refused(make_trainer: Make, settings: Any, said: str) -> None:
@@ -381,8 +388,9 @@ def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> Non
     rows = arithmetic(num_train=64, num_eval=8).train_dataset
     trainer = make_trainer()
     trainer.train_dataset = rows.add_column(column, ["a picture"] * len(rows))
-    with pytest.raises(ValueError, match=r"images: .*buffer=plain"):
-        start_buffer(trainer, FilteredBuffer())
+    for spelling, fix in ((COMMAND_LINE, "use buffer=plain"), (PYTHON, "train without a buffer")):
+        with pytest.raises(ValueError, match=f"images: {fix}"):
+            start_buffer(trainer, FilteredBuffer(), spelling)
 
 
 def test_a_filtered_run_is_resumed_with_the_same_options_only(tmp_path: Path) -> None:
