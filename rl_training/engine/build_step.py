@@ -17,7 +17,7 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.step_reasons import reasons_of_step
-from rl_training.optim.state import gradients_and_view, view_optimizer
+from rl_training.optim.state import OptimizerView, gradients_and_view, view_optimizer
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Batch, Copies
 from rl_training.step.data import Gradients, StepData
@@ -78,45 +78,63 @@ class StepBuilder:
         )
         mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
         gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
-        step = StepData(open_step.number, batch, gradients, optimizer, reasons)
-        step = self._with_fold_gradients(step, open_step.needs, is_recomputed=folds.is_recomputed)
-        one_fold = None
+        other_terms, one_fold = reasons.other_terms, None
+        if folds.is_recomputed:
+            gradients = self._recompute_folds(batch, gradients, optimizer)
+        else:
+            gradients = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
+        if folds.is_recomputed or Need.TERMS_CHECK in open_step.needs:
+            other_terms = other_terms or self.checks.terms.reason  # also from earlier steps, if this was not compared
         if batch.num_folds < 2:
             one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
         relative_rewards = self.checks.relative_rewards(rollout, reasons, ranks)
-        reasons = dataclasses.replace(step.reasons, one_fold=one_fold, relative_rewards=relative_rewards)
-        return dataclasses.replace(step, reasons=reasons)
+        reasons = dataclasses.replace(
+            reasons, other_terms=other_terms, one_fold=one_fold, relative_rewards=relative_rewards
+        )
+        return StepData(open_step.number, batch, gradients, optimizer, reasons)
 
-    def _with_fold_gradients(self, step: StepData, needs: Need, *, is_recomputed: bool) -> StepData:
-        """Add the gradients by fold and their square norms, as far as probes ask for them. Collective.
+    def _recompute_folds(self, batch: Batch, gradients: Gradients, optimizer: OptimizerView) -> Gradients:
+        """Add the gradients by fold, and their square norms if probes need them, by further passes. Collective.
 
-        `gradients.rows_reason` says why they must not be used, if so: microbatches do not hold whole folds, or the
-        step's gradient is not that of its folds.
+        `rows_reason` is set if the loss has another term, so they must not be used. If an earlier step has shown it,
+        there are no passes.
+        """
+        assert self.fold_recorder is not None, "folds are recomputed only for probes that need their gradients"
+        passes, terms = self.passes, self.checks.terms
+        is_due = terms.begin_step()
+        known_term = terms.skip_recomputing(passes.policy, is_due=is_due)
+        if known_term:
+            return dataclasses.replace(gradients, rows_reason=known_term)
+        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, passes)
+        rows_reason = terms.check_recomputed(batch, gradients, sums, passes, is_due=is_due)
+        return dataclasses.replace(gradients, rows_reason=rows_reason)
+
+    def _add_caught_folds(
+        self, batch: Batch, gradients: Gradients, optimizer: OptimizerView, needs: Need, reasons: Reasons
+    ) -> Gradients:
+        """Add the gradients by fold and their square norms that hooks have caught, as far as needed. Collective.
+
+        `rows_reason` is set if they must not be used: microbatches do not hold whole folds, or the step's gradient is
+        not that of its folds.
 
         Args:
-            step: The step without them.
+            batch: The step's sequences and folds.
+            gradients: The step's, without those by fold.
+            optimizer: The optimizer before its step.
             needs: What this step's probes need.
-            is_recomputed: Further passes give the folds' gradients, instead of the loop's own backwards.
+            reasons: What cannot be measured at this step.
         """
-        passes, terms, other_terms = self.passes, self.checks.terms, step.reasons.other_terms
-        rows_reason = terms.skip_recomputing(passes.policy) if is_recomputed else step.reasons.no_whole_folds
-        if self.fold_recorder is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_reason:
-            gradients, sums = self.fold_recorder.complete(step, passes)
-            step = dataclasses.replace(step, gradients=gradients)
-            if is_recomputed:
-                rows_reason = terms.check_recomputed(step, sums, passes)
-            else:
-                is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
-                rows_reason = gradient_mismatch(sums, is_rounded)
-                if Need.TERMS_CHECK in needs and not (rows_reason or other_terms):
-                    terms.check(step, sums, passes)
-        if is_recomputed or Need.TERMS_CHECK in needs:  # also what earlier steps have shown, if this was not compared
-            other_terms = other_terms or terms.reason
-        return dataclasses.replace(
-            step,
-            gradients=dataclasses.replace(step.gradients, rows_reason=rows_reason),
-            reasons=dataclasses.replace(step.reasons, other_terms=other_terms),
-        )
+        no_folds = reasons.no_whole_folds
+        if self.fold_recorder is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or no_folds:
+            return dataclasses.replace(gradients, rows_reason=no_folds)
+        passes, terms = self.passes, self.checks.terms
+        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, passes)
+        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
+        mismatch = gradient_mismatch(sums, is_rounded)
+        is_comparable = Need.TERMS_CHECK in needs and not (mismatch or reasons.other_terms)
+        if is_comparable and terms.begin_step():
+            terms.check(batch, gradients, sums, passes)
+        return dataclasses.replace(gradients, rows_reason=mismatch)
 
 
 def _with_copies(reasons: Reasons, copies: Copies) -> Reasons:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.gradient_check import CaughtSums
-from rl_training.optim.state import view_optimizer
+from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.rows import Receiver, Rows, rows_dtype
 from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
-from rl_training.step.data import Gradients, StepData
+from rl_training.step.data import Gradients
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
 from rl_training.step.needs import Need
@@ -121,26 +121,29 @@ class FoldRecorder:
 
         return Receiver(len(folds), take)
 
-    def complete(self, step: StepData, passes: Passes) -> tuple[Gradients, CaughtSums]:
+    def complete(
+        self, batch: Batch, gradients: Gradients, optimizer: OptimizerView, passes: Passes
+    ) -> tuple[Gradients, CaughtSums]:
         """Add what was caught to the gradients of a step whose gradients are complete. Collective.
 
         Args:
-            step: The step, without gradients by fold.
+            batch: The step's sequences and folds.
+            gradients: The step's, without those by fold.
+            optimizer: Says which parameters will not move.
             passes: Computes the fold gradients that hooks could not catch.
 
         Returns:
             The step's gradients with rows and square norms, as far as they are kept, and what tells whether they are
             the step's.
         """
-        batch, optimizer = step.batch, step.optimizer
         if batch.has_mixed_folds:
             self._recompute(batch, passes)
-        sums = self.finish(batch.fold_sizes, passes.ranks.count, step.gradients.mean)
+        sums = self.finish(batch.fold_sizes, passes.ranks.count, gradients.mean)
         sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms)
+        gradients = dataclasses.replace(gradients, rows=self.rows, sq_norms=sq_norms)
         num_late, sq_distance, sq_norm, *fold_sq_norms = passes.ranks.reduce(sums).tolist()
         return gradients, CaughtSums(num_late, sq_distance, sq_norm, fold_sq_norms)
 

@@ -23,7 +23,7 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.data import StepData
+from rl_training.step.data import Gradients
 from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes, WeightedScores
 
@@ -42,14 +42,16 @@ OTHER_GRADIENT = Unavailable(
 
 
 class TermsCheck:
-    """Compares one fold's gradient with the one its loss weights give, at measured steps 1, 2, 4, 8 and every EVERY-th.
+    """Compares one fold's gradient with the one its loss weights give, at steps 1, 2, 4, 8 and every EVERY-th.
+
+    Only steps that can be compared are counted, each by `begin_step`.
 
     The folds take turns, those of one pass together. Each comparison costs a forward pass and a backward over them, and
     nothing if their weights are all 0. With dropout it costs twice as much: two recomputed gradients show how far
     dropout alone moves one, and another term is found only beyond that.
 
     Args:
-        count: The number of measured steps so far.
+        count: The number of these steps so far.
         distance: Of the latest comparison, if it has found another term: relative to the norm. 0 if it has not.
     """
 
@@ -62,76 +64,77 @@ class TermsCheck:
         """The result of the latest comparison."""
         return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the current measured step is compared."""
-        count = self.count + 1
-        return count % EVERY == 0 or count & (count - 1) == 0
+    def begin_step(self) -> bool:
+        """Count a step that can be compared, and return whether it is."""
+        self.count += 1
+        return self.count % EVERY == 0 or self.count & (self.count - 1) == 0
 
     @property
     def turn(self) -> int:
-        """The number of comparisons at measured steps so far, counted from 1."""
+        """The number of comparisons that were due so far, counted from 1."""
         return self.count.bit_length() if self.count < EVERY else EVERY.bit_length() - 1 + self.count // EVERY
 
-    def check(self, step: StepData, sums: CaughtSums, passes: Passes) -> Unavailable | None:
-        """Return that gradients of this or an earlier step reveal other loss terms, or None. Collective.
+    def check(self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes) -> Unavailable | None:
+        """Return that the gradient of a fold, or an earlier step, reveals other loss terms, or None. Collective.
 
         Args:
-            step: The step, with its gradients by fold or their square norms.
+            batch: The step's sequences and folds.
+            gradients: The step's, by fold or with the folds' square norms.
             sums: Have the folds' square norms if no exact ones are kept.
             passes: Recomputes a fold's gradient.
         """
-        is_due, self.count = self.is_due, self.count + 1
-        if is_due:
-            batch, gradients = step.batch, step.gradients
-            sq_norms = gradients.sq_norms
-            if sq_norms is None:
-                squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
-            else:
-                squares = sq_norms[:-1, :, 0].sum(dim=1)
-            group = batch.folds[self.turn % len(batch.folds)]
-            norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
-            tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
-            tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
-            allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
-            if is_same_policy and distance > allowed:
-                self.distance = distance / norm
-            elif is_same_policy and not noise:
-                self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
+        sq_norms = gradients.sq_norms
+        if sq_norms is None:
+            squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
+        else:
+            squares = sq_norms[:-1, :, 0].sum(dim=1)
+        group = batch.folds[self.turn % len(batch.folds)]
+        norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
+        tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+        tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
+        allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
+        if is_same_policy and distance > allowed:
+            self.distance = distance / norm
+        elif is_same_policy and not noise:
+            self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
         return self.reason
 
-    def skip_recomputing(self, policy: Policy) -> Unavailable | None:
+    def skip_recomputing(self, policy: Policy, *, is_due: bool) -> Unavailable | None:
         """Return the term because of which the folds of this step need not be recomputed, or None.
 
         An earlier step has shown it. It may go, so it is looked for again when a comparison is due; with dropout it
         may just be hidden then, so it is not.
-        """
-        if self.reason is None or (self.is_due and not has_dropout(policy.model)):
-            return None
-        self.count += 1
-        return self.reason
 
-    def check_recomputed(self, step: StepData, sums: CaughtSums, passes: Passes) -> Unavailable | None:
+        Args:
+            policy: What is trained.
+            is_due: As `begin_step` has returned.
+        """
+        return None if is_due and not has_dropout(policy.model) else self.reason
+
+    def check_recomputed(
+        self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes, *, is_due: bool
+    ) -> Unavailable | None:
         """Return that the gradient of a step whose folds were recomputed reveals other loss terms, or None. Collective.
 
         Under dropout, when a comparison is due, the whole step's gradient is recomputed twice more, with other masks.
 
         Args:
-            step: The step.
+            batch: The step's sequences and folds.
+            gradients: The step's.
             sums: What the recomputed gradients add up to.
             passes: Recomputed its folds.
+            is_due: As `begin_step` has returned.
         """
-        is_due, self.count = self.is_due, self.count + 1
         tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
         if not has_dropout(passes.policy.model):
             self.distance = sums.distance_beyond(tolerance) or 0.0
         elif is_due:
             layout, reduce = passes.layout, passes.ranks.reduce
-            mean = [part.unsqueeze(0) for part in layout.vector(step.gradients.mean.values())]
-            first = _mean_by_weights(step.batch, passes)
+            mean = [part.unsqueeze(0) for part in layout.vector(gradients.mean.values())]
+            first = _mean_by_weights(batch, passes)
             with preserve_rng(layout.device):
                 seed_torch(SEED, device=layout.device)
-                second = _mean_by_weights(step.batch, passes)
+                second = _mean_by_weights(batch, passes)
             squares = torch.cat([dot(mean, mean), _sq_distance(mean, first), _sq_distance(second, first)])
             norm, distance, noise = reduce(squares).sqrt().tolist()
             if distance > tolerance * norm + NOISE_FACTOR * noise:
