@@ -80,7 +80,7 @@ def measured_loop(
     `backward` sums the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
 
     Args:
-        model: A Hugging Face causal language model, DDP around one, or one sharded by `fully_shard`.
+        model: A Hugging Face causal language model, one sharded by `fully_shard`, or DDP or `torch.compile` around one.
         optimizer: A torch optimizer, or accelerate's wrapper of one. No GradScaler: train in bf16 or fp32.
         probes: What to measure: probe objects, or names such as "simple".
         responses_per_prompt: Responses that each prompt of a step has.
@@ -105,7 +105,7 @@ def measured_loop(
         UserError: With what to change, if probes would corrupt training or cannot measure it.
     """
     probes = as_probes(probes)
-    module = model.module if isinstance(model, DistributedDataParallel) else model
+    module = _inside_wrappers(model)
     refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     counts = {"responses_per_prompt": responses_per_prompt, "microbatch_size": microbatch_size}
@@ -127,3 +127,11 @@ def measured_loop(
         fixes=dataclasses.replace(FIXES, dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
     )
     return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
+
+
+def _inside_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and `torch.compile`, whichever is outside."""
+    if isinstance(model, DistributedDataParallel):
+        return _inside_wrappers(model.module)
+    inside = getattr(model, "_orig_mod", None)  # of torch.compile
+    return _inside_wrappers(inside) if isinstance(inside, nn.Module) else model

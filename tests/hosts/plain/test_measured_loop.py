@@ -71,7 +71,7 @@ def probes() -> list[Any]:
 
 def new_loop(measuring: Any, model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
     """Return a model, the optimizer that transformers would make for it, and their measured loop."""
-    model = model or load_tiny()[0]
+    model = load_tiny()[0] if model is None else model
     model.train()
     groups = [
         {"params": [p for p in model.parameters() if (p.ndim > 1) == yes], "weight_decay": 0.1 * yes}
@@ -221,10 +221,16 @@ def test_no_hook_is_left_after_a_failed_step_or_after_the_context(
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_entropies_that_the_loop_does_not_pass_come_from_the_scorer(tmp_path: Path) -> None:
+def test_entropies_that_the_loop_does_not_pass_come_from_the_scorer_and_a_compiled_model_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without dropout, the training pass and another forward pass give the same entropies."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    compiled = torch.compile(load_tiny()[0], backend="eager")
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
-    trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
+    by_scorer = new_loop([SimpleEntropyProbe()], model=compiled, records=Records(tmp_path / "scorer"))
+    with torch.compiler.set_stance("force_eager"):  # the wrapper without the time of compiling
+        trained(*by_scorer, steps=2, entropies=False)
     assert above_limit(off_from(tmp_path / "own", tmp_path / "scorer")) == {}
 
 
