@@ -176,14 +176,16 @@ class MeasuredLoop:
         self._progress.require(Phase.IN_MICROBATCHES, "call gradients_ready() once in a step, after its microbatches")
         refusals.refuse_missing_microbatches(self._driver, self._loop.microbatches)
         refusals.refuse_missing_backward(self._driver)
-        self._driver.gradients_ready(self._progress.rollout_number)
+        # Read before target_kl_share changes it, as TRL logs it: the rate of the loop's schedule.
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
+        self._driver.gradients_ready(self._progress.rollout_number)
         self._progress = self._progress.in_phase(Phase.GRADIENTS_READY)
 
     def skip_step(self) -> None:
         """Leave this step out. Call it anywhere within the step, instead of `optimizer.step()`.
 
-        The step keeps its number and what was measured on its responses. It has no predictions.
+        The step keeps its number and has no predictions. What was measured on its responses is kept after
+        `gradients_ready()`; before, its line has only its time and the loop's own numbers.
         """
         if self._progress.phase == Phase.GRADIENTS_READY:
             self._driver.stepped(was_taken=False)

@@ -132,13 +132,15 @@ def test_responses_of_a_skipped_step_count_as_fresh() -> None:
 def test_a_skipped_bounded_step_restores_the_learning_rate_of_the_schedule(is_ready: bool) -> None:
     model, optimizer, measured = new_loop([], target_kl_share=1e-6)
     rates = [group["lr"] for group in optimizer.param_groups]
-    with measured, measured.step(1):
+    with measured, measured.step(1) as metrics:
         one_step(model, measured, 1)
         if is_ready:
             measured.gradients_ready()
             assert [group["lr"] for group in optimizer.param_groups] != rates
         measured.skip_step()
         assert [group["lr"] for group in optimizer.param_groups] == rates
+    if is_ready:
+        assert metrics["learning_rate"] == rates[0]  # of the schedule, as TRL logs it
 
 
 def test_an_optimizer_that_steps_after_its_step_has_ended_is_refused() -> None:
