@@ -12,7 +12,8 @@ from rl_training.hosts.trl.compatibility import require
 from rl_training.hosts.trl.members import FORWARD_PASS, METHODS
 from rl_training.hosts.trl.versions import NUM_SCORES
 
-IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # argument positions
+# Positions of arguments.
+IDS, KEPT, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "logits_to_keep", "compute_entropy"))
 NO_SCORES_TO_CHANGE = (
     "{trainer}.compute_loss does not use the log-probabilities that " + FORWARD_PASS + " returns for its batch, whose "
     "weights an intervention changes: build on super().compute_loss, or train without interventions"
@@ -25,9 +26,9 @@ NO_SCORES_OF_SHARDS = (
 
 
 class ScoringCalls:
-    """The calls of training's forward pass on exactly the tokens of a microbatch, while its loss is computed.
+    """The calls of training's forward pass on exactly the responses of a microbatch, while its loss is computed.
 
-    Calls on other prompts or responses (a teacher's view, a second loss) are ignored.
+    Calls on other prompts or responses (a teacher's view, a second loss), or for the prompts too, are ignored.
 
     Args:
         inputs: TRL's dictionary of the microbatch.
@@ -42,7 +43,8 @@ class ScoringCalls:
         """Run the forward pass and return its output, and keep the scores if they are of this microbatch."""
         output = original(*args, **kwargs)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
-        if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
+        num_scored = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[KEPT]
+        if num_scored == self._shape[1] and ids.shape == self._ids.shape and torch.equal(ids, self._ids):
             has_entropies = (
                 kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
             )

@@ -52,6 +52,15 @@ class FirstLook(GRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class WithPrompts(GRPOTrainer):
+    """Scores the prompts' tokens too, for a term of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        ids, mask, _ = tokens_of(inputs)
+        return loss - 0.0 * self._get_per_token_logps_and_entropies(model, ids, mask, ids.shape[1] - 1)[0].mean()
+
+
 class WithoutEntropies(GRPOTrainer):
     """Computes Dr-GRPO's loss by hand, without asking for entropies."""
 
@@ -89,6 +98,7 @@ class OwnLoss(GRPOTrainer):
 VARIANTS: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
     "a second look": (SecondLook, {}),
     "a second look without graph": (SecondLook, {"with_graph": False}),
+    "a look at the prompts": (WithPrompts, {}),
     "a first look": (FirstLook, {}),
     "a first look without graph": (FirstLook, {"with_graph": False}),
     "a first look without entropies": (FirstLook, {"with_entropies": False}),
