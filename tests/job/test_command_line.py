@@ -134,7 +134,7 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
         (["probe=simple,gns"], "To use it as a list, use key=[value1,value2]"),
         (
             ["trainer.learning_rate=1e10"],
-            "training has diverged. Most likely trainer.learning_rate=1e+10 is too large: lower",
+            " 2: the policy's probabilities are nan: training has diverged. Most likely trainer.learning_rate=1e+10",
         ),
         (
             ["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"],

@@ -192,15 +192,16 @@ class DrGRPOTrainer(GRPOTrainer):
         except RuntimeError as error:
             if "probability tensor contains" not in str(error):  # torch raises this when it samples from nan
                 raise
-            raise UserError(self._divergence_message("the policy's probabilities are nan")) from error
+            message = self._divergence_message(self.state.global_step + 1, "the policy's probabilities are nan")
+            raise UserError(message) from error
 
-    def _divergence_message(self, what: str) -> str:
+    def _divergence_message(self, step: int, what: str) -> str:
         spelling, trained_with = self._spelling, self._spelling.interventions(self.interventions)
         clip = f", and clip the gradient with {spelling.setting('max_grad_norm', 1)}"
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else clip
         or_intervention = f", or {trained_with} too strong" if self.interventions else ""
         return (
-            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely "
+            f"step {step}: {what}: training has diverged. Most likely "
             f"{spelling.name('learning_rate')}={self.args.learning_rate:g} is too large{or_intervention}: lower "
             f"it{clipping}"
         )
@@ -210,7 +211,7 @@ class DrGRPOTrainer(GRPOTrainer):
         not_finite = [key for key in ("loss", "grad_norm") if not math.isfinite(float(logs.get(key, 0)))]
         if not_finite:
             name = not_finite[0]
-            raise UserError(self._divergence_message(f"{name} is {logs[name]}"))
+            raise UserError(self._divergence_message(self.state.global_step, f"{name} is {logs[name]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Return TRL's rewards, (sequences of all ranks, reward functions), once every sequence has a finite one.

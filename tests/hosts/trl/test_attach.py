@@ -402,7 +402,7 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
     assert trainer.state.global_step == 1
 
 
-def test_a_log_line_of_several_steps_has_the_latest_estimate_not_an_average(make_trainer) -> None:
+def test_a_log_line_of_several_steps_has_the_latest_estimate_and_a_nan_loss_names_its_own_step(make_trainer) -> None:
     class Counting(Witness):
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
             return Reading(measured={"counting/step": Estimate(float(len(self.kept_steps)))})
@@ -410,6 +410,8 @@ def test_a_log_line_of_several_steps_has_the_latest_estimate_not_an_average(make
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
     assert [line["counting/step"] for line in trainer.state.log_history if "counting/step" in line] == [2.0]
+    with pytest.raises(ValueError, match=r"^step 2: loss is nan: training has diverged"):
+        trainer.log({"loss": math.nan})
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, None])
