@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from rl_training.parallel.ranks import Ranks
-from rl_training.policy.rollout import Rollout
+from rl_training.policy.rollout import Rollout, are_mixed
 
 # Largest advantage that counts as 0: rewards minus their mean may be off by rounding, then divided by a tiny spread.
 ADVANTAGE_TOLERANCE = 1e-4
@@ -31,7 +31,7 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     summaries = ranks.gather(_local_summary(rollouts)).cpu()
     smallest, largest, advantages, counts, numbers_cut_off, longest_responses = summaries.unbind(dim=1)
     is_known = not torch.stack([smallest, largest, advantages]).isnan().any()
-    are_equal = math.isclose(float(smallest.min()), float(largest.max()))
+    are_equal = not are_mixed(torch.cat([smallest, largest]))
     if not (is_known and are_equal and float(advantages.max()) <= ADVANTAGE_TOLERANCE):
         return ""
     least, longest = float(smallest.min()), int(longest_responses.max())

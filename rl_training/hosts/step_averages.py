@@ -8,7 +8,7 @@ import torch
 
 from rl_training.engine.step_result import StepResult
 from rl_training.parallel.ranks import all_ranks
-from rl_training.policy.rollout import join_rollouts
+from rl_training.policy.rollout import are_mixed, join_rollouts
 
 
 def step_averages(result: StepResult) -> dict[str, float]:
@@ -27,7 +27,7 @@ def step_averages(result: StepResult) -> dict[str, float]:
     # A single response has no spread, and torch would warn about it.
     spreads = torch.stack([values.std() if len(values) > 1 else values.new_tensor(math.nan) for values in by_prompt])
     # Compared directly, because torch's standard deviation of equal numbers may not be exactly 0.
-    are_equal = torch.stack([torch.isclose(prompt_rewards.min(), prompt_rewards.max()) for prompt_rewards in by_prompt])
+    are_equal = ~torch.stack([are_mixed(prompt_rewards) for prompt_rewards in by_prompt])
     parts = {
         "reward": rewards,
         "reward_std": spreads,

@@ -252,6 +252,15 @@ def response_index(prompt_index: Tensor) -> Tensor:
     return number
 
 
+def are_mixed(rewards: Tensor) -> Tensor:
+    """Return which groups of rewards, (…, responses), contain different rewards, up to rounding in float32.
+
+    >>> are_mixed(torch.tensor([[0.9, 0.90000004], [0.0, 1.0]])).tolist()
+    [False, True]
+    """
+    return ~torch.isclose(rewards.amin(dim=-1), rewards.amax(dim=-1))
+
+
 def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
     """Return each reward minus its prompt's mean reward, (b,), and the number of rewards in that mean, (b,).
 

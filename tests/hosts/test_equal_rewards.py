@@ -39,6 +39,14 @@ def test_equal_rewards_are_reported_with_their_number_and_value() -> None:
     assert "cut off" not in said
 
 
+def test_rewards_that_differ_by_the_rounding_of_a_weighted_sum_are_equal() -> None:
+    """As the filtered buffer and frac_reward_zero_std judge them: 0.6 + 0.3 is not 0.3 + 0.45 + 0.15 in float32."""
+    weights, by_function = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([[1.0, 1.0, 0.0], [0.5, 1.5, 1.5]])
+    rewards = (by_function * weights).nansum(dim=1).tolist() * 2
+    assert len({*rewards}) == 2
+    assert why(responses(rewards)).startswith("all 4 responses earned 0.9, so every advantage is 0")
+
+
 def test_truncated_responses_are_named_as_the_likely_cause_of_equal_rewards() -> None:
     said = why(responses([0.0] * 4, cut_off=3), responses([0.0] * 4, cut_off=4))
     assert said.endswith(" 88% of them were cut off, the longest at 4 tokens: raise the limit")

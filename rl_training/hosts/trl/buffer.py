@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.policy.rollout import are_mixed
 
 PRIOR_RESPONSES = 2.0  # weight of the prior, in responses; at m = 1/2 the prior of p is uniform
 
@@ -39,11 +40,6 @@ def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor
     a = PRIOR_RESPONSES * mean + successes
     b = PRIOR_RESPONSES * (1 - mean) + responses - successes
     return floor + (1 - floor) * 4 * a * b / ((a + b) * (a + b + 1))
-
-
-def are_mixed(rewards: Tensor) -> Tensor:
-    """Return which groups of rewards, (…, responses), contain different rewards, up to rounding."""
-    return ~torch.isclose(rewards.amin(dim=-1), rewards.amax(dim=-1))
 
 
 class FilteredBuffer:
@@ -83,7 +79,7 @@ class FilteredBuffer:
     def weights(self) -> Tensor:
         """Return the weights of all prompts, (N,)."""
         low, high = self._range.tolist()
-        if high <= low or torch.isclose(*self._range):
+        if high <= low or not are_mixed(self._range):
             return torch.ones_like(self._responses)
         successes = (self._reward_sums - self._responses * low) / (high - low)
         successes = successes.clamp(min=0.0).minimum(self._responses)  # rounding

@@ -13,11 +13,11 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.hosts.trl.versions import generation_calls_code, tokenizer_of
-from rl_training.policy.rollout import pad_and_concat
+from rl_training.policy.rollout import are_mixed, pad_and_concat
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]

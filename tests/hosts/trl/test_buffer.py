@@ -19,12 +19,12 @@ from trainers import logged_numbers, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
+from rl_training.hosts.trl.buffer import FilteredBuffer, prompt_weights
 from rl_training.hosts.trl.fill_rollout import fill_slots, merge_metrics, start_buffer
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON
 from rl_training.job.run.training import TrainingRun
-from rl_training.policy.rollout import Rollout
+from rl_training.policy.rollout import Rollout, are_mixed
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import find_flaw
