@@ -22,6 +22,7 @@ from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.compatibility import check_version
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.output.attached_training import AttachedTraining
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
@@ -62,11 +63,14 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._steps = make_step_hooks(trainer, self.driver, policy, self._guard, self._writer, options)
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
-        self._was_called = False  # whether `train` has been called
         self._has_stepped = False  # whether a step has been taken
-        self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
+        self._training = self._next_training()
         self._undo = self._install()
+
+    def _next_training(self) -> AttachedTraining:
+        """Return what the next training writes."""
+        return AttachedTraining(self._trainer, self._destination, self._writer, self._log, self._guard)
 
     def _install(self) -> contextlib.ExitStack:
         """Wrap the methods of the trainer that probes need to see, until the returned stack is closed."""
@@ -137,28 +141,23 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return self
 
     def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._end_training(None)  # of an earlier training in the same `with` block
-        self._failed, self._was_called = "", True
+        self._training.finish(None)  # an earlier one in the same `with` block
+        self._training = self._next_training()
         self._checkpoints.take_resumed()  # of a training that ended between loading it and beginning
-        self._guard.begin()
         try:
-            with contextlib.ExitStack() as written:
-                written.callback(self._destination.trained)
-                written.callback(self._log.flush)  # of the last step, after which an error has ended training
+            with self._training.running():
                 output = original(*args, **kwargs)
         except BaseException as error:
-            self._failed = announcements.how_it_ended(self._trainer, error)
             self.driver.fail_step()  # at once: the trainer may train again with this optimizer, before `with` ends
             if self._ends_with_training:
                 self._end(error)
-            self._destination.note_interrupt(error)
             raise
         if self._ends_with_training:
             self._end(None)
         return output
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and not self._was_called and all_ranks().number == 0:
+        if error is None and not self._training.has_run and all_ranks().number == 0:
             logger.warning(announcements.NOTHING_TRAINED)
         self._end(error)
         self._destination.note_interrupt(error)
@@ -170,8 +169,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._steps.reset()
         resumed = self._checkpoints.take_resumed()
         with announcements.hide_progress_bar():
-            self._checkpoints.run_id = self._destination.begin(resumed.run_id, self._flush)
-            self._writer.records = self._destination.records
+            self._checkpoints.run_id = self._training.begin(resumed.run_id)
             settings: dict[str, Any] = {}
             with self._guard.watching(refuses=True):
                 settings = settings_of_trainer(self._trainer, self._options.recorded)
@@ -179,11 +177,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 if self.driver.is_needed:  # records alone suit trainers whose shards probes cannot read
                     opening = announcements.opening_line(self.probes, self._destination.output)
                     self._steps.begin(opening, resumed.states)
-            with self._guard.watching(refuses=True):
-                if self._writer.records is not None:
-                    self._writer.records.start(state.global_step, settings, has_failed=bool(self._guard.reason))
-            if self._writer.records is not None:
-                self._writer.records.on_write_error = self._guard.leave_out
+            self._training.begin_records(state.global_step, settings)
         self._log.begin()
 
     def _refuse_restart(self, state: Any) -> None:
@@ -234,30 +228,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Remove everything from a trainer that is not to keep it, and write the report if training has begun."""
         if not self._options.keep_attached:
             self._uninstall()
-        self._end_training(error)
-
-    def _end_training(self, error: BaseException | None) -> None:
-        """Write what is left, then the report, and unlock the folder, even if the disk is full."""
-        try:
-            self._log.flush()
-        finally:
-            if self._writer.records is not None:
-                self._writer.records.on_write_error = None
-            how = self._failed or announcements.how_it_ended(self._trainer, error)
-            if line := self._destination.end(self._guard.outcome(how)):
-                self._show_closing_line(line, error)
-
-    def _show_closing_line(self, line: str, error: BaseException | None) -> None:
-        """Say how training ended and where the report is: in the log, and below the traceback of an error."""
-        line += announcements.how_to_resume(self._trainer) if self._failed else ""
-        logger.warning(line)
-        if error is not None:
-            error.add_note(line)
-
-    def _flush(self) -> str:
-        """Write what is left, because SIGTERM arrived, and return how training ended. It may still go on."""
-        self._log.flush()
-        return self._guard.outcome(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+        self._training.finish(error)
 
     def remove(self) -> None:
         """Remove the probes and everything else that was attached. The measurements are kept.
