@@ -67,16 +67,23 @@ HELD_LOW = (
 )
 
 
+@dataclass(frozen=True)
+class _Found:
+    """The factor on a step's learning rate."""
+
+    info: BoundInfo  # with the factor, and how it was found
+    state: BoundState  # for the next step
+    kl: Estimate | None = None  # at this factor, if it was measured
+
+
 @dataclass
 class _BoundedStep:
     """A step, from the choice of its learning rate until it has been made."""
 
     rates: Sequence[float]  # the scheduled rates of the optimizer's groups, while others are set
     target: float  # nats per token
-    info: BoundInfo | None  # how the factor was found. None until a step without formula has been made
-    state: BoundState  # for the next step
-    first_factor: float = 1.0  # with which the optimizer steps
-    kl: Estimate | None = None  # as last measured
+    found: _Found | None  # None until a step without formula has been made
+    applied_factor: float  # on the rates with which the optimizer steps
     rollout: Rollout | None = None  # what KL is measured on
     before: TokenDistributions | None = None  # of the policy before the step
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # before the step
@@ -154,20 +161,21 @@ class KLBound:
         self._warn_if_held_low(factor, groups)
         target = self.share_of_entropy * entropy * factor**2
         info = info_without_search(target, entropy, max(rates), self.state)
-        self._step = step = _BoundedStep(rates, target, info, self.state)
         if info is not None:
-            step.first_factor = info.factor
+            self._step = step = _BoundedStep(rates, target, _Found(info, self.state), info.factor)
         else:
-            step.first_factor = self.state.first_factor(target, max(rates))
+            starting_factor = self.state.starting_factor(target, max(rates))
+            self._step = step = _BoundedStep(rates, target, None, starting_factor)
             step.rollout = take_rows(rollout, self._measured_rows(rollout))
             step.before = self._policy.token_distributions(step.rollout)
             step.weights = self._shard.copy_local_weights()
             if self._has_formula:
                 changes = self._scheduled_step()
-                step.first_factor = self._search(step, lambda factor: self._kl_at(step, changes, factor))
+                step.found = self._search(step, lambda factor: self._kl_at(step, changes, factor))
+                step.applied_factor = step.found.info.factor
                 step.weights = {}  # no longer needed
         for group in groups:
-            group["lr"] = group["lr"] * step.first_factor
+            group["lr"] = group["lr"] * step.applied_factor
 
     def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Say once if the schedule stays at a small factor, which is no warm-up: LambdaLR with absolute rates, say."""
@@ -191,21 +199,22 @@ class KLBound:
         step = self._step
         if step is None:
             return
-        if step.info is None:
-            first, weights = step.first_factor, self._shard.copy_local_weights()
+        found = step.found
+        if found is None:
+            applied, weights = step.applied_factor, self._shard.copy_local_weights()
             changes = {name: weight - step.weights[name] for name, weight in weights.items()}
-            factor = self._search(step, lambda factor: self._kl_at(step, changes, factor / first))
+            found = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
+            factor = found.info.factor
             if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
                 self._shard.load_local_weights(step.weights)
-            elif factor != first:
+            elif factor != applied:
                 self._shard.load_local_weights(
-                    {name: w + factor / first * changes[name] for name, w in step.weights.items()}
+                    {name: w + factor / applied * changes[name] for name, w in step.weights.items()}
                 )
-        assert step.info is not None
-        estimates = step.info.estimates(max(step.rates) * step.info.factor)
-        if step.kl is not None and step.info.factor > 0.0:
-            estimates["bound/kl"] = step.kl
-        self.state = step.state
+        estimates = found.info.estimates(max(step.rates) * found.info.factor)
+        if found.kl is not None:
+            estimates["bound/kl"] = found.kl
+        self.state = found.state
         self.restore()
         self.estimates = estimates
 
@@ -216,19 +225,19 @@ class KLBound:
         number = math.ceil(MIN_RESPONSES / float(self._ranks.reduce(num_prompts)))
         return (response_index(index) < number).nonzero().squeeze(1)
 
-    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> float:
-        """Return the factor of the step, and record how it was found."""
+    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> _Found:
+        """Return the factor of the step."""
+        kls: dict[float, Estimate] = {}  # by factor
 
         def value_of(factor: float) -> float:
-            step.kl = kl_of(factor)
-            return step.kl.value
+            kls[factor] = kl_of(factor)
+            return kls[factor].value
 
-        step.state, info = search_factor(value_of, step.target, self.state, max(step.rates))
-        step.info = info
+        state, info = search_factor(value_of, step.target, self.state, max(step.rates))
         if not self._is_checked and info.kl > 0.0:  # false if nan
             require_quadratic_kl(lambda factor: kl_of(factor).value, info)
             self._is_checked = True
-        return info.factor
+        return _Found(info, state, kls.get(info.factor))
 
     def _kl_at(self, step: _BoundedStep, changes: Mapping[str, Tensor], factor: float) -> Estimate:
         """Return KL(policy before ‖ policy after `factor` times the changes), nats per token, with its error."""

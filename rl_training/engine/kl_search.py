@@ -31,7 +31,7 @@ class BoundState:
     factor: float = 1.0  # multiplies the scheduled learning rate
     curvature: float = math.nan  # geometric mean of KL / (learning rate)² over the last steps; nan before the first
 
-    def first_factor(self, target: float, rate: float) -> float:
+    def starting_factor(self, target: float, rate: float) -> float:
         """Return the first factor to try, .1 to 2 times the last: with the averaged curvature it meets the target.
 
         Args:
@@ -59,7 +59,7 @@ class BoundInfo:
     first_kl: float  # at the first factor tried, nats per token
     kl: float  # at the final factor, nats per token
     tries: int  # number of factors that were too large
-    first_factor: float
+    first_factor: float  # the first one tried
     factor: float  # 0 if the step could not be measured
     reason: str = DESCRIBES_STEP  # why there is no error bar, or no measurement
 
@@ -101,7 +101,7 @@ def search_factor(
     >>> info.tries, round(info.factor, 6), round(info.kl, 6)
     (1, 0.5, 0.01)
     """
-    factor = first_factor = state.first_factor(target, rate)
+    factor = first_factor = state.starting_factor(target, rate)
     kl = first_kl = kl_of(factor)
     tries = 0
     while not kl <= MAX_KL_OVER_TARGET * target and tries < MAX_TRIES:
