@@ -87,7 +87,7 @@ class Measurer:
     def _context(self, step: OpenStep, seen_prompts: set[int]) -> StepContext:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
         predictions = self._predictions
-        edit_reason = None if predictions is None else predictions.edit_reason()
+        edit_reason = None if predictions is None else predictions.begin_measuring()
         data = self._builder.build(step, seen_prompts, edit_reason)
         prediction = None
         if predictions is not None:

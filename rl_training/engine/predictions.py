@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +24,13 @@ from rl_training.step.passes import Passes
 from rl_training.step.residual import ResidualTest
 
 
+class _Unverified(NamedTuple):
+    """A predicted step that awaits verification."""
+
+    number: int
+    variance_of_batch: Tensor | None  # as in EntropyPrediction
+
+
 class Predictions:
     """Predicts each step for which a probe asks, before the step is taken, and verifies it afterwards.
 
@@ -39,8 +47,7 @@ class Predictions:
         attribution, device = Attribution(loop.shard.layout.names), "cpu" if requirements.offload else None
         self._predictor = EntropyPredictor(requirements.entropy, attribution, passes, self._previous, device)
         self._verifier = UpdateVerifier(loop.shard, self._previous, loop.ranks)
-        # Number of the predicted step that awaits verification, and its `variance_of_batch`.
-        self._unverified: tuple[int, Tensor | None] | None = None
+        self._unverified: _Unverified | None = None
         self.peak_bytes = 0  # the most bytes of vectors held at once during the last step
 
     @property
@@ -50,12 +57,16 @@ class Predictions:
 
     def begin(self) -> None:
         """Read the weights at the start of a step. Collective."""
-        self._verifier.detect_external_edits()
+        self._verifier.begin_step()
         self.peak_bytes = self._previous.num_bytes
 
-    def edit_reason(self) -> Unavailable | None:
-        """Return that the weights were changed since the step began, or None. Collective."""
-        return self._verifier.edit_reason()
+    def begin_measuring(self) -> Unavailable | None:
+        """Read the weights that probes will see. Collective.
+
+        Returns:
+            That they were changed since the step began, or None.
+        """
+        return self._verifier.begin_measuring()
 
     def predict(self, step: StepData, probes: Sequence[Probe], test: ResidualTest) -> EntropyPrediction | None:
         """Return what these probes need to know about the step's effect on entropy, or None. Collective.
@@ -67,9 +78,9 @@ class Predictions:
         self._unverified = prediction = None
         if asking:
             prediction = self._predictor.predict(step, needs_of(asking), test)
-            self._unverified = step.number, prediction.variance_of_batch
+            self._unverified = _Unverified(step.number, prediction.variance_of_batch)
             self.peak_bytes = max(self.peak_bytes, prediction.peak_bytes)
-        self._verifier.snapshot(step.optimizer, prediction)
+        self._verifier.expect(step.optimizer, prediction)
         return prediction
 
     def about_to_step(self) -> None:
@@ -83,7 +94,7 @@ class Predictions:
     def fail_step(self) -> None:
         """Discard an unverified prediction: the step has failed, perhaps on this rank only."""
         if self._unverified is not None:
-            self._previous.keep_nothing(self._unverified[0], FAILED)
+            self._previous.keep_nothing(self._unverified.number, FAILED)
         self._unverified = None
 
     def verify(self, was_taken: bool) -> tuple[dict[str, Estimate], Unavailable | None]:
@@ -94,8 +105,7 @@ class Predictions:
         """
         unverified, self._unverified = self._unverified, None
         estimates, reason = self._verifier.verify(was_taken)
-        number, variance = unverified or (0, None)
-        if variance is not None:
+        if unverified is not None and unverified.variance_of_batch is not None:
             decay = self._predictor.settings.error_decay
-            self._previous.add_errors(variance, number, decay, is_formula=reason is None)
+            self._previous.add_errors(unverified.variance_of_batch, unverified.number, decay, is_formula=reason is None)
         return estimates, reason

@@ -81,7 +81,16 @@ class _PredictedStep:
 
 
 class UpdateVerifier:
-    """Compares each step with the optimizer's formula. Predictions for a step that differs are void."""
+    """Compares each step with the optimizer's formula. Predictions for a step that differs are void.
+
+    The calls of a measured step, in their order:
+
+        begin_step         it begins: has anything changed the weights since the last one?
+        begin_measuring    its gradients are complete: has anything changed the weights since it began?
+        expect             it is predicted, or not
+        about_to_step      right before the optimizer's step, if the loop knows that moment
+        verify             after it: is the change of the weights the formula's?
+    """
 
     def __init__(self, shard: Shard, previous: PreviousUpdate, ranks: Ranks) -> None:
         self._shard, self._layout, self._previous, self._ranks = shard, shard.layout, previous, ranks
@@ -102,15 +111,19 @@ class UpdateVerifier:
         self._weights_after_step: Tensor | None = None  # after the optimizer's step
         self._step: _PredictedStep | None = None  # None if the current step is not predicted
 
-    def detect_external_edits(self) -> None:
-        """Forget the previous step if the weights differ from those it ended with. Collective."""
+    def begin_step(self) -> None:
+        """Read the weights, and forget the previous step if the weights differ from those it ended with. Collective."""
         self._weights_at_begin = self._sampled_weights()
         if self._weights_after_step is not None and self._differ(self._weights_at_begin, self._weights_after_step):
             self._previous.forget(EDITED_AFTER_STEP)
         self._weights_after_step = None
 
-    def edit_reason(self) -> Unavailable | None:
-        """Return that the weights were changed since the step began, or None. Collective."""
+    def begin_measuring(self) -> Unavailable | None:
+        """Read the weights that probes will see. Collective.
+
+        Returns:
+            That they were changed since the step began, or None.
+        """
         self._weights_at_measure = self._sampled_weights()
         if self._weights_at_begin is None or not self._differ(self._weights_at_begin, self._weights_at_measure):
             return None
@@ -124,7 +137,7 @@ class UpdateVerifier:
         changed = (first.view(torch.int64) != other.view(torch.int64)).any()
         return float(self._ranks.reduce(changed.double())) > 0.0
 
-    def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
+    def expect(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
         """Keep what is needed to verify the upcoming step."""
         self._step = None
         if prediction is None:

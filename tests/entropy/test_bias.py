@@ -139,7 +139,7 @@ class TakeEveryStepBack(TrainerCallback):
 def test_leaving_the_fold_out_agrees_with_independent_batches_and_the_naive_product_does_not(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UpdateVerifier, "detect_external_edits", lambda self: None)  # every step is deliberately undone
+    monkeypatch.setattr(UpdateVerifier, "begin_step", lambda self: None)  # every step is deliberately undone
     trainer = make_trainer(
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,
