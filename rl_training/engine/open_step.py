@@ -196,7 +196,7 @@ class OpenStep:
         return dataclasses.replace(join_rollouts(filled), on_policy=not anywhere["off_policy"], **dropped)
 
     def join_scores(self, rollout: Rollout) -> Scores:
-        """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""
+        """Return the scores of the whole step, (B, T) each, padded to the widest microbatch."""
         return Scores(
             logps=pad_and_concat([scores.logps for scores in self.scores]),
             entropies=pad_and_concat([scores.entropies for scores in self.scores]),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rl_training.engine.fold_placement import FoldChoice, choose_folds, may_recompute, num_folds_in
-from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.step_checks import StepChecks
@@ -24,7 +23,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
-from rl_training.vocabulary import ENGINE
+from rl_training.vocabulary import ENGINE, KL_BOUND
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Requirements:
     """What several probes require together.
 
     Args:
+        probes: All probes of the training.
         needs: Everything that at least one of them needs.
         num_folds: Number of folds over all ranks. None for the default.
         entropy: How the entropy gradient is estimated.
@@ -55,7 +55,7 @@ class Requirements:
         duplicates = [name for name, count in names.items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")
-        of_engine = ENGINE, ResidualTest.name, StepChecks.name, KLBound.name  # keys of its states and estimates
+        of_engine = ENGINE, ResidualTest.name, StepChecks.name, KL_BOUND  # keys of its states and estimates
         reserved = [name for name in of_engine if name in names]
         if reserved:
             raise UserError(f"the name {reserved[0]} is reserved: give the probe another one")

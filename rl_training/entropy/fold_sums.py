@@ -43,7 +43,7 @@ def fold_table(
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.reasons)
         factor, reward_reason = gradient.factor, gradient.factor_reason
-    reward_table = reward_products(step.batch.fold_sizes, ranks, prediction.leave_one_out, factor)
+    reward_table = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
     reward, reward_corrections = reward_table.split(1, dim=1)
     rows, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)
     rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)

@@ -111,9 +111,7 @@ def _step_gradient_factor(
     return None, OTHER_LOSS.with_fix(reasons.dr_grpo_fix)
 
 
-def reward_products(
-    fold_sizes: Tensor, ranks: Ranks, updates: LeaveOneOutUpdates | None, factor: float | None
-) -> Tensor:
+def reward_products(fold_sizes: Tensor, updates: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
     """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (K, 2) fp64. Collective.
 
     Both are nan if J is not a multiple of the step's own gradient, or if no fold can be left out of the step.

@@ -62,7 +62,7 @@ class Fixes:
     # {prompts}: the prompts of these sequences.
     batch_setting: str
     steps_setting: str  # the same for larger steps of unchanged microbatches
-    num_folds_setting: str  # {name} is the probe's name, {probe} its class
+    num_folds_setting: str  # {name}: the probe's name; {probe}: its class; {folds}: the number of folds
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
     dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
     no_reuse: str = "learn from each response once"
