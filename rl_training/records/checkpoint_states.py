@@ -184,7 +184,8 @@ def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
     """Restore the buffer's state. Raises UserError if the checkpoint has none."""
     if not (checkpoint / BUFFER_STATE).is_file():
         raise UserError(
-            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
-            "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
+            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with a FilteredBuffer: resume without "
+            "a buffer, or start a new run from its weights (on the command line: buffer=plain, or model=hub "
+            "model.name=CHECKPOINT)"
         )
     buffer.load_state_dict(load_file(checkpoint / BUFFER_STATE))

@@ -119,7 +119,7 @@ class FilteredBuffer:
             raise UserError(
                 f"the checkpoint's buffer knows {len(state['responses'])} prompts and the training set has "
                 f"{self.num_prompts}: resume with the training set that it was written with, or start a new run from "
-                "its weights (model=hub model.name=CHECKPOINT)"
+                "its weights (on the command line: model=hub model.name=CHECKPOINT)"
             )
         self._generator.set_state(state["generator"])
         self._responses = state["responses"].clone()

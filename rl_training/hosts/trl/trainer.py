@@ -200,10 +200,10 @@ class DrGRPOTrainer(GRPOTrainer):
         clip = f", and clip the gradient with {spelling.setting('max_grad_norm', 1)}"
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else clip
         or_intervention = f", or {trained_with} too strong" if self.interventions else ""
+        rate = f"{spelling.name('learning_rate')}={self.args.learning_rate:g}"
         return (
-            f"step {step}: {what}: training has diverged. Most likely "
-            f"{spelling.name('learning_rate')}={self.args.learning_rate:g} is too large{or_intervention}: lower "
-            f"it{clipping}"
+            f"step {step}: {what}: training has diverged. Most likely {rate} is too large{or_intervention}: "
+            f"lower it{clipping}"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

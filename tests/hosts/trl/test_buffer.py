@@ -344,12 +344,12 @@ def test_a_resumed_run_ends_bitwise_equal_to_the_uninterrupted_one(make_trainer:
 
 def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: Make, tmp_path: Path) -> None:
     trainer = make_trainer(buffer=FilteredBuffer())
-    with pytest.raises(ValueError, match=r"buffer=filtered: .*buffer=plain"):
+    with pytest.raises(ValueError, match=r"FilteredBuffer: .*command line: buffer=plain"):
         trainer._load_optimizer_and_scheduler(str(tmp_path))
     other = FilteredBuffer()
     other.start(300)
     save_buffer_state(other, tmp_path)
-    with pytest.raises(ValueError, match=r"300 prompts .* 256"):
+    with pytest.raises(ValueError, match=r"300 prompts .* 256.*on the command line: model=hub"):
         trainer._load_optimizer_and_scheduler(str(tmp_path))
 
 
