@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
@@ -17,6 +19,7 @@ from transformers import PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.models.load import load_tiny
 from rl_training.probes import BUILT_IN
 from rl_training.tasks.arithmetic import arithmetic
@@ -53,6 +56,21 @@ def every_probe(**simple_options: Any) -> list[Probe]:
     """Return one probe of each kind that measures everything it can, except those that need eight folds."""
     options = ALL_OF | {"simple": ALL_OF["simple"] | simple_options}
     return [probe(**options.get(name, {})) for name, probe in BUILT_IN.items() if name not in NEED_FOLDS]
+
+
+@contextlib.contextmanager
+def each_pass_is_timed(attachment: Any) -> Iterator[None]:
+    """Assert that the time of every pass of the trainer's policy, other than training's own, is among the costs."""
+    score, is_timed = TrainerPolicy.score_rollout, []
+
+    def watched(policy: TrainerPolicy, *args: Any, **options: Any) -> Any:
+        is_timed.append(attachment.driver.costs._is_running)
+        return score(policy, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainerPolicy, "score_rollout", watched)
+        yield
+    assert all(is_timed)
 
 
 @functools.cache

@@ -204,7 +204,8 @@ class StepHooks:
         return output
 
     def _begin_rollout(self, output: dict) -> None:
-        self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
+        with self._driver.costs.timed():  # with dropout or hidden rows it scores the rollout
+            self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
         self._loss.begin(self._rollouts.read(output))
 
     def _on_prepare_inputs(self, original: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
@@ -255,7 +256,8 @@ class StepHooks:
         is_incomplete = loss_scores is None or loss_scores[1] is None
         if needs_scores and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
             raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
-        scores = self._policy.complete_scores(loss_scores, rollout, needs_scores)
+        with self._driver.costs.timed():
+            scores = self._policy.complete_scores(loss_scores, rollout, needs_scores)
         rollout = self._rollouts.old_logps.drop_own(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and needs_scores:

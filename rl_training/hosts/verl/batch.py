@@ -65,10 +65,13 @@ class ResponseTokens:
     """
 
     def __init__(self, data: TensorDict) -> None:
-        lengths, ends = data["responses"].offsets().diff(), data["input_ids"].offsets()[1:]
+        lengths, offsets = data["responses"].offsets().diff(), data["input_ids"].offsets()
         columns = torch.arange(int(lengths.max()), device=lengths.device)
         self.mask = columns < lengths.unsqueeze(1)  # (B, T), 1 on tokens
-        self.index = ((ends - lengths - 1).unsqueeze(1) + columns)[self.mask]  # (n,), the position before each token
+        before = (offsets.diff() - lengths - 1).unsqueeze(1) + columns  # (B, T), the position before each token
+        rows = torch.arange(len(lengths), device=lengths.device).unsqueeze(1).expand_as(before)
+        self.rows, self.columns = rows[self.mask], before[self.mask]  # (n,) each: its sequence, its position therein
+        self.index = offsets[self.rows] + self.columns  # (n,), that position in a flat tensor
 
     def padded(self, flat: Tensor) -> Tensor:
         """Return the responses' values as (B, T), 0 where a response has no token, with graph if `flat` has one."""
@@ -80,19 +83,22 @@ class ResponseTokens:
         return torch.nested.nested_tensor_from_jagged(flat, nested.offsets())
 
 
-def flat_entropies(logits: Tensor, lengths: Sequence[int], temperature: float) -> Tensor:
-    """Return the entropies of all next-token distributions, flat, in nats, without graph. Computed in chunks.
+def response_entropies(logits: Tensor, tokens: ResponseTokens, temperature: float) -> Tensor:
+    """Return the entropies at the response tokens, (B, T), in nats, 0 elsewhere, without graph. Computed in chunks.
 
     Args:
         logits: (B, W, V), right-padded; or (1, W, V), with the sequences concatenated and perhaps padding at the end.
-        lengths: Tokens of each sequence.
+        tokens: The response tokens of the microbatch.
         temperature: Divides the logits.
     """
-    if len(logits) == 1:
-        rows = [logits[0, : sum(lengths)]]
-    else:
-        rows = [row[:length] for row, length in zip(logits, lengths, strict=True)]
-    positions = max(1, CHUNK_LOGITS // logits.shape[-1])
-    parts = (part.float() / temperature for row in rows for part in row.split(positions))
+    is_flat = len(logits) == 1
+    rows, columns = (torch.zeros_like(tokens.rows), tokens.index) if is_flat else (tokens.rows, tokens.columns)
+    size = max(1, CHUNK_LOGITS // logits.shape[-1])
     with torch.no_grad():
-        return torch.cat([scores_of_logits(part, part.new_zeros(len(part), dtype=torch.long))[1] for part in parts])
+        parts = (
+            logits[some_rows, some_columns].float() / temperature
+            for some_rows, some_columns in zip(rows.split(size), columns.split(size), strict=True)
+        )
+        values = [scores_of_logits(part, part.new_zeros(len(part), dtype=torch.long))[1] for part in parts]
+        entropies = torch.cat(values)
+    return entropies.new_zeros(tokens.mask.shape).masked_scatter(tokens.mask, entropies)

@@ -23,7 +23,7 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.recorded_settings import settings_of_loop
 from rl_training.hosts.step_warnings import StepWarnings
-from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
+from rl_training.hosts.verl.batch import ResponseTokens, read_rollout, response_entropies
 from rl_training.hosts.verl.message import RolloutFacts
 from rl_training.hosts.verl.probes import NUM_STEPS, make_probes
 from rl_training.hosts.verl.training_settings import TrainingSettings
@@ -96,8 +96,8 @@ class Measurement:
         """Return entropies for a microbatch without verl's own. Empty if no probe measures the step."""
         if not self.driver.needs_scores:
             return {}
-        lengths = data["input_ids"].offsets().diff().tolist()
-        return {ENTROPIES: flat_entropies(logits, lengths, self._loop.policy.scorer.temperature)}
+        with self.driver.costs.timed():
+            return {ENTROPIES: response_entropies(logits, ResponseTokens(data), self._loop.policy.scorer.temperature)}
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
         """Register a microbatch, and return the output that the loss must be computed from: same numbers, watched.
@@ -114,8 +114,8 @@ class Measurement:
             entropies = tokens.padded(model_output["entropy"].values())
             watched["entropy"] = tokens.to_nested(entropies, model_output["entropy"])
         else:
-            flat = model_output.pop(ENTROPIES, None)
-            entropies = torch.full_like(logps, torch.nan) if flat is None else tokens.padded(flat)
+            known = model_output.pop(ENTROPIES, None)
+            entropies = torch.full_like(logps, torch.nan) if known is None else known
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), LossInfo())
         return model_output | watched
 
@@ -129,7 +129,11 @@ class Measurement:
             gradient_norm: Returns the norm of the gradient. Called only if a probe measures the step: verl computes
                 the norm itself, but too late for probes.
         """
-        if self.driver.needs_scores and not math.isfinite(gradient_norm()):
+        is_finite = True
+        if self.driver.needs_scores:
+            with self.driver.costs.timed():
+                is_finite = math.isfinite(gradient_norm())
+        if not is_finite:
             self.driver.skip_step()
             norm = step()
         else:

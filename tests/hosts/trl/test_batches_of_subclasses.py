@@ -11,7 +11,7 @@ from own_losses import PLAIN, DrawsAgain, KeepsSome, Replay
 from peft import LoraConfig
 from seen import Seen
 from torch import Tensor
-from trainers import LORA, differing, graded, outcome
+from trainers import LORA, differing, each_pass_is_timed, graded, outcome
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -63,7 +63,7 @@ class SeenRewards(Seen):
 def measured(trainer: Any, by: Any = probes) -> tuple[dict[str, Any], list[Any]]:
     """Train, and return the last step's estimates, and all steps as probes see them with the rows' true rewards."""
     seen = SeenRewards(trainer)
-    with attach(trainer, probes=[*by(), seen], whole_prompts=True) as attachment:
+    with attach(trainer, probes=[*by(), seen], whole_prompts=True) as attachment, each_pass_is_timed(attachment):
         trainer.train()
     assert all(logged == reward for logged, reward in seen.rewards)
     return dict(attachment.latest), seen.kept_steps

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from seen import Seen
-from trainers import FEW, differing, graded, outcome
+from trainers import FEW, differing, each_pass_is_timed, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
@@ -131,7 +131,8 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
         expected = outcome(bare)
     trainer, seen = trainer_of(make_trainer, trainer_class, **facts), Seen()
     policy = make_trainer(GRPOTrainer, **SETTINGS)
-    with attach(trainer, probes=["simple", "gns", seen], whole_prompts=True) as attachment:
+    probes = ["simple", "gns", seen]
+    with attach(trainer, probes=probes, whole_prompts=True) as attachment, each_pass_is_timed(attachment):
         assert differing(outcome(trainer), expected) == []
     (step,), latest = seen.kept_steps, attachment.latest
     rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()

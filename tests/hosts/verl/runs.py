@@ -49,7 +49,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Probe
 from rl_training.hosts.verl import measurement
-from rl_training.hosts.verl.batch import read_rollout
+from rl_training.hosts.verl.batch import read_rollout, response_entropies
 from rl_training.hosts.verl.message import BATCH_KEY, Message
 from rl_training.hosts.verl.training_settings import TrainingSettings
 from rl_training.models.load import load_tiny
@@ -251,6 +251,13 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     worker = new_worker(model, run)
     metrics, started = [], time.perf_counter()
+    is_timed = []  # whether the time counts as measuring's, of each computation that is made for probes alone
+
+    def watched_entropies(*args: Any) -> Tensor:
+        is_timed.append(worker.engine._measurement.driver.costs._is_running)
+        return response_entropies(*args)
+
+    measurement.response_entropies = watched_entropies
     if run.get("begins"):
         worker.load_checkpoint(str(folder.parent / f"ended_{world}" / "checkpoint"))
     for step in range(run.get("begins", 1), STEPS + 1):
@@ -268,7 +275,7 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
         "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT), "said": list(SAID.messages),
         "sizes": [] if measured is None else measured._loop.sizes,
         "latest": {} if measured is None else dict(measured._writer.latest),
-        "seconds": (time.perf_counter() - started) / STEPS,
+        "seconds": (time.perf_counter() - started) / STEPS, "is_timed": is_timed,
     }  # fmt: skip
 
 

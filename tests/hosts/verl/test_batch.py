@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.utils.padding import no_padding_2_padding
 
-from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
+from rl_training.hosts.verl import batch
+from rl_training.hosts.verl.batch import ResponseTokens, read_rollout, response_entropies
 
 # Two prompts of 2 and 1 tokens with responses of 3 and 2 tokens. A tool wrote the first response's second token.
 PROMPTS, RESPONSES, MASKS = ([5, 6], [7]), ([8, 9, 2], [3, 4]), ([1, 0, 1], [1, 1])
@@ -95,13 +96,18 @@ def test_log_probabilities_are_read_from_verls_layout_and_written_back() -> None
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_entropies_are_of_the_tempered_distributions_outside_padding(packed: bool) -> None:
-    """With logits 0 and x at temperature 2, the odds are exp(x / 2)."""
-    odds = torch.tensor([0.0, 1.0, 2.0])
-    logits = torch.stack([torch.zeros(3), 2 * odds], dim=1)
-    far = torch.full((1, 2), 50.0)
-    padded = torch.stack([logits[:2], torch.cat([logits[2:], far])])
-    given = torch.cat([logits, far]).unsqueeze(0) if packed else padded
+def test_entropies_are_of_the_tempered_distributions_before_response_tokens_alone(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits 0 and x at temperature 2, the odds are exp(x / 2). Logits elsewhere are nan. Chunks have two rows."""
+    monkeypatch.setattr(batch, "CHUNK_LOGITS", 4)
+    odds, elsewhere = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]), torch.full((3, 2), torch.nan)
+    logits = torch.stack([torch.zeros(5), 2 * odds], dim=1)
+    first = torch.cat([elsewhere[:1], logits[:3], elsewhere[:1]])  # 2 tokens of the prompt, 3 of the response
+    second = torch.cat([logits[3:], elsewhere[:1]])  # 1 and 2
+    padded = torch.stack([first, torch.cat([second, elsewhere[:2]])])
+    given = torch.cat([first, second, elsewhere]).unsqueeze(0) if packed else padded
     p = odds.sigmoid()
     expected = -(p * p.log() + (1 - p) * (1 - p).log())
-    torch.testing.assert_close(flat_entropies(given, [2, 1], temperature=2.0), expected)
+    entropies = response_entropies(given, ResponseTokens(two_rows()), temperature=2.0)
+    torch.testing.assert_close(entropies, torch.stack([expected[:3], torch.cat([expected[3:], torch.zeros(1)])]))

@@ -190,6 +190,12 @@ def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., An
     assert math.isfinite(latest["intervention/nsr/delta_h"].value)
 
 
+def test_entropies_that_verl_does_not_compute_are_among_the_costs(ranks: Callable[..., Any]) -> None:
+    timed, own = (ranks(f"{name}_1")[0]["is_timed"] for name in ("plain", "entropies"))
+    assert timed == [True] * (STEPS * PROMPTS * G // MICROBATCH)
+    assert own == []
+
+
 def test_estimates_reach_verls_metrics(ranks: Callable[..., Any], folder: Path) -> None:
     for rank in ranks("plain_2"):
         values = rank["metrics"][-1]["delta_h/forward"]
