@@ -10,6 +10,7 @@ are a few percent too small (docs/explanation/theory.md).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 
 NUM_TOTALS = 3  # columns of a row before the products
+HALF_STEP = "half_step"  # ½(forward + backward), of which only the error is needed
 
 
 def fold_table(
@@ -38,7 +40,8 @@ def fold_table(
     """
     assert prediction.totals is not None
     by_fold, corrections = products.sum_over_ranks(ranks)
-    table = torch.cat([prediction.totals, by_fold.flatten(1), corrections.flatten(1)], dim=1).cpu()
+    joined = [prediction.totals, by_fold.flatten(1), corrections.flatten(1)]
+    table = torch.cat(joined, dim=1).cpu()  # in one copy, for which the device is waited for once
     factor, reward_reason = None, None
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.reasons)
@@ -66,14 +69,19 @@ def with_quantities(
     without = sums_without(total, rows, corrections, level or None)
     values = statistic(total)
     stderrs = jackknife_stderr(statistic, total, without)
-    half_step = stderrs[-1] if step.batch.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
+    by_name = dict(zip(names_of(prediction.labels), zip(values, stderrs, strict=True), strict=True))
+    _, half_step = by_name.pop(HALF_STEP)
+    if not per_sequence:
+        del by_name[LENGTH_AND_REWARD]
+    no_stderr = torch.full_like(half_step, torch.nan)
+    if step.batch.num_folds < 2:
+        half_step = no_stderr
     if step.batch.num_folds < MIN_FOLDS_STEP:
-        stderrs = torch.full_like(stderrs, torch.nan)
-    names = ("entropy", *PRODUCTS, *prediction.labels, *[LENGTH_AND_REWARD] * per_sequence)
+        by_name = {name: (value, no_stderr) for name, (value, _) in by_name.items()}
     reasons = {"entropy": None, "backward": prediction.backward_reason, "reuse": step.optimizer.reason}
     entropy, *changes = (
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
-        for name, value, stderr in zip(names, values, stderrs, strict=False)
+        for name, (value, stderr) in by_name.items()
     )
     variance_of_batch = torch.stack([row.stderr for row in changes]).square()
     decay = prediction.settings.error_decay
@@ -93,6 +101,11 @@ def with_quantities(
     )
 
 
+def names_of(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the rows of `statistic`, given those of the products beyond PRODUCTS."""
+    return ("entropy", *PRODUCTS, *labels, LENGTH_AND_REWARD, HALF_STEP)
+
+
 def statistic(sums: Tensor) -> Tensor:
     """Calculate everything that is reported, from sums over folds.
 
@@ -100,9 +113,10 @@ def statistic(sums: Tensor) -> Tensor:
         sums: The totals, then two columns per product, the reward's last, (..., columns).
 
     Returns:
-        (..., 1 + products + 2, 2): the entropy and each product, per token and per sequence; the changes of length and
-        reward; and ½(forward + backward), the batch's term of the cumulative trapezoid. `forward` and `backward` share
-        the batch's noise, so the error of their sum must be calculated from the sum itself.
+        (..., 1 + products + 2, 2), as `names_of` names them: the entropy and each product, per token and per sequence;
+        the changes of length and reward; and ½(forward + backward), the batch's term of the cumulative trapezoid.
+        `forward` and `backward` share the batch's noise, so the error of their sum must be calculated from the sum
+        itself.
     """
     sequences, entropy, length = sums[..., :NUM_TOTALS].unbind(-1)
     counts = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens and of sequences
