@@ -407,7 +407,7 @@ def test_a_plain_loop_gets_the_kl_bound_by_one_argument() -> None:
         ) as measured:  # fmt: skip
             losses.append(take_step(measured, 1, model, optimizer))
         assert optimizer.param_groups[0]["lr"] == 1e-2
-    assert losses[1]["learning_rate"] < 0.1 * losses[0]["learning_rate"]
+    assert losses[1]["bound/learning_rate"] < 0.1 * losses[0]["learning_rate"]
     assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
 
 

@@ -66,6 +66,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._has_stepped = False  # whether a step has been taken
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self._training = self._next_training()
+        self._is_removed = False
         self._undo = self._install()
 
     def _next_training(self) -> AttachedTraining:
@@ -135,7 +136,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     # --- around a training --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Attachment:
-        if self not in self._trainer.callback_handler.callbacks:
+        if self._is_removed:
             raise UserError("these probes have been removed from their trainer: attach(trainer, ...) anew")
         self._ends_with_training = False
         return self
@@ -244,6 +245,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._uninstall()
 
     def _uninstall(self) -> None:
+        self._is_removed = True
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
