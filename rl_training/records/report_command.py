@@ -8,10 +8,12 @@ that differ only in their seeds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_training.errors import UserError
@@ -115,7 +117,7 @@ def _watch(run: Path, seconds: float) -> None:
 
     log = run / LOGS_FOLDER / METRICS_FILE
     drawn = -1
-    try:
+    with _until_ctrl_c():
         while True:
             size = log.stat().st_size if log.is_file() else 0
             if size != drawn:
@@ -123,5 +125,15 @@ def _watch(run: Path, seconds: float) -> None:
                 print(printable(f"Report: {page}") if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
             drawn = size
             time.sleep(seconds)
+
+
+@contextlib.contextmanager
+def _until_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end what is inside this context, and not the command, which has a handler of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
     except KeyboardInterrupt:
         print()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -141,17 +141,17 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
 def javascript() -> str:
     """Return the JavaScript of Vega, Vega-Lite and vega-embed from vl-convert, cached in the user's cache folder.
 
-    Bundling takes vl-convert two seconds.
+    Bundling takes vl-convert two seconds. A cache that cannot be read or written to, as in a full home, costs no more.
     """
     name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
     kept = cache_folder() / name
-    if not kept.is_file():
+    try:
+        return kept.read_text(encoding="utf-8")
+    except OSError:
         text = _run(BUNDLE).replace("</script", "<\\/script")
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(UserError):
             write_atomically({kept: text.encode()})
         return text
-    return kept.read_text(encoding="utf-8")
 
 
 def _run(program: str, text: str = "") -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,17 +21,19 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from full_disk import files_of_at_most
 from logged_runs import log_run, noisy
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
+from rl_training.job.errors import SIGNALS, run_command
 from rl_training.probes.running_sum import SOME_STEPS
 from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.pages.charts import BLUE, Series
 from rl_training.records.pages.drawing import draw, heatmap
-from rl_training.records.pages.page import pictures
+from rl_training.records.pages.page import javascript, pictures
 from rl_training.records.pages.preview import preview
 from rl_training.records.pages.writing import MISSING, format_estimate, milli, normal_milli, percent
 from rl_training.records.report import print_summary, write_report
@@ -637,21 +640,40 @@ def test_pictures_including_those_of_interventions_are_drawn_on_request(tmp_path
         write_report(tmp_path, pictures="pdf")
 
 
-def test_watching_redraws_the_page_and_leaves_a_final_one(tmp_path, monkeypatch) -> None:
+def test_watching_redraws_the_page_until_ctrl_c_and_leaves_a_final_one(tmp_path, monkeypatch, capsys) -> None:
     folder, seen = record_run(tmp_path, range(1, 4)), []
 
     def trains_on(seconds: float) -> None:
         html = (folder / "report" / "report.html").read_text(encoding="utf-8")
         seen.append(('<meta http-equiv="refresh" content="5">' in html, "1–2 and 3–4" in html))
         if len(seen) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         record_run(tmp_path, [4])
 
     monkeypatch.setattr("time.sleep", trains_on)
-    main([str(folder), "--watch", "5"])
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), "--watch", "5"])
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        run_command(main)  # with the command's own handler of Ctrl-C
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     assert seen == [(True, False), (True, True)]
     page_text = re.sub(r"<script>.*?</script>", "", (folder / "report" / "report.html").read_text(), flags=re.DOTALL)
     assert 'http-equiv="refresh"' not in page_text
+    assert "To compare runs: " in capsys.readouterr().out, "the summary follows"
+
+
+def test_a_page_is_written_although_its_libraries_cannot_be_cached(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bundle = "rl_training.records.pages.page._run"
+    monkeypatch.setattr(bundle, lambda program: "drawing</script>")  # the libraries take seconds
+    with files_of_at_most(3):
+        assert javascript() == "drawing<\\/script>"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert javascript() == "drawing<\\/script>"
+    monkeypatch.delattr(bundle)
+    assert javascript() == "drawing<\\/script>", "from the cache"
 
 
 def test_held_out_rewards_of_both_kinds_of_evaluation_are_in_summary_and_picture(tmp_path: Path) -> None:
