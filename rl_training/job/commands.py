@@ -64,17 +64,25 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def evaluate() -> None:
-    """Evaluate the checkpoints of a run."""
-    # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
-    run_composed("evaluate", _evaluate, lambda word: root_key(word) not in (*OF_EVALUATION, "metrics"))
+    """Evaluate the checkpoints of a run, and exit with 1 if one failed; in a sweep, after the last job."""
+    problems: list[str] = []
+    run_composed(
+        "evaluate",
+        lambda cfg, overrides: problems.extend(_evaluate(cfg)),
+        # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
+        lambda word: root_key(word) not in (*OF_EVALUATION, "metrics"),
+    )
+    if problems:
+        sys.exit(1)
 
 
-def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
+def _evaluate(cfg: DictConfig) -> list[str]:
+    """Return what failed."""
     prepared = prepare_evaluation(cfg)
     with fast_imports():
         from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
 
-    sys.exit(1 if evaluate_run_checkpoints(prepared) else 0)
+    return evaluate_run_checkpoints(prepared)
 
 
 @contextlib.contextmanager

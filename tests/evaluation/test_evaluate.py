@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -32,6 +33,9 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import custom_metrics, group_by_row, response_metrics
 from rl_training.evaluation.responses import Batch, Response, choose_rows, generate_responses, reward_responses
 from rl_training.evaluation.workers import run_in_process
+from rl_training.job.commands import evaluate
+from rl_training.job.configuration.prepare import PreparedEvaluation
+from rl_training.job.evaluation import run_checkpoints
 from rl_training.job.evaluation.announcements import print_table
 from rl_training.job.evaluation.evaluation import Evaluation
 from rl_training.job.evaluation.request import read_request
@@ -158,6 +162,25 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
     assert [path.name for path in folder.iterdir()] == ["settings.json"]
     assert not evaluate_run_checkpoints(prepared)
     assert set(evaluated.read_table(folder)["step"]) == {1}
+
+
+@pytest.mark.parametrize(("failed", "code"), [("", 0), ("0.5", 1)])
+def test_every_job_of_a_sweep_is_evaluated_before_the_command_exits(tmp_path, monkeypatch, failed, code) -> None:
+    evaluated_at: list[float] = []
+
+    def recorded(prepared: PreparedEvaluation) -> list[str]:
+        evaluated_at.append(prepared.values["evaluation"]["temperature"])
+        return ["step 1 failed"] if str(evaluated_at[-1]) == failed else []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # what the command changes is undone
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["evaluate", "-m", "run=r", "evaluation.temperature=0.5,0.7"])
+    monkeypatch.setattr(run_checkpoints, "evaluate_run_checkpoints", recorded)
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as ended:
+        evaluate()
+    assert evaluated_at == [0.5, 0.7]
+    assert ended is None or ended.value.code == code
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["evaluation"].items())
