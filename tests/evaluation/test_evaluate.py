@@ -41,6 +41,7 @@ from rl_training.job.evaluation.evaluation import Evaluation
 from rl_training.job.evaluation.request import read_request
 from rl_training.job.evaluation.result_folder import fingerprint
 from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
+from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.job.objects.checkpoint_policy import load_policy, require_weights
 from rl_training.models.load import load_tiny
 from rl_training.records import evaluated
@@ -229,15 +230,32 @@ def test_an_evaluation_without_any_result_does_not_block_the_corrected_command(r
     )
 
 
-def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path) -> None:
-    """Its weights have the same names and sizes as before, but its trainer's log differs."""
+@pytest.mark.parametrize("retrained", ["trainer_state.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_retrained_checkpoint_is_evaluated_again(run: Path, tmp_path: Path, retrained: str) -> None:
+    """Its weights have the same names and sizes as before, but its trainer's log differs; without one, the weights."""
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    if retrained != "trainer_state.json":
+        (checkpoint / "trainer_state.json").unlink()
+        (checkpoint / "model.safetensors").replace(checkpoint / retrained)
     evaluation = evaluation_of(f"run={tmp_path}")
     evaluated.write_step(evaluation.folder.path, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
     assert evaluation.folder.pending() == {}
+    before = (checkpoint / retrained).read_bytes()
+    (checkpoint / retrained).write_bytes(before[:-2] + bytes([before[-2] ^ 1]) + before[-1:])
+    assert evaluation.folder.pending() == {1: checkpoint}
+    evaluation.folder.write(1, CheckpointResponses([], {}), {}, [])
+    assert evaluation.folder.pending() == {}
+
+
+def test_a_checkpoint_retrained_while_it_is_evaluated_is_evaluated_again(run: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
+    evaluation = evaluation_of(f"checkpoints=[{checkpoint}]", "data=arithmetic", f"output={tmp_path}")
+    assert evaluation.folder.start() == {1: checkpoint}
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
+    evaluation.folder.write(1, CheckpointResponses([], {}), {}, [])
     assert evaluation.folder.pending() == {1: checkpoint}
 
 

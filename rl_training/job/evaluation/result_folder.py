@@ -15,6 +15,7 @@ from rl_training.job.configuration.nested import describe_differences
 from rl_training.job.evaluation.spec import EvaluationSpec
 from rl_training.job.evaluation.spelling import Spelling
 from rl_training.job.evaluation.worker import CheckpointResponses
+from rl_training.records.checkpoint_states import checksum
 from rl_training.records.evaluated import EVALUATION_SETTINGS_FILE, consolidate, read_step, write_settings, write_step
 from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.lock import locked
@@ -41,6 +42,7 @@ class ResultFolder:
         self.path = root / EVALUATIONS / name
         self._spec = spec
         self._spelling = spelling
+        self._fingerprints: dict[int, str] = {}  # by step, from before the evaluation
 
     def locked(self) -> AbstractContextManager[None]:
         """Return a context that locks the folder of all evaluations, which the command and Python's `evaluate` share.
@@ -73,15 +75,16 @@ class ResultFolder:
         """Return the checkpoints to evaluate, by step: new, failed, overwritten, or with a metric that failed."""
         pending = {}
         for step, checkpoint in self._spec.checkpoints.items():
+            self._fingerprints[step] = fingerprint(checkpoint)
             result = None if self._spec.options.overwrite else read_step(self.path, step)
-            if result is None or result.get("errors") or result.get("fingerprint") != fingerprint(checkpoint):
+            if result is None or result.get("errors") or result.get("fingerprint") != self._fingerprints[step]:
                 pending[step] = checkpoint
         return pending
 
     def write(
         self, step: int, result: CheckpointResponses, metrics: Mapping[str, Estimate], errors: Sequence[str]
     ) -> None:
-        """Write the numbers and the responses of one checkpoint, and the table of all.
+        """Write the numbers and the responses of one checkpoint that was pending, and the table of all.
 
         Args:
             step: Step of the checkpoint.
@@ -95,7 +98,7 @@ class ResultFolder:
         checkpoint = self._spec.checkpoints[step]
         about = {
             "checkpoint": str(checkpoint),
-            "fingerprint": fingerprint(checkpoint),
+            "fingerprint": self._fingerprints[step],
             "errors": [*errors],
             "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
         }
@@ -109,13 +112,18 @@ class ResultFolder:
 def fingerprint(checkpoint: Path) -> str:
     """Return a fingerprint that distinguishes a checkpoint from a later one in the same folder.
 
-    It hashes the trainer's state, whose log contains the timings of each step, and the sizes of the weight files.
+    It hashes the trainer's state, whose log contains the timings of each step, and the sizes of the weight files. A
+    checkpoint of another trainer may have no such state: then it hashes the contents of these files.
     """
-    digest = hashlib.sha256()
     state = checkpoint / TRAINER_STATE_FILE
     if state.is_file():
-        digest.update(read_bytes(state, MAX_STATE_BYTES))
-    digest.update(repr(sorted((p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors"))).encode())
+        weights: list[tuple[str, Any]] = [(p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors")]
+        digest = hashlib.sha256(read_bytes(state, MAX_STATE_BYTES))
+    else:
+        files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+        weights = [(path.name, checksum(path)) for path in files if path.is_file()]
+        digest = hashlib.sha256()
+    digest.update(repr(sorted(weights)).encode())
     return digest.hexdigest()
 
 
