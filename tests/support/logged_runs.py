@@ -27,7 +27,7 @@ LOGGED: dict[str, float] = {
 def log_run(
     folder: Path,
     steps: int = 40,
-    estimates: Mapping[str, Callable[[int], Estimate]] | None = None,
+    estimates: Mapping[str, Callable[[int], Estimate | None]] | None = None,
     settings: Mapping[str, Any] | None = None,
     others: Mapping[str, Any] | None = None,
     **curves: Curve | float,
@@ -35,7 +35,7 @@ def log_run(
     """Write a run whose steps log LOGGED, except for the given curves, and return its folder.
 
     Args:
-        estimates: By name, the estimate of a probe as a function of the step.
+        estimates: By name, the estimate of a probe as a function of the step; None where it measures nothing.
         settings: Fields of GRPOConfig in addition to SETTINGS.
         others: Further settings, beside those of the trainer.
         curves: Logged values as functions of the step, or constants. Write "__" for "/" in their names.
@@ -46,7 +46,8 @@ def log_run(
         metrics = {name.replace("__", "/"): curve(step) if callable(curve) else curve for name, curve in curves.items()}
         records.write_metrics(step, {**LOGGED, **metrics})
         if estimates:
-            records.write_estimates(step, 1, "measured", {name: of(step) for name, of in estimates.items()})
+            measured = {name: estimate for name, of in estimates.items() if (estimate := of(step)) is not None}
+            records.write_estimates(step, 1, "measured", measured)
     return folder
 
 

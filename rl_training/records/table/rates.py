@@ -20,24 +20,33 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
     """Return entropy's present change per step, the first step that it covers, and its source.
 
     Of the line through the levels, the mean measured change and the mean predicted change it is the one with the
-    narrowest interval; the value never decides. Predictions are left out if forward and backward differ too much,
-    because steps are then too large for them.
+    narrowest interval; the value never decides. All of them are of the same steps, however few of these a probe
+    measures. Predictions are left out if forward and backward differ too much, because steps are then too large for
+    them.
     """
     levels = run.token_entropy()
-    window = max(len(levels) // 2, MIN_RECENT_STEPS)
-    recent = levels.tail(window)
+    since = _first_recent_step(run)
+    recent = levels[levels.index >= since]
     line = line_through(recent)
     candidates = [(line, int(recent.index[0]), "line through the logged steps")] if math.isfinite(line.stderr) else []
     means = {"mean of what each step was measured to change": per_step(run, "measured/delta_h")}
     if not predictions_disagree(run):
         means["mean of the predictions"] = run.finite_rows("delta_h/forward")
     for what, rows in means.items():
-        mean = mean_of_rows(rows.tail(window))
+        rows = rows[rows.index >= since]
+        mean = mean_of_rows(rows)
         if mean and math.isfinite(mean.stderr):
-            candidates.append((mean, int(rows.tail(window).index[0]), what))
+            candidates.append((mean, int(rows.index[0]), what))
     if not candidates:
-        return Estimate.missing(f"fewer than {MIN_STEPS} steps are logged, and no probe has measured one"), 0, ""
+        reason = f"of the steps since {since}, fewer than {MIN_STEPS} have an entropy, and no probe has measured one"
+        return Estimate.missing(reason), 0, ""
     return min(candidates, key=lambda pair: pair[0].half_width())
+
+
+def _first_recent_step(run: Run) -> int:
+    """Return the first of the steps that count as now: of those with a log line or an entropy."""
+    known = sorted({*run.steps, *run.token_entropy().index})
+    return int(known[-max(len(known) // 2, MIN_RECENT_STEPS) :][0])
 
 
 def predictions_disagree(run: Run) -> bool:

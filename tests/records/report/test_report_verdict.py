@@ -40,7 +40,7 @@ from rl_training.records.report.verdict.kinds import (
     STEADY,
     UNKNOWN,
 )
-from rl_training.records.table.rates import entropy_now, forward_and_backward
+from rl_training.records.table.rates import entropy_now, forward_and_backward, is_falling
 from rl_training.records.table.series import read_run
 from rl_training.records.table.trends import line_through
 from rl_training.statistics.line import slope_with_error
@@ -459,6 +459,22 @@ def test_the_current_change_uses_the_most_precise_source(tmp_path: Path) -> None
     run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 3e-3 * step, 0.05)))
     now, since, source = entropy_now(run)
     assert (now.value, since, source) == (pytest.approx(-3e-3), 21, "mean of the predictions")
+
+
+@pytest.mark.parametrize("every", [5, 10])
+def test_the_current_change_is_of_the_last_half_of_the_run_however_seldom_a_probe_measures(
+    tmp_path: Path, every: int
+) -> None:
+    """Entropy falls by 10 thousandths a step until step 50, and then stands."""
+
+    def forward(step: int) -> Estimate | None:
+        return Estimate(-1e-2 if step <= 50 else 0.0, 5e-4, 16) if step % every == 1 else None
+
+    entropy = noisy(lambda step: 1.0 - 1e-2 * min(step, 50), 0.03)
+    run = read_run(log_run(tmp_path, 100, {"delta_h/forward": forward}, entropy=entropy))
+    now, since, source = entropy_now(run)
+    assert (now.value, since, source) == (pytest.approx(0.0), 51, "mean of the predictions")
+    assert not is_falling(run)
 
 
 def test_the_current_change_ignores_predictions_where_forward_and_backward_disagree(tmp_path: Path) -> None:
