@@ -73,11 +73,10 @@ def with_quantities(
     _, half_step = by_name.pop(HALF_STEP)
     if not per_sequence:
         del by_name[LENGTH_AND_REWARD]
-    no_stderr = torch.full_like(half_step, torch.nan)
     if step.batch.num_folds < 2:
-        half_step = no_stderr
+        half_step = torch.full_like(half_step, torch.nan)
     if step.batch.num_folds < MIN_FOLDS_STEP:
-        by_name = {name: (value, no_stderr) for name, (value, _) in by_name.items()}
+        by_name = {name: (value, torch.full_like(value, torch.nan)) for name, (value, _) in by_name.items()}
     reasons = {"entropy": None, "backward": prediction.backward_reason, "reuse": step.optimizer.reason}
     entropy, *changes = (
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
