@@ -80,7 +80,7 @@ def test_training_with_an_intervention_is_refused_for_a_subclass_with_its_own_lo
 
     settings = {"reward": graded, "max_steps": 1, "per_device_train_batch_size": 4}
     make_trainer(PerLength, interventions=["psr"], **settings).train()  # psr works with any scale
-    with pytest.raises(UserError, match=r"^intervention=length_norm: .*loss_type='dr_grpo'"):
+    with pytest.raises(UserError, match=r"^interventions=\['length_norm'\]: .*loss_type='dr_grpo'"):
         make_trainer(PerLength, interventions=["length_norm"], **settings).train()
 
 

@@ -350,5 +350,5 @@ def test_interventions_that_need_whole_groups_are_missing_where_prompts_span_mic
     estimates = trainer.attachment.latest
     assert estimates["intervention/std_norm/delta_h"].code == "intervention_needs_whole_prompts"
     assert math.isfinite(estimates["intervention/lr:0.5/delta_h"].value)
-    with pytest.raises(ValueError, match=re.escape(f"std_norm: {NEEDS['whole_prompts']}")):
+    with pytest.raises(ValueError, match=re.escape(f"['std_norm']: {NEEDS['whole_prompts']}")):
         make_trainer(interventions=["std_norm"], reward=graded, max_steps=1, **shape).train()
