@@ -90,7 +90,8 @@ def test_sampling_options_of_the_models_generation_config_are_named(plain) -> No
 
 
 def test_a_temperature_set_on_the_engine_later_is_read_from_the_engine(plain) -> None:
-    trainer = as_made(plain.args, plain.model, use_vllm=True)
+    trainer = as_made(plain.args, plain.model, use_vllm=True, top_k=-1)  # vLLM's own word for no top_k
+    assert sampling_reason(trainer) is None
     trainer.vllm_generation.temperature = 0.7
     assert sampling_reason(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
 

@@ -12,19 +12,22 @@ from rl_training.step.reasons import SAMPLING_MISMATCH
 
 REGEX = "vllm_structured_outputs_regex"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options that are fields of GRPOConfig
-# Options of `generate` other than the temperature, with the value that switches each off. None always does.
-NEUTRAL_SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0.0),
-    **dict.fromkeys(("top_k", "min_length", "min_new_tokens", "min_tokens"), 0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
-    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
-    **dict.fromkeys(("watermarking_config", "top_h")),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),  # this and the next line: vLLM's options
-    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX)),
+# Options of `generate` other than the temperature, with the values that switch each off. None always does.
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
+    **dict.fromkeys(
+        ("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1.0,)
+    ),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0.0,)),
+    "top_k": (0, -1),  # vLLM's own word for none is -1
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"), (None,)),
+    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("watermarking_config", "top_h"), (None,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0.0,)),  # this and the next line: vLLM's options
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX), (None,)),
 }
 STREAM = Unavailable(
     "streamed",
@@ -59,11 +62,11 @@ def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
     effective, where = _effective_sampling(trainer)
     if effective.get("suppress_tokens") == [getattr(trainer.model.config, "image_token_id", None)]:
         del effective["suppress_tokens"]  # set by TRL, so that no response contains an image token
-    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": trainer.temperature}.items():
+    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": (trainer.temperature,)}.items():
         value = effective.get(key)
-        if value is not None and value != neutral:
+        if value is not None and value not in neutral:
             place = "" if requested.get(key) == value else f" in {where[key]}"
-            return OTHER_SAMPLING.formatted(setting=f"{key}={value}{place}", name=key, neutral=neutral)
+            return OTHER_SAMPLING.formatted(setting=f"{key}={value}{place}", name=key, neutral=neutral[0])
     return None
 
 
