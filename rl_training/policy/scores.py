@@ -17,6 +17,12 @@ class Scores:
     mask: Tensor  # (B, T), 1 on sampled tokens; scores elsewhere are undefined
     varentropies: Tensor | None = None  # (B, T), Σ_v p_v (log p_v + h)², nats², no graph; None if not asked for
 
+    @classmethod
+    def unknown(cls, mask: Tensor) -> Scores:
+        """Return nan in place of scores that nobody computed. `mask` is (B, T), 1 on sampled tokens."""
+        missing = torch.full_like(mask, torch.nan, dtype=torch.float32)
+        return cls(missing, missing, mask)
+
     def exact(self) -> Scores:
         """Return scores and mask in float64, with 0 off the mask."""
         logps, entropies = (values.double().masked_fill(self.mask == 0, 0.0) for values in (self.logps, self.entropies))

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
@@ -164,7 +163,7 @@ class MeasuredLoop:
             refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._has_checked_scores = True
         if entropies is None:
-            entropies = torch.full_like(logps, torch.nan)
+            entropies = Scores.unknown(rollout.completion_mask).entropies
             if needs_scores:
                 with self._driver.costs.timed():
                     entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies

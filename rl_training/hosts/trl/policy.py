@@ -84,8 +84,7 @@ class TrainerPolicy(Policy):
         """
         logps, entropies = loss_scores or (None, None)
         if logps is None or entropies is None:
-            missing = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
-            own_scores = Scores(missing, missing, rollout.completion_mask)
+            own_scores = Scores.unknown(rollout.completion_mask)
             if is_needed:
                 own_scores = self.score_rollout(rollout, as_training=True, dropout=True)
             logps, entropies = own_scores.logps if logps is None else logps, own_scores.entropies

@@ -13,13 +13,14 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.devices import refuse_devices_without_float64
+from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.versions import cannot_train, setting
 
 READABLE_STAGES = (1, 2, 3)  # stages of ZeRO
 FP16 = (
     "fp16 scales the loss, and with it the gradients that probes read (fp16=True, accelerate's mixed_precision: fp16, "
-    "or DeepSpeed's fp16): use bf16 or fp32, or train without probes (no attach; probe=none)"
+    f"or DeepSpeed's fp16): use bf16 or fp32, or {WITHOUT_PROBES}"
 )
 
 
@@ -49,7 +50,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     if trainer.mask_truncated_completions and has_sharded_weights(trainer):
         raise UserError(
             "mask_truncated_completions needs one more forward pass inside training's own, where FSDP2 and ZeRO-3 have "
-            "sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (no attach; probe=none)"
+            f"sharded the weights: use ZeRO-2 (launch/zero2.yaml), or {WITHOUT_PROBES}"
         )
 
 
@@ -62,13 +63,11 @@ def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
     if stage not in READABLE_STAGES:
         raise UserError(
             f"probes read the gradients and states of ZeRO stages 1, 2 and 3, and this is stage {stage}: use "
-            "launch/zero2.yaml, or DDP (launch/ddp.yaml), or train without probes (no attach; probe=none)"
+            f"launch/zero2.yaml, or DDP (launch/ddp.yaml), or {WITHOUT_PROBES}"
         )
     for name in ("offload_optimizer", "offload_param"):
         if (zero.get(name) or {}).get("device", "none") != "none":
-            raise UserError(
-                f"probes do not read what ZeRO has offloaded: leave out {name}, or no probes (no attach; probe=none)"
-            )
+            raise UserError(f"probes do not read what ZeRO has offloaded: leave out {name}, or {WITHOUT_PROBES}")
 
 
 def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
@@ -76,10 +75,9 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
     if plugin.fsdp_version != 2:
         raise UserError(
             "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
-            "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (no attach; probe=none)"
+            f"(launch/fsdp2.yaml), use DDP or ZeRO, or {WITHOUT_PROBES}"
         )
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise UserError(
-            "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
-            "(no attach; probe=none)"
+            f"probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or {WITHOUT_PROBES}"
         )

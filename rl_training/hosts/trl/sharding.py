@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.optim.adamw import ADAM, ADAMW
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.sharding import Shard, chunk_of
@@ -71,7 +72,7 @@ class Zero(Shard):
         if kind != self.KIND:
             raise UserError(
                 f"probes do not read DeepSpeed's {kind}, which bf16 weights with fp32 accumulation get on stage 1: use "
-                "ZeRO-2 (launch/zero2.yaml), or train without probes (no attach; probe=none)"
+                f"ZeRO-2 (launch/zero2.yaml), or {WITHOUT_PROBES}"
             )
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, lambda: self._zero.clip_grad)

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -86,7 +85,7 @@ class StepHooks:
         self._rollouts, self._loss, self._guard = rollouts, loss, guard
         self._writer, self._options = writer, options
         self._warnings = StepWarnings(options.longer_responses)
-        self._undo_engine = contextlib.ExitStack()
+        self._undo_optimizer = contextlib.ExitStack()
 
     @property
     def loss_settings(self) -> LossSettings:
@@ -118,9 +117,9 @@ class StepHooks:
         )
         self._driver.start(loop, states)
         if self._trainer.is_deepspeed_enabled:
-            wrap(self._trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
+            wrap(self._trainer.model_wrapped, "step", self._on_engine_step, self._undo_optimizer)
         else:
-            self._undo_engine.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
+            self._undo_optimizer.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
 
     def finish(self, number: int) -> dict[str, float]:
         """End a step, write what was measured, and return the numbers to log, nan where missing."""
@@ -131,7 +130,7 @@ class StepHooks:
 
     def end(self) -> None:
         """Stop watching the optimizer."""
-        self._undo_engine.close()
+        self._undo_optimizer.close()
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name.
@@ -242,8 +241,7 @@ class StepHooks:
     def _take_sequences(self, inputs: dict, loss: Tensor) -> None:
         """Pass a microbatch without its scores to the driver. The host does not wait for the device."""
         rollout = self._rollouts.read(inputs)
-        unknown = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
-        scores = Scores(unknown, unknown, rollout.completion_mask)
+        scores = Scores.unknown(rollout.completion_mask)
         self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings))
 
     def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ class Measurement:
             entropies = tokens.padded(model_output["entropy"].values())
             watched["entropy"] = tokens.to_nested(entropies, model_output["entropy"])
         else:
-            known = model_output.pop(ENTROPIES, None)
-            entropies = torch.full_like(logps, torch.nan) if known is None else known
+            entropies = model_output.pop(ENTROPIES, Scores.unknown(rollout.completion_mask).entropies)
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), LossInfo())
         return model_output | watched
 

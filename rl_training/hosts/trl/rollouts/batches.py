@@ -13,6 +13,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT, numbers_in_batch
+from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, tokenizer_of
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 
@@ -65,7 +66,7 @@ def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         if len(values) != len(inputs["completion_ids"]):
             raise UserError(
                 f"{name} has {len(values)} entries for {len(inputs['completion_ids'])} sequences, and nothing says "
-                "which belong to which: probes cannot measure this model, train without them (no attach; probe=none)"
+                f"which belong to which: probes cannot measure this model: {WITHOUT_PROBES}"
             )
     return by_row
 

@@ -64,3 +64,6 @@ class CommandLine(Spelling):
 
 
 PYTHON, COMMAND_LINE = Spelling(), CommandLine()
+
+# Where it is not known how the trainer was made.
+WITHOUT_PROBES = "train without probes (no attach; probe=none)"
