@@ -48,7 +48,7 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
     if rollout.images is not None:  # the same tokens may belong to different images
         keys[1] += 1 + ranks.number + ranks.count * torch.arange(len(prompts), device=keys.device)
     logps = scores.logps.double().masked_fill(scores.mask == 0, 0.0).sum(dim=1)
-    width = int(ranks.max(logps.new_tensor([len(prompts)])))
+    width = ranks.most(len(prompts), logps.device)
     padding = (0, width - len(prompts))
     all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
     distinct, total = {tuple(key) for key in all_keys if any(key)}, sum(map(any, all_keys))
@@ -61,7 +61,7 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
         return NO_COPIES
     local_keys = [tuple(key) for key in keys.t().tolist()]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
-    num_of_ranks = int(ranks.reduce(logps.new_tensor([len(numbers)])))
+    num_of_ranks = ranks.total(len(numbers), logps.device)
     unit_of_prompt = torch.tensor([numbers[key] for key in local_keys], device=prompt_of_row.device)
     reason = COPIED_GROUPS.formatted(distinct=len(distinct), total=total)
     unit = unit_of_prompt[prompt_of_row]

@@ -84,8 +84,7 @@ def fewest_prompts(index: Tensor, ranks: Ranks) -> int:
     Args:
         index: (B,), equal for this rank's responses to the same prompt.
     """
-    num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-    return int(-ranks.max(-num_prompts))
+    return ranks.least(len(index.unique()), index.device)
 
 
 def fold_of_rows(choice: FoldChoice, index: Tensor, rank: int) -> Tensor:

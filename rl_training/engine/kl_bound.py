@@ -221,8 +221,7 @@ class KLBound:
     def _measured_rows(self, rollout: Rollout) -> Tensor:
         """Return the indices of the responses that KL is measured on: the first ones to each prompt."""
         index = rollout.prompt_index
-        num_prompts = torch.tensor(len(index.unique()), dtype=torch.float64, device=index.device)
-        number = math.ceil(MIN_RESPONSES / float(self._ranks.reduce(num_prompts)))
+        number = math.ceil(MIN_RESPONSES / self._ranks.total(len(index.unique()), index.device))
         return (response_index(index) < number).nonzero().squeeze(1)
 
     def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> _Found:

@@ -125,9 +125,7 @@ def iter_basis_gradients(
     dense = [index for index, count in enumerate(counts) if 2.0 * count >= total]
     bytes_of_rows = rows_dtype(layout).itemsize * batch.num_folds * max(1, layout.num_entries)
     num_fitting = _chunk_bytes(layout.device) // bytes_of_rows
-    chunk_size = max(
-        1, -int(passes.ranks.max(torch.tensor(-float(num_fitting), dtype=torch.float64, device=batch.fold.device)))
-    )
+    chunk_size = max(1, passes.ranks.least(num_fitting, batch.fold.device))
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     single_passes = [[index] for index in range(len(weights)) if index not in dense]
     sizes = batch.fold_sizes

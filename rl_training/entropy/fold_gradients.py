@@ -33,7 +33,7 @@ def ratios_to_sampler(batch: Batch, ranks: Ranks) -> Tensor | None:
     mask = batch.scores.mask
     if batch.rollout.sampling_logps is None or log_ratios is None:
         return None
-    width = int(ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
+    width = ranks.most(mask.shape[1], mask.device)
     log_ratios, mask = (pad_and_concat([part], at_least=width) for part in (log_ratios, mask))
     return normalised_ratios(prefix_ratios(log_ratios, mask), ranks.reduce)
 

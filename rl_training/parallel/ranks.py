@@ -31,6 +31,23 @@ class Ranks:
         """Return the elementwise maximum over ranks. Collective."""
         return self.gather(values).amax(dim=0)
 
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest number of any rank. Collective.
+
+        Args:
+            number: This rank's.
+            device: Where ranks exchange tensors.
+        """
+        return int(self.max(_exact(number, device)))
+
+    def least(self, number: int, device: torch.device) -> int:
+        """Return the smallest number of any rank. Collective, as `most`."""
+        return -self.most(-number, device)
+
+    def total(self, number: int, device: torch.device) -> int:
+        """Return the sum of all ranks' numbers. Collective, as `most`."""
+        return int(self.reduce(_exact(number, device)))
+
     def in_lockstep(
         self, parts: Sequence[Tensor], run: Callable[[Tensor], Result], filler: Tensor, count: int | None = None
     ) -> list[Result]:
@@ -47,12 +64,15 @@ class Ranks:
             count: The number of parts of the rank with the most. None: the ranks exchange it.
         """
         if count is None:
-            local = torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device)
-            count = int(self.max(local))
+            count = self.most(len(parts), filler.device)
         results = [run(part) for part in parts]
         for _ in range(count - len(parts)):
             run(filler)
         return results
+
+
+def _exact(number: int, device: torch.device) -> Tensor:
+    return torch.tensor(float(number), dtype=torch.float64, device=device)
 
 
 def all_ranks() -> Ranks:
