@@ -32,6 +32,7 @@ ANALYSIS_COLUMNS = [
     *ABOUT, *VARIED, *(f"{name}{unit}{se}" for name in NUMBERS for unit in ("", "_sequence") for se in ("", "_se")),
     *ALONE,
 ]  # fmt: skip
+LOG_COLUMNS = ["path", "checkpoint", "step", "time", "level", "seconds"]
 SUMMARY = "_summary.json"  # end of the file name of a log's summary
 
 
@@ -112,6 +113,8 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
 def probe_logs(folder: str | Path) -> pd.DataFrame:
     """Return a row per finished log in a folder, at any depth, by step and time: checkpoint, level, core numbers.
 
+    The columns are LOG_COLUMNS and the core numbers of the logs. There are no rows if there is no log.
+
     Raises:
         UserError: If a summary is damaged; names it.
     """
@@ -125,8 +128,8 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
             content = json.loads(read_text(summary))
             facts = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
             rows.append({"path": log, **facts, **content["core"], "seconds": content["timing"].get("all")})
-    table = pd.DataFrame(rows)
-    return table if table.empty else table.sort_values(["step", "time"], ignore_index=True)
+    table = pd.DataFrame(rows) if rows else pd.DataFrame(columns=LOG_COLUMNS)
+    return table.sort_values(["step", "time"], ignore_index=True)
 
 
 def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:

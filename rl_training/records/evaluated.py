@@ -75,12 +75,17 @@ def metric_info(name: str) -> MetricInfo:
     return BUILT_IN_METRICS.get(re.sub(r"^pass_at_\d+$", "pass_at", name), MetricInfo())
 
 
-def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that this evaluation was started with. A new evaluation stores the given ones."""
+def store_settings_once(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that this evaluation was started with. A new evaluation stores the given ones.
+
+    Raises:
+        UserError: If the disk is full, or the stored settings are damaged; names the file.
+    """
     path = folder / EVALUATION_SETTINGS_FILE
     if not path.is_file():
         write_atomically({path: json.dumps(settings, indent=2).encode()}, RERUN_FIX)
-    return json.loads(read_text(path))
+    with naming_the_file(path, "is damaged", "delete its folder, and evaluate the run again"):
+        return dict(json.loads(read_text(path)).items())
 
 
 def write_step(

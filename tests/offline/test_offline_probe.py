@@ -14,6 +14,7 @@ from analyzed_runs import RUN, checkpoint
 from configs import REFUSED, composed, composing, refusal
 from full_disk import files_of_at_most
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
@@ -72,9 +73,13 @@ def test_the_offline_probe_gives_the_results_of_the_command(run: Path, probed: d
 
 
 def test_without_a_prediction_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
+    """Also that a script under @hydra.main, which has initialized Hydra, can do so."""
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
     config |= {"batch_config": {"B_E": 8, "B_U": 4, "G": 2}, "overrides": ["evaluation.responses=2"]}
-    results = OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 2))
+    with composing():  # as @hydra.main does
+        of_script = GlobalHydra.instance().hydra
+        results = OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 2))
+        assert GlobalHydra.instance().hydra is of_script
     assert set(results) == KEYS_OF_ANSWER - {"deltaH1", "bars_dot", "learning_rate"}
     assert "gradient of E" not in results["timing"]
     assert (results["log"], results["G"]) == ("", 2)

@@ -10,6 +10,7 @@ import pytest
 from rl_training.errors import UserError
 from rl_training.records.analyses import analysis_results, probe_logs, read_probe_log
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
+from rl_training.records.evaluated import EVALUATION_SETTINGS_FILE, store_settings_once
 
 READERS = {
     PROBE_STATES: lambda path: read_notes(path.parent),
@@ -28,6 +29,15 @@ def test_damaged_content_is_an_error_that_names_the_file(tmp_path: Path, name: s
     assert str(error.value).startswith(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"kl": tr', "\0\1"])
+def test_damaged_settings_of_an_evaluation_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / EVALUATION_SETTINGS_FILE
+    path.write_text(content)
+    with pytest.raises(UserError, match=f"^{path} is damaged "):
+        store_settings_once(tmp_path, {"kl": True})
+    assert path.read_text() == content
+
+
 def test_an_analysis_is_read_from_within_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "offline" / "mine" / "checkpoint-1"
     folder.mkdir(parents=True)
@@ -36,3 +46,4 @@ def test_an_analysis_is_read_from_within_its_folder(tmp_path: Path, monkeypatch:
     (folder / "result.json").write_text(json.dumps(result))
     monkeypatch.chdir(folder)
     assert analysis_results(".")["analysis"].tolist() == ["mine"]
+    assert probe_logs(".")["path"].tolist() == [], "it has no log"

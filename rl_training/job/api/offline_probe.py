@@ -15,14 +15,16 @@ settings of `rl-training analyze` and runs as that command does. Defaults come f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
@@ -138,7 +140,7 @@ class OfflineEntropyProbe:
         from rl_training.job.run.analysis import analyze_checkpoints  # seconds of imports
         from rl_training.records.analyses import read_analysis
 
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _composing_from_conf():
             overrides = self.overrides(checkpoint_path)
             cfg = compose("offline", overrides=[word for word in overrides if not is_of_run(word)])
             cfg.run = [word for word in overrides if is_of_run(word)]
@@ -166,6 +168,18 @@ class OfflineEntropyProbe:
             probe_result |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
         probe_result |= {key: int(numbers[key]) for key in SIZE_KEYS} | {key: numbers[key] for key in MEAN_KEYS}
         return probe_result | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
+
+
+@contextlib.contextmanager
+def _composing_from_conf() -> Iterator[None]:
+    """Let Hydra compose the files of conf/ meanwhile, also in a script under @hydra.main, which gets its own back."""
+    of_script = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()  # Hydra refuses to be initialized twice
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = of_script
 
 
 def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from omegaconf import ListConfig
 from rl_training.errors import UserError
 from rl_training.options import check_choice
 
-INTERVAL = re.compile(r"(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # as written in ranges.yaml
+INTERVAL = re.compile(r"(int|float) ([\[(])(\S+), (\S+)([\])])( or null)?(.*)")  # as written in ranges.yaml
 
 
 def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
@@ -30,15 +30,18 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
         return
     interval = INTERVAL.fullmatch(allowed)
     assert interval, allowed
-    kind, end, least, most, or_null, hint = interval.groups()
+    kind, start, least, most, end, or_null, hint = interval.groups()
     hint = ", or null" * bool(or_null) + hint
     if value is None and or_null:
         return
     check_kind(key, value, 0 if kind == "int" else 0.0, hint)
-    if not (float(least) < value if end == "(" else float(least) <= value) or value > float(most):
-        at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
-        above = "above" if end == "(" else "at least"
-        raise UserError(f"{key}={value} must be {above} {float(least):g}{at_most}{hint}")
+    is_too_low = value <= float(least) if start == "(" else value < float(least)
+    is_too_high = value >= float(most) if end == ")" else value > float(most)
+    if is_too_low or is_too_high:
+        above = "above" if start == "(" else "at least"
+        below = "below" if end == ")" else "at most"
+        highest = "" if most == "inf" else f" and {below} {float(most):.10g}"
+        raise UserError(f"{key}={value} must be {above} {float(least):g}{highest}{hint}")
 
 
 def check_kinds(given: Mapping[Any, Any], defaults: Mapping[Any, Any], prefix: str = "") -> None:

@@ -16,7 +16,13 @@ from rl_training.job.evaluation.spec import EvaluationSpec
 from rl_training.job.evaluation.spelling import Spelling
 from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.records.checkpoint_states import checksum
-from rl_training.records.evaluated import EVALUATION_SETTINGS_FILE, consolidate, read_step, write_settings, write_step
+from rl_training.records.evaluated import (
+    EVALUATION_SETTINGS_FILE,
+    consolidate,
+    read_step,
+    store_settings_once,
+    write_step,
+)
 from rl_training.records.files.limited import MAX_STATE_BYTES, read_bytes
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import EVALUATIONS, TRAINER_STATE_FILE
@@ -62,7 +68,7 @@ class ResultFolder:
         elif not any(self.path.glob("step_*")):
             # Without results, the old settings do not matter.
             (self.path / EVALUATION_SETTINGS_FILE).unlink(missing_ok=True)
-        before = write_settings(self.path, self._spec.compared)
+        before = store_settings_once(self.path, self._spec.compared)
         if changed := describe_differences(before, self._spec.compared):
             option = self._spelling.option
             raise UserError(

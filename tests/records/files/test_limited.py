@@ -13,14 +13,14 @@ from rl_training.job.evaluation.result_folder import fingerprint
 from rl_training.models.load import refuse_code_in_adapter
 from rl_training.records.analyses import read_analysis, read_probe_log
 from rl_training.records.checkpoints import find_weights_flaw, steps_taken
-from rl_training.records.evaluated import read_step, write_settings
+from rl_training.records.evaluated import read_step, store_settings_once
 from rl_training.records.jsonl import read_metrics, read_settings
 
 READERS: dict[str, Callable[[Path], object]] = {
     "logs/metrics.jsonl": lambda run: read_metrics(run / "logs"),
     "logs/settings.json": read_settings,
     "evaluations/a/step_1/metrics.json": lambda run: read_step(run / "evaluations" / "a", 1),
-    "evaluations/a/settings.json": lambda run: write_settings(run / "evaluations" / "a", {}),
+    "evaluations/a/settings.json": lambda run: store_settings_once(run / "evaluations" / "a", {}),
     "checkpoint-1/trainer_state.json": lambda run: steps_taken(run / "checkpoint-1"),
     "checkpoint-2/trainer_state.json": lambda run: fingerprint(run / "checkpoint-2"),
     "offline/a/checkpoint-1/result.json": lambda run: read_analysis(run / "offline/a/checkpoint-1/result.json"),
