@@ -158,6 +158,16 @@ def test_a_run_too_short_for_a_verdict_says_the_numbers_that_there_are(tmp_path:
     )
 
 
+def test_the_reward_function_that_has_fallen_has_a_row_among_many_others(tmp_path: Path) -> None:
+    """The eighth of nine functions falls: it takes the place of the sixth, and what has no row is named."""
+    level, fallen = noisy(lambda step: 0.4, 0.01), noisy(lambda step: 0.9 - 0.01 * step, 0.01, 1)
+    rows = summary(
+        log_run(tmp_path, **{f"rewards__{name}__mean": fallen if name == "h" else level for name in "abcdefghi"})
+    )
+    assert [label for label in rows if label.startswith("reward ")] == [f"reward {name}" for name in "abcdeh"]
+    assert rows["further reward functions"] == ("3", "f, g, i: the chart of reward has them")
+
+
 def test_the_row_on_hacking_says_what_was_not_checked_or_what_fell(tmp_path: Path) -> None:
     """One function, three steps of two, two that rise, and one that falls while the other rises."""
     rising, falling = noisy(lambda step: 0.3 + 0.01 * step, 0.03), noisy(lambda step: 0.7 - 0.01 * step, 0.03, 2)
@@ -676,10 +686,11 @@ def test_a_page_is_written_although_its_libraries_cannot_be_cached(tmp_path, mon
     assert javascript() == "drawing<\\/script>", "from the cache"
 
 
-def test_held_out_rewards_of_both_kinds_of_evaluation_are_in_summary_and_picture(tmp_path: Path) -> None:
-    """During training at steps 2 and 4, and for the checkpoint of step 4, whose error has 15 degrees of freedom."""
+def test_held_out_rewards_of_every_kind_of_evaluation_are_in_summary_and_picture(tmp_path: Path) -> None:
+    """Training at steps 2 and 4, of the checkpoint of step 4 (its error has 15 degrees of freedom), and by a loop."""
     folder = record_run(tmp_path, range(1, 5))
     without = _reward(read_run(folder))
+    Records(folder / "logs").write_metrics(5, {"reward": 0.5, "eval_reward": 0.25})
     for step in (2, 4):
         Records(folder / "logs").write_evaluation(step, {"eval_loss": 0.1, "eval_reward": 0.2 * step})
     estimates = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
@@ -688,11 +699,13 @@ def test_held_out_rewards_of_both_kinds_of_evaluation_are_in_summary_and_picture
     assert [(row.value, row.note) for row in rows] == [
         ("0.4 → 0.8", "evaluation in training, steps 2 and 4"),
         ("0.75 ± 0.13", "evaluation new, step 4; ± 95 % over prompts"),
+        ("0.25", "eval_reward of the log, step 5"),
     ]
     drawn = _reward(read_run(folder))
     assert "Held out: prompts that training never sees." in drawn.caption
     assert "Held out" not in without.caption
-    assert set(drawn.legend) - set(without.legend) == {"held out: evaluation in training", "held out: evaluation new"}
+    kinds = ("evaluation in training", "evaluation new", "eval_reward of the log")
+    assert set(drawn.legend) - set(without.legend) == {f"held out: {kind}" for kind in kinds}
 
 
 def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ class Story:
         ]
         of_functions = {function.name: function for function in functions}
         levels = {name: _levels(values, of_functions.get(name)) for name, values in parts.items()}
-        held_out = _known(read_reward("held-out reward", part, spread, top) for part in _held_out(run))
+        held_out = _known(
+            read_reward("held-out reward", rows["value"], spread, top) for rows in held_out_rewards(run).values()
+        )
         effects = run.estimates(REWARD_SUM)
         steps = run.steps
         return cls(
@@ -121,8 +123,3 @@ def _levels(values: pd.Series[float], curve: Reward | Entropy | None) -> Levels 
 
 def _known(curves: Iterable[Reward | None]) -> list[Reward]:
     return [curve for curve in curves if curve is not None]
-
-
-def _held_out(run: Run) -> list[pd.Series[float]]:
-    rows = [rows["value"] for rows in held_out_rewards(run).values()]
-    return [values for values in (run.logged("eval_reward"), *rows) if len(values)]

@@ -26,8 +26,12 @@ def reward_functions(run: Run) -> dict[str, pd.Series[float]]:
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
-    """Return the rewards on prompts that training never sees, by the evaluation that measured them."""
+    """Return the rewards on prompts that training never sees, by the evaluation that measured them.
+
+    A loop that logs its metrics itself may have evaluated, too: it calls that reward eval_reward.
+    """
     rewards = {f"evaluation {source.title}": run.finite_rows("reward", source) for source in run.evaluations_of_all}
+    rewards["eval_reward of the log"] = run.finite_rows("eval_reward", LOGGED)
     return {label: rows for label, rows in rewards.items() if len(rows)}
 
 

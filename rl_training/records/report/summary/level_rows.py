@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator
 
 from rl_training.records.pages.writing import MISSING, format_estimate, percent
 from rl_training.records.report.story import Story
@@ -17,7 +17,7 @@ from rl_training.records.table.measured import REWARD_SUM, of_steps
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import MIN_STEPS
 
-MAX_FUNCTIONS = 6  # reward functions with a line of their own
+MAX_FUNCTIONS = 6  # reward functions with a line of their own; more only if more have fallen
 
 
 def level_rows(run: Run, story: Story) -> Iterator[Row]:
@@ -57,7 +57,10 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
     functions = reward_functions(run)
     weights = reward_weights(run)
     is_measured = any(name.startswith("measured/") for name in run.names())
-    for name in list(functions)[:MAX_FUNCTIONS] if len(functions) > 1 else ():
+    if len(functions) < 2:
+        return
+    shown, further = _shown_and_further(functions, {part.name for part in story.parts if part.fall})
+    for name in shown:
         total = run.last(f"{REWARD_SUM}/{name}")
         watched = "not paid; " if weights.get(name) == 0 else ""
         if total is None and is_measured:
@@ -70,6 +73,16 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
             what = f"the measured effects {of_steps(total, 'of all steps')} add up to"
             note = f"{watched}{what} {format_estimate(total, True)}: {side}"
         yield _from_to(f"reward {name}", story.function_levels.get(name), note)
+    if further:
+        yield Row("further reward functions", str(len(further)), f"{', '.join(further)}: the chart of reward has them")
+
+
+def _shown_and_further(names: Collection[str], fallen: Container[str]) -> tuple[list[str], list[str]]:
+    """Return the reward functions with a row, among them each that has fallen, and the others, both in given order."""
+    by_need = sorted(names, key=lambda name: name not in fallen)
+    number = max(MAX_FUNCTIONS, sum(name in fallen for name in by_need))
+    chosen = set(by_need[:number])
+    return [name for name in names if name in chosen], [name for name in names if name not in chosen]
 
 
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
