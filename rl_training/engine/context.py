@@ -127,7 +127,9 @@ class StepContext:
             use: Called equally often on every rank, as often as any rank has passes.
             rollout: The rollout that the rows index. None for the step's.
         """
-        self.passes.sum_by_rank(rollout or self.step.batch.rollout, rows_per_pass, WeightedScores(weights, shares), use)
+        self.passes.gradients_by_rank(
+            rollout or self.step.batch.rollout, rows_per_pass, WeightedScores(weights, shares), use
+        )
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""

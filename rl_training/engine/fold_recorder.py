@@ -160,7 +160,7 @@ class FoldRecorder:
         self.start_step(batch.folds, sqrt_metric=self._sqrt_metric)
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         scores = WeightedScores([batch.loss_weights], shares=ones)
-        passes.hand_on(batch, scores, lambda _, folds: self._receiver(folds))
+        passes.send_gradients(batch, scores, lambda _, folds: self._receiver(folds))
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
         """Complete rows and square norms, once all gradients have arrived.

@@ -147,7 +147,9 @@ def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
     ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
     rows = torch.arange(len(batch.fold), device=batch.fold.device)
     parts = [rows[part.start : part.stop] for part in batch.microbatch_rows]
-    (gradient,) = passes.sum(batch.rollout, parts, WeightedScores([batch.loss_weights], ones / passes.ranks.count))
+    (gradient,) = passes.gradients(
+        batch.rollout, parts, WeightedScores([batch.loss_weights], ones / passes.ranks.count)
+    )
     return gradient
 
 
@@ -206,7 +208,7 @@ def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, 
         passes.shares_of_folds(batch),
         on_scores=lambda part, fresh: scores.append((part, fresh.detached())),
     )
-    (gradient,) = passes.sum(batch.rollout, parts, weighted, len(group.folds), len(parts))
+    (gradient,) = passes.gradients(batch.rollout, parts, weighted, len(group.folds), len(parts))
     return gradient, scores
 
 

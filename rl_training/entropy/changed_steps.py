@@ -133,7 +133,7 @@ def iter_basis_gradients(
     for indices in sorted(shared_passes + single_passes):
         chosen = [weights[index] for index in indices]
         scores = WeightedScores(chosen, shares_of_sequences)
-        rows_of_weights = passes.sum_by_fold(batch, scores, dtype=rows_dtype(layout))
+        rows_of_weights = passes.gradients_by_fold(batch, scores, dtype=rows_dtype(layout))
         for index in indices:
             rows = rows_of_weights.pop(0)
             yield index, FoldMeans.of(rows.sum(sizes / sizes.sum()), rows, sizes)

@@ -77,7 +77,7 @@ def directions_of(batch: Batch, ratios: Tensor | None, level: float, settings: E
     return [LossWeights(weights, entropy_weights) for weights in logp_weights]
 
 
-def hand_on_fold_gradients(
+def send_fold_gradients(
     batch: Batch,
     passes: Passes,
     directions: Sequence[LossWeights],
@@ -104,4 +104,4 @@ def hand_on_fold_gradients(
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
     scores = WeightedScores(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
     with passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext():
-        passes.hand_on(batch, scores, receiver_of, is_chosen)
+        passes.send_gradients(batch, scores, receiver_of, is_chosen)

@@ -67,7 +67,7 @@ import torch
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction, EntropySettings
-from rl_training.entropy.fold_gradients import directions_of, hand_on_fold_gradients, ratios_to_sampler, totals_of_folds
+from rl_training.entropy.fold_gradients import directions_of, ratios_to_sampler, send_fold_gradients, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
@@ -194,7 +194,7 @@ class EntropyPredictor:
         num_held = len(directions) if layout.is_small else int(Need.ENTROPY_ROWS in needs)
         held = [Rows(layout, batch.num_folds, rows_dtype(layout), self.device) for _ in range(num_held)]
         receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
-        hand_on_fold_gradients(batch, self.passes, directions, self.settings, score_check, receiver_of)
+        send_fold_gradients(batch, self.passes, directions, self.settings, score_check, receiver_of)
         for rows in held:
             rows.complete()
         if products is not None and layout.is_small:

@@ -101,7 +101,7 @@ def predict(
 
     scores = WeightedScores(weights_of_buffer(evaluation, TARGETS), shares)
     with restored.policy.measuring():
-        restored.passes.sum_by_rank(evaluation.rollout, passes, scores, multiply)
+        restored.passes.gradients_by_rank(evaluation.rollout, passes, scores, multiply)
     by_pass = restored.reduce(torch.stack(products))[: len(passes), restored.rank]
     by_block = by_pass.new_zeros(blocks.count, *by_pass.shape[1:])
     by_block.index_add_(0, torch.stack([block[rows[0]] for rows in passes]), by_pass)

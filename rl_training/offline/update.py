@@ -72,7 +72,7 @@ def make_update(
         return rows.receiver(folds)
 
     shares = (1.0 / batch.fold_sizes).to(batch.fold.device)[batch.fold].unsqueeze(1)
-    restored.passes.hand_on(batch, WeightedScores([batch.loss_weights], shares), receiver_of)
+    restored.passes.send_gradients(batch, WeightedScores([batch.loss_weights], shares), receiver_of)
     rows.complete()
     gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm

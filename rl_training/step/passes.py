@@ -63,7 +63,7 @@ class Passes:
         share_of_fold = batch.num_sequences / self.ranks.count / batch.fold_sizes
         return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
 
-    def sum_by_fold(self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None) -> list[Rows]:
+    def gradients_by_fold(self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None) -> list[Rows]:
         """Return the gradient of each fold for each weighting.
 
         Passes cover only sequences that have a weight.
@@ -74,12 +74,12 @@ class Passes:
             dtype: Dtype of the rows. None for the one in which gradients are summed.
         """
         rows = [Rows(self.layout, batch.num_folds, dtype) for _ in scores.weights]
-        self.hand_on(batch, scores, lambda index, folds: rows[index].receiver(folds))
+        self.send_gradients(batch, scores, lambda index, folds: rows[index].receiver(folds))
         for part in rows:
             part.complete()
         return rows
 
-    def hand_on(
+    def send_gradients(
         self,
         batch: Batch,
         scores: WeightedScores,
@@ -101,12 +101,12 @@ class Passes:
             receivers = [receiver_of(index, group.folds) for index in range(len(scores.weights))]
             num_first = num_passes - 1
             if num_first > 0:
-                sums = self.sum(batch.rollout, rows_per_pass[:num_first], scores, len(group.folds), num_first)
+                sums = self.gradients(batch.rollout, rows_per_pass[:num_first], scores, len(group.folds), num_first)
                 receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
             if num_passes:
                 self._run(batch.rollout, rows_per_pass[num_first:], scores, receivers, num_passes=1)
 
-    def sum_by_rank(
+    def gradients_by_rank(
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
@@ -125,11 +125,11 @@ class Passes:
         """
 
         def run(rows: Tensor) -> None:
-            use(self.sum(rollout, [rows], scores, num_folds=self.ranks.count, num_passes=1))
+            use(self.gradients(rollout, [rows], scores, num_folds=self.ranks.count, num_passes=1))
 
         self.ranks.in_lockstep(rows_per_pass, run, scores.no_rows)
 
-    def sum(
+    def gradients(
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],

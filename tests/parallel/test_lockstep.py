@@ -152,11 +152,11 @@ def measure_truth(rank: Rank) -> None:
 def sum_gradients(rank: Rank) -> None:
     weights, shares = [rank.batch.loss_weights], torch.ones(rank.rollout.num_sequences, 1)
     scores = WeightedScores(weights, shares)
-    rank.passes.sum_by_fold(rank.batch, scores)
-    rank.passes.sum_by_fold(rank.batch, scores, dtype=torch.float64)
+    rank.passes.gradients_by_fold(rank.batch, scores)
+    rank.passes.gradients_by_fold(rank.batch, scores, dtype=torch.float64)
     chosen = torch.arange(len(shares)) % 2 == 0  # of one fold alone
     total = rank.passes.layout.zeros(1)
-    rank.passes.hand_on(rank.batch, scores, lambda index, folds: adding_to(total), is_chosen=chosen)
+    rank.passes.send_gradients(rank.batch, scores, lambda index, folds: adding_to(total), is_chosen=chosen)
     seen: list[int] = []
     parts = torch.arange(len(shares)).split(1)
     rank.context().gradients_by_rank(parts, weights, shares, lambda vectors: seen.append(len(vectors)))
