@@ -42,7 +42,7 @@ def share_of_digits(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-UpdateVerifier.detect_external_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
+UpdateVerifier.begin_step = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
 
 
 class Tape(TrainerCallback):
