@@ -83,10 +83,12 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     if not isinstance(choice, str):
         return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
     wanted = _Wanted("checkpoint", choice, find_weights_flaw)
-    newest = wanted.newest_in(runs) if choice in ("latest", "all") else wanted.at(Path(choice))
-    if choice == "all" or checkpoints_in(Path(choice)):
-        return list(_flawless(checkpoints_in(newest.parent), find_weights_flaw))
-    return [newest]
+    if choice == "all":
+        return wanted.all_in(_with_newest_first(runs), runs)
+    if choice == "latest":
+        return [wanted.newest_in(runs)]
+    path = Path(choice)
+    return wanted.all_in([path], path) if checkpoints_in(path) else [wanted.at(path)]
 
 
 @dataclass(frozen=True)
@@ -122,21 +124,49 @@ class _Wanted:
         Raises:
             UserError: If there is none.
         """
-        if checkpoints_of(runs):
-            return self._newest([runs], runs)
-        inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
-        return self._newest(sorted(inside, key=_last_step_at, reverse=True), runs)
+        return self._newest(_with_newest_first(runs), runs)
+
+    def all_in(self, folders: Sequence[Path], searched: Path) -> list[Path]:
+        """Return the checkpoints without a flaw, by step, of the first of these folders that has one.
+
+        Args:
+            folders: Runs, or folders of checkpoints.
+            searched: Where they lie, for the error.
+
+        Raises:
+            UserError: If there is none.
+        """
+        for folder in folders:
+            if found := list(_flawless(_checkpoints(folder), self.flaw_of)):
+                return found
+        raise self._none_in(searched)
 
     def _newest(self, folders: Sequence[Path], searched: Path) -> Path:
         """Return the newest checkpoint without a flaw of the first of these folders that has one."""
-        newest_first = (path for folder in folders for path in (checkpoints_of(folder) or checkpoints_in(folder))[::-1])
+        newest_first = (path for folder in folders for path in _checkpoints(folder)[::-1])
         newest = next(_flawless(newest_first, self.flaw_of), None)
         if newest is None:
-            instead = f", or {self.or_else}" if self.or_else else ""
-            raise UserError(
-                f"{self.setting}={self.value}: no complete checkpoint in {searched}; give {self.setting}=PATH{instead}"
-            )
+            raise self._none_in(searched)
         return newest
+
+    def _none_in(self, searched: Path) -> UserError:
+        instead = f", or {self.or_else}" if self.or_else else ""
+        return UserError(
+            f"{self.setting}={self.value}: no complete checkpoint in {searched}; give {self.setting}=PATH{instead}"
+        )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, or those in a folder of checkpoints, complete or not, by step."""
+    return checkpoints_of(folder) or checkpoints_in(folder)
+
+
+def _with_newest_first(runs: Path) -> list[Path]:
+    """Return the run at a path, or the runs in a folder of runs, the one that has taken a step last first."""
+    if checkpoints_of(runs):
+        return [runs]
+    inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
+    return sorted(inside, key=_last_step_at, reverse=True)
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:

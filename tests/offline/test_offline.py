@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -228,13 +229,21 @@ def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path,
     assert restored.learning_rate == pytest.approx(2e-4)
 
 
-def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_found_by_run_folder_or_keyword(run: Path, tmp_path: Path, caplog) -> None:
     all_of_them = [checkpoint(run, step) for step in (1, 2, 3)]
     assert resolve_checkpoints(str(run), tmp_path) == all_of_them[-1:]
     assert resolve_checkpoints(str(run / "training_state"), tmp_path) == all_of_them
     assert resolve_checkpoints([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
     assert resolve_checkpoints("latest", run.parent) == all_of_them[-1:]
     assert resolve_checkpoints("all", run.parent) == all_of_them
+    shutil.copytree(run, tmp_path / "run" / "kept")
+    newest = tmp_path / "run" / "kept" / "training_state" / "checkpoint-3"
+    os.truncate(newest / "model.safetensors", 9)
+    for choice in ("all", str(newest.parent)):
+        caplog.clear()
+        undamaged = [newest.with_name("checkpoint-1"), newest.with_name("checkpoint-2")]
+        assert resolve_checkpoints(choice, tmp_path / "run") == undamaged
+        assert caplog.text.count("skipping ") == 1, "each is read once"
     with composing(), pytest.raises(ValueError, match=r"^checkpoint=\[\] "):
         analyze_checkpoints(prepare_analysis(compose("offline", ["checkpoint=[]"])))
     with pytest.raises(ValueError, match=f"{tmp_path / 'nowhere'}: "):

@@ -93,7 +93,8 @@ def open_run_folder(cfg: DictConfig) -> RunStart:
     if may_resume_here:
         on_main_process(lambda: run_folder.lock(CHOOSE_ANOTHER))
 
-    run_folder.folder, checkpoint = _find_resumed(str(cfg.resume), run_dir)
+    # On one process: it reads all bytes of a checkpoint.
+    run_folder.folder, checkpoint = on_main_process(lambda: _find_resumed(str(cfg.resume), run_dir))
     start, is_damaged = _read_start(cfg, run_folder, checkpoint)
 
     if not may_resume_here:

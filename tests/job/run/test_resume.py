@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shlex
@@ -126,6 +127,25 @@ def test_flipped_bytes_are_found_and_their_file_is_named(run_dir: Path, part: st
     with pytest.raises(ValueError, match=f"{part} .*checksum.* checkpoint-N "):
         find_checkpoint(str(file.parent), run_dir)
     assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+
+
+def resume_beside_others(rank: int, run_dir: str) -> None:
+    """Open a run's folder to resume it, and write what this rank said and found."""
+    said = logging.FileHandler(f"{run_dir}/said_{rank}")
+    logging.getLogger("rl_training.records.checkpoints").addHandler(said)
+    start = open_run_folder(composed("train", f"run_dir={run_dir}", "resume=latest", *QUICK, *SMALL))
+    Path(run_dir, f"found_{rank}").write_text(str(start.checkpoint))
+
+
+def test_of_two_processes_one_checks_the_checkpoints_and_both_resume_the_same(run_dir: Path) -> None:
+    newest = run_dir / TRAINING_STATE / "checkpoint-3"
+    os.truncate(newest / "model.safetensors", 9)
+    forks.start_ranks(resume_beside_others, (str(run_dir),), 2)
+    said = [(run_dir / f"said_{rank}").read_text() for rank in (0, 1)]
+    assert said[0].startswith(f"skipping {newest}: ")
+    assert said[1] == ""
+    for rank in (0, 1):
+        assert (run_dir / f"found_{rank}").read_text() == str(newest.with_name("checkpoint-2"))
 
 
 def test_latest_without_a_run_is_the_run_with_the_newest_checkpoint_whatever_its_name(run_dir: Path) -> None:
