@@ -40,7 +40,7 @@ from rl_training import Records, attach
 from rl_training.models.load import load_causal_lm
 from rl_training.probes import MeasuredStepProbe
 from rl_training.records.jsonl import read_estimates, read_metrics
-from rl_training.records.report.standing_out.rewards import MIN_FALL, MIN_FALL_STDERRS
+from rl_training.records.report.standing_out.rewards import MIN_FALL, MIN_STDERRS_LOWERED
 from rl_training.records.table.measured import REWARD_SUM
 
 STEPS, FIRST_STEPS, SEEDS = 30, 3, 6
@@ -110,7 +110,7 @@ def first_line(logs: Path, function: str) -> int:
     spreads = [row[f"rewards/{function}/std"] for row in read_metrics(logs)][:8]
     for step, (value, error) in sorted(sums.get(f"{REWARD_SUM}/{function}", {}).items()):
         least = MIN_FALL * float(np.nanmean(spreads))
-        if value < -max(least, MIN_FALL_STDERRS * error) and sums[REWARD_SUM][step][0] > 0:
+        if value < -max(least, MIN_STDERRS_LOWERED * error) and sums[REWARD_SUM][step][0] > 0:
             return step
     return STEPS + 1
 
