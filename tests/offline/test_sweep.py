@@ -27,6 +27,7 @@ from rl_training.records.first_order import first_order_verdict
 from rl_training.records.pages.writing import plus_minus
 from rl_training.records.report import write_report
 from rl_training.records.report.sections.checkpoint_analyses import (
+    _agreement,
     describe_analyses,
     log_slope,
     write_analyses_page,
@@ -139,6 +140,15 @@ def test_an_analysis_that_cannot_be_judged_gives_the_reason_that_the_probe_recor
     assert section.sentences == [f"Step 3: whether the prediction holds is not known: {reason}."]
     [agreement] = [chart for chart in section.charts if chart.name.endswith("agreement")]
     assert agreement.missing == ([] if is_drawn else [reason])
+
+
+def test_a_covariance_that_is_the_same_at_every_step_has_no_correlation_and_says_so() -> None:
+    steps = {"deltaH1": [-1e-3, -2e-3, -3e-3], "deltaH_true": [-1e-3, -2e-3, -2.5e-3]}
+    table = pd.DataFrame({**steps, "deltaH_odd": math.nan, "covariance": 0.0, "kind": "whole"})
+    with np.errstate(all="raise"):
+        chart = _agreement(table, [])
+    assert chart.missing == ["covariance – the same at every step: −Cov(log π, A)"]
+    assert len(chart.series) == 2, "the diagonal, and predictions against the truth"
 
 
 def test_a_failure_of_first_order_opens_the_analysis_page_and_the_report(

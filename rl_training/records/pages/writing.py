@@ -32,6 +32,8 @@ def format_estimate(estimate: Estimate | None, signed: bool = False, times: floa
         decimals = _decimals(half)
         written, low, high = (f"{_rounded(number, decimals):{sign}.{decimals}f}" for number in (value, *ends))
         return f"{written} ({low} … {high})".replace("inf", "∞")
+    if ends == [-math.inf, math.inf]:  # nothing is known of it; without its ends it would look exact
+        return f"{value + 0.0:{sign}.3g} (-∞ … {sign}∞)"
     return plus_minus(value, half, sign)
 
 

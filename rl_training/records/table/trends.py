@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -80,6 +81,11 @@ def place_of_trailing(holds: np.ndarray) -> int | None:
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """Return the values times the factor that fits them to `truth` by least squares."""
     return values * (truth @ values) / (values @ values)
+
+
+def constants(by_name: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the names of the values that are all the same, which correlate with nothing: r would be 0 / 0."""
+    return [name for name, values in by_name.items() if not np.ptp(values) > 0]
 
 
 def running_window(num_values: int) -> int:

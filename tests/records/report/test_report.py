@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from full_disk import files_of_at_most
@@ -35,7 +36,7 @@ from rl_training.records.pages.charts import BLUE, Series
 from rl_training.records.pages.drawing import draw, heatmap
 from rl_training.records.pages.page import javascript, pictures
 from rl_training.records.pages.preview import preview
-from rl_training.records.pages.writing import MISSING, format_estimate, milli, normal_milli, percent
+from rl_training.records.pages.writing import MISSING, format_estimate, milli, normal_milli, percent, size_and_side
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
 from rl_training.records.report.predictions import hindrance
@@ -802,6 +803,18 @@ def test_an_entropy_change_over_a_gap_is_not_drawn_as_one_step(tmp_path: Path) -
     assert [len(series.x) for series in drawn.series if series.label.startswith("forward")] == [3]
 
 
+def test_a_prediction_that_is_the_same_at_every_step_has_no_correlation_and_says_so(tmp_path: Path) -> None:
+    """As in a run whose rewards are all equal: covariance and prediction are 0, and the entropy of batches scatters."""
+    level = noisy(lambda step: 0.5, 0.01)
+    zero = dict.fromkeys(("covariance/token", "delta_h/forward"), lambda step: Estimate(0.0, 0.0, 8))
+    run = read_run(log_run(tmp_path, 6, {**zero, "entropy/token": lambda step: Estimate(level(step), 0.01, 8)}))
+    with np.errstate(all="raise"):
+        drawn = _predictors(run)
+    assert not drawn.series
+    names = ("forward", "−Cov(log π, A), scaled")
+    assert drawn.missing == [f"{name} – the same at every step" for name in names]
+
+
 def test_the_report_warns_where_prediction_and_measurement_disagree(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     records.write_metrics(2, {"reward": 0.5})
@@ -984,6 +997,13 @@ def test_values_at_rounding_level_are_shown_as_zero() -> None:
     assert format_estimate(Estimate(9.3e-9, stderr=1.7e-2, num_samples=8)) == "0.000 ± 0.040"
     assert normal_milli(9.3e-9, 1.7e-2) == "+0 ± 33"
     assert format_estimate(Estimate(0.0), signed=True) == "+0"
+
+
+def test_an_interval_without_ends_is_shown() -> None:
+    """The difference of two noise scales without an upper end, which has no end at all."""
+    unknown = Estimate(50.0, interval=(-math.inf, math.inf))
+    assert format_estimate(unknown, signed=True) == "+50 (-∞ … +∞)"
+    assert size_and_side(unknown, "more", "less") == "50 (-∞ … ∞) more"
 
 
 def test_a_number_that_rounds_to_zero_has_no_minus() -> None:

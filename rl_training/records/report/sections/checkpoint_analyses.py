@@ -20,7 +20,7 @@ from rl_training.records.pages.drawing import diagonal, draw
 from rl_training.records.pages.page import write_page
 from rl_training.records.pages.writing import MILLI, MISSING, normal_milli
 from rl_training.records.table.series import Run
-from rl_training.records.table.trends import MIN_POINTS, scaled
+from rl_training.records.table.trends import MIN_POINTS, constants, scaled
 from rl_training.statistics.estimate import Z_95
 
 SWEEP_TABLE_FILE, ANALYSES_PAGE_FILE = "sweep.csv", "analyses.html"
@@ -125,7 +125,9 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
         rows = shown.dropna(subset=[truth])
         series.append(Series.cloud(*RESULT_STYLES[truth], estimated(rows, truth), estimated(rows, "deltaH1"), MILLI))
     rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
-    if len(rows) >= MIN_POINTS:
+    columns = {"measured change": "deltaH_true", "prediction": "deltaH1", "−Cov(log π, A)": "covariance"}
+    same = constants({name: rows[key].to_numpy() for name, key in columns.items()}) if len(rows) >= MIN_POINTS else []
+    if len(rows) >= MIN_POINTS and not same:
         x, y = rows["deltaH_true"].to_numpy(), rows["covariance"].to_numpy()
         r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
         label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
@@ -134,7 +136,8 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
     if not series:
         missing = [reason for content in contents for reason in reasons_for(content.get("reasons") or {}, KEYS[:2])]
         return draw("agreement", [], [*dict.fromkeys(missing)])
-    return draw("agreement", [diagonal(series, "y = x"), *series])
+    missing = [f"covariance – the same at every step: {', '.join(same)}"] if same else []
+    return draw("agreement", [diagonal(series, "y = x"), *series], missing)
 
 
 def _relative_error(table: pd.DataFrame) -> Chart:

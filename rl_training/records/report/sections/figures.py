@@ -20,7 +20,7 @@ from rl_training.records.table.cumulative import NO_LATER_BATCH, naive_sums, sum
 from rl_training.records.table.estimates import by_about_step, finite, to_estimates
 from rl_training.records.table.missing import missing_notes
 from rl_training.records.table.series import LOGGED, MEASURED, Run, Source
-from rl_training.records.table.trends import MIN_POINTS, running_window, scaled
+from rl_training.records.table.trends import MIN_POINTS, constants, running_window, scaled
 from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points, error bars would hide them
@@ -214,16 +214,21 @@ def _predictors(run: Run) -> Chart:
     truth, source = _measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
-    clouds = []
+    clouds, missing = [], []
     for label, (metric, color, mark) in looks.items():
         predicted, true = run.values(metric).align(truth, join="inner")
         if len(predicted) >= MIN_POINTS:
             x, y = true.to_numpy(), predicted.to_numpy()
+            if same := constants({source: x, label: y}):
+                missing += [f"{name} – the same at every step" for name in same]
+                continue
             y = scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, opacity=0.7))
-    missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
-    return draw("predictors", [diagonal(clouds, "y = x"), *clouds] if clouds else [], missing, source=source)
+    if not clouds and not missing:
+        missing = [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
+    drawn = [diagonal(clouds, "y = x"), *clouds] if clouds else []
+    return draw("predictors", drawn, [*dict.fromkeys(missing)], source=source)
 
 
 def _measured_changes(run: Run) -> tuple[pd.Series[float], str]:
