@@ -1,4 +1,4 @@
-"""Writes what is measured at each step to the records: its estimates, and the sequences that it trained on."""
+"""Takes what each step leaves when it ends: writes its estimates and sequences to the records, and warns of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
 from rl_training.engine.step_result import StepResult
 from rl_training.errors import UserError
 from rl_training.hosts.sequence_rows import sequence_rows
 from rl_training.hosts.step_averages import step_averages
+from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.jsonl import Records
 from rl_training.statistics.estimate import Estimate
@@ -26,10 +28,18 @@ class EstimateWriter:
         probes: The probes of the training.
         records: Where to write. None writes nothing.
         decode: Returns the text of a tensor of token ids.
+        longer_responses: Advice: what lets responses get longer in this loop.
     """
 
-    def __init__(self, probes: Sequence[Probe], records: Records | None, decode: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        probes: Sequence[Probe],
+        records: Records | None,
+        decode: Callable[[Tensor], str],
+        longer_responses: str = "allow longer ones",
+    ) -> None:
         self._probes, self._decode = probes, decode
+        self._warnings = StepWarnings(longer_responses)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, each from the last step that measured it
         self.names: dict[str, list[str]] = {}  # names of the estimates, by probe
@@ -38,13 +48,23 @@ class EstimateWriter:
         """Return whether the sequences of a step are recorded, by its number, even if no probe measures it."""
         return self.records is not None and self.records.wants_rollouts_of(number)
 
-    def write(self, number: int, result: StepResult) -> None:
-        """Write the sequences and estimates of a step that has ended.
+    def begin_training(self) -> None:
+        """Begin a training, which is warned of everything once."""
+        self._warnings.begin()
+
+    def finish(self, driver: StepDriver, number: int) -> StepResult:
+        """End the driver's step, warn of it, write it, and return what it leaves. Collective if a probe measured it.
 
         Args:
+            driver: Runs the probes.
             number: The optimizer step.
-            result: What it has left.
         """
+        result = driver.finish()
+        self._warnings.warn(number, result)
+        self._write(number, result)
+        return result
+
+    def _write(self, number: int, result: StepResult) -> None:
         if result.rollouts and self.records is not None and self.records.wants_rollouts_of(number):
             self.records.write_rollouts(number, sequence_rows(result, self._decode))
         for probe, by_name in result.estimates.items():

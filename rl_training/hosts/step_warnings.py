@@ -25,7 +25,7 @@ class StepWarnings:
         longer_responses: Advice: what lets responses get longer in this loop.
     """
 
-    def __init__(self, longer_responses: str = "allow longer ones") -> None:
+    def __init__(self, longer_responses: str) -> None:
         self._longer_responses = longer_responses
         self._has_warned_of_equal_rewards = False
         self._num_missing_steps = Counter[str]()  # steps with missing estimates, by reason

@@ -22,7 +22,6 @@ from rl_training.hosts.plain import refusals
 from rl_training.hosts.plain.checkpoint import as_state, from_state
 from rl_training.hosts.plain.progress import LoopProgress, Phase
 from rl_training.hosts.recorded_settings import settings_of_loop
-from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
@@ -41,7 +40,6 @@ class MeasuredLoop:
         self._loop, self._policy, self._bound = loop, loop.policy, bound
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
-        self._warnings = StepWarnings()
         self._claim = FolderClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
         self._progress = LoopProgress()
@@ -70,7 +68,7 @@ class MeasuredLoop:
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
         self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
-        self._warnings.begin()
+        self._writer.begin_training()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -131,9 +129,7 @@ class MeasuredLoop:
             self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
 
     def _finish_step(self, number: int) -> None:
-        result = self._driver.finish()
-        self._warnings.warn(number, result)
-        self._writer.write(number, result)
+        result = self._writer.finish(self._driver, number)
         self._metrics |= self._writer.write_line(number, self._metrics, result)
 
     def microbatch(

@@ -53,7 +53,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.driver = _make_driver(trainer, probes, options)
         self.probes = self.driver.probes
         policy = TrainerPolicy(trainer)
-        self._writer = EstimateWriter(self.probes, destination.records, policy.decode)
+        self._writer = EstimateWriter(self.probes, destination.records, policy.decode, options.longer_responses)
         self._guard = Guard(
             self.driver,
             self._writer,

@@ -21,7 +21,6 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_info import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop_spec import loop_spec_of
 from rl_training.hosts.trl.members import FORWARD_PASS
@@ -84,7 +83,6 @@ class StepHooks:
         self._trainer, self._driver, self._policy = trainer, driver, policy
         self._rollouts, self._loss, self._guard = rollouts, loss, guard
         self._writer, self._options = writer, options
-        self._warnings = StepWarnings(options.longer_responses)
         self._undo_optimizer = contextlib.ExitStack()
 
     @property
@@ -95,7 +93,7 @@ class StepHooks:
     def reset(self) -> None:
         """Forget the previous training, even if an exception has ended it in the middle of a step."""
         self.end()
-        self._warnings.begin()
+        self._writer.begin_training()
 
     def begin(self, opening: str, states: Mapping[str, Any] | None) -> None:
         """Begin to measure a training: start the driver, and watch the optimizer until `end`.
@@ -123,10 +121,7 @@ class StepHooks:
 
     def finish(self, number: int) -> dict[str, float]:
         """End a step, write what was measured, and return the numbers to log, nan where missing."""
-        result = self._driver.finish()
-        self._warnings.warn(number, result)
-        self._writer.write(number, result)
-        return result.numbers
+        return self._writer.finish(self._driver, number).numbers
 
     def end(self) -> None:
         """Stop watching the optimizer."""

@@ -22,7 +22,6 @@ from rl_training.engine.loss_info import LossInfo
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.folder_claim import FolderClaim
 from rl_training.hosts.recorded_settings import settings_of_loop
-from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.hosts.verl.batch import ResponseTokens, read_rollout, response_entropies
 from rl_training.hosts.verl.message import RolloutFacts
 from rl_training.hosts.verl.probes import NUM_STEPS, make_probes
@@ -75,7 +74,6 @@ class Measurement:
             recorded = {**settings_of_loop(loop), **settings["recorded"], MADE_BY: VERL}
             records.start(after_step=self._number, settings=recorded)
         self._writer = EstimateWriter(probes, records, loop.policy.decode)
-        self._warnings = StepWarnings()
         self.driver.start(loop, states)
 
     def begin(self, rollout: RolloutFacts, microbatch_sizes: Callable[[], Sequence[int]]) -> None:
@@ -164,14 +162,12 @@ class Measurement:
         Args:
             outputs: What verl's `train_batch` returns.
         """
-        result, ranks = self.driver.finish(), self._loop.ranks
+        result, ranks = self._writer.finish(self.driver, self._number), self._loop.ranks
         local_loss = torch.tensor(outputs["loss"], device=self._loop.shard.layout.device).sum()
         loss = float(ranks.reduce(local_loss)) / ranks.count
         self._metrics["training/global_step"] = self._rollout_number
         if math.isfinite(loss):
             self._metrics["loss"] = loss
-        self._warnings.warn(self._number, result)
-        self._writer.write(self._number, result)
         self._writer.write_line(self._number, self._metrics, result)
         return {name: [value] for name, value in result.numbers.items() if not math.isnan(value)}
 
