@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import pandas as pd
 
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.printable import escape_surrogates
+from rl_training.records.files.printable import escape_surrogates, printable
 from rl_training.records.folder import EVALUATIONS, checkpoints_of, step_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import EVALUATIONS_FILE, METRICS_FILE, PROBES_FILE
@@ -23,6 +24,8 @@ from rl_training.records.table.config_file import read_config, settings_of_run
 from rl_training.records.table.estimates import last_of, to_estimates
 from rl_training.records.table.missing import NO_REASON
 from rl_training.statistics.estimate import Estimate, half_widths
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # file: of logs/; "" for an evaluation of checkpoints, whose name is `evaluation`.
@@ -225,6 +228,7 @@ def read_run(folder: Path) -> Run:
         ),
     ]
     table = pd.concat(sources, ignore_index=True).reindex(columns=RUN_COLUMNS)
+    _warn_of_shared_names(folder, measured)
     table = table.drop_duplicates(["file", "evaluation", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
@@ -236,6 +240,16 @@ def read_run(folder: Path) -> Run:
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
     of_tokens = measured[measured["name"].str.startswith("top_token/")] if len(measured) else measured
     return Run(folder, logged.index.tolist(), table, read_config(folder), of_tokens)
+
+
+def _warn_of_shared_names(folder: Path, measured: pd.DataFrame) -> None:
+    """Warn of estimates that two probes recorded under one name, as those of one's own could."""
+    named = measured[["step", "name"]].assign(probe=measured["probe"].map(str))  # a damaged line may hold anything
+    by_probe = named.drop_duplicates()
+    shared = by_probe[by_probe.duplicated(["step", "name"], keep=False)]
+    for name, probes_of_name in shared.groupby("name")["probe"].unique().items():
+        probes_named = " and ".join(map(repr, probes_of_name))
+        logger.warning(printable(f"{folder}: probes {probes_named} recorded {name!r}; only the last one's is shown"))
 
 
 def _one_row_per_number(logged: pd.DataFrame) -> pd.DataFrame:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from rl_training import Estimate
 from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
@@ -56,6 +58,16 @@ def test_an_own_metric_is_shown_with_its_value_with_or_without_an_error_bar(tmp_
     ]  # fmt: skip
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert f'<td class="note">{LONG.strip()}</td>' in page  # a class that wraps, unlike the other cells of wide tables
+
+
+def test_an_estimate_that_two_probes_recorded_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records = Records(run_of(tmp_path) / "logs")
+    read_run(tmp_path)
+    assert not caplog.messages
+    records.write_estimates(3, 1, "other", {"mine/sure": Estimate(2.0)})
+    read_run(tmp_path)
+    told = "probes 'mine' and 'other' recorded 'mine/sure'; only the last one's is shown"
+    assert caplog.messages == [f"{tmp_path}: {told}"]
 
 
 def test_the_setting_that_turns_probes_on_names_those_of_ones_own(tmp_path: Path) -> None:
