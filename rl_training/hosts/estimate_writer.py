@@ -43,7 +43,6 @@ class EstimateWriter:
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, each from the last step that measured it
         self.names: dict[str, list[str]] = {}  # names of the estimates, by probe
-        self._probe_of: dict[str, str] = {}  # the probe that each name belongs to
 
     def wants_rollouts_of(self, number: int) -> bool:
         """Return whether the sequences of a step are recorded, by its number, even if no probe measures it."""
@@ -59,12 +58,8 @@ class EstimateWriter:
         Args:
             driver: Runs the probes.
             number: The optimizer step.
-
-        Raises:
-            UserError: If two probes give an estimate the same name, of which only one would be logged.
         """
         result = driver.finish()
-        self._refuse_shared_names(result)
         self._warnings.warn(number, result)
         self._write(number, result)
         return result
@@ -108,15 +103,6 @@ class EstimateWriter:
             if probe.measures_at(number):
                 names = self.names.get(probe.name) or [probe.name]
                 self._write_estimates(number, probe.name, dict.fromkeys(names, missing))
-
-    def _refuse_shared_names(self, result: StepResult) -> None:
-        for probe, by_name in result.estimates.items():
-            for name in by_name:
-                other = self._probe_of.setdefault(name, probe)
-                if other != probe:
-                    raise UserError(
-                        f"probes {other!r} and {probe!r} both measure {name!r}: begin each one's names with its own"
-                    )
 
     def _write_estimates(self, number: int, probe: str, by_name: Mapping[str, Estimate]) -> None:
         self.latest.update(by_name)

@@ -1,4 +1,4 @@
-"""Warns about steps while training runs: about missing estimates, and about the first step with equal rewards."""
+"""Warns about steps while training runs: of missing estimates, of names that two probes share, of equal rewards."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ class StepWarnings:
         self._longer_responses = longer_responses
         self._has_warned_of_equal_rewards = False
         self._num_missing_steps = Counter[str]()  # steps with missing estimates, by reason
+        self._probe_of: dict[str, str] = {}  # the probe that each estimate's name belongs to
+        self._sharing: set[tuple[str, str]] = set()  # probes with a name in common
 
     def begin(self) -> None:
         """Begin a training."""
         self._has_warned_of_equal_rewards = False
         self._num_missing_steps.clear()
+        self._probe_of.clear()
+        self._sharing.clear()
 
     def warn(self, number: int, result: StepResult) -> None:
         """Warn about a step that has ended, by its number. Collective if a probe measured it."""
         if not self._has_warned_of_equal_rewards:
             self._warn_of_equal_rewards(number, result)
         self._warn_of_missing(result.estimates)
+        self._warn_of_shared_names(result.estimates)
 
     def _warn_of_equal_rewards(self, number: int, result: StepResult) -> None:
         """Warn if all responses of the step earned the same reward, so that nothing is learned."""
@@ -68,3 +73,17 @@ class StepWarnings:
             if self._num_missing_steps[code] == 2 and all_ranks().number == 0:
                 more = f" and {len(names) - MAX_NAMED_ESTIMATES} more" if len(names) > MAX_NAMED_ESTIMATES else ""
                 logger.warning(f"not measured: {', '.join(names[:MAX_NAMED_ESTIMATES])}{more}: {texts[code]}")
+
+    def _warn_of_shared_names(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
+        """Warn once about each two probes that give an estimate the same name, of which logs keep one."""
+        for probe, by_name in estimates.items():
+            for name in by_name:
+                other = self._probe_of.setdefault(name, probe)
+                if other == probe or (other, probe) in self._sharing:
+                    continue
+                self._sharing.add((other, probe))
+                if all_ranks().number == 0:
+                    logger.warning(
+                        f"probes {other!r} and {probe!r} both measure {name!r}, and logs and reports show one of them: "
+                        "begin each one's names with its own"
+                    )
