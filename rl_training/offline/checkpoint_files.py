@@ -28,8 +28,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.records.checkpoint_flaws import deepspeed_folder
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.records.checkpoints import deepspeed_folder
 from rl_training.records.files.pickles import load_tensors
 from rl_training.records.folder import ADAPTER_WEIGHTS_FILE
 

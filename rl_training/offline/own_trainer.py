@@ -22,9 +22,8 @@ from rl_training.offline.restored import restore
 from rl_training.offline.settings import Settings, check_name
 from rl_training.options import check_positive
 from rl_training.records.analyses import RESULT_FILE
-from rl_training.records.checkpoints import checkpoint_name
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.folder import OFFLINE
+from rl_training.records.folder import OFFLINE, checkpoint_name
 from rl_training.records.json_values import plain_settings
 
 

@@ -36,9 +36,10 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import Rollout
-from rl_training.records.checkpoints import find_weights_flaw, state_folder, steps_taken
+from rl_training.records.checkpoint_flaws import find_weights_flaw
+from rl_training.records.checkpoints import steps_taken
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
-from rl_training.records.folder import OPTIMIZER_FILE, SCHEDULER_FILE
+from rl_training.records.folder import OPTIMIZER_FILE, SCHEDULER_FILE, state_folder
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.passes import Passes
 

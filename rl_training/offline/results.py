@@ -35,9 +35,9 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
 from rl_training.policy.rollout import Rollout
 from rl_training.probes.importance import sequence_totals
-from rl_training.records.checkpoints import checkpoint_name
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.first_order import first_order_verdict
+from rl_training.records.folder import checkpoint_name
 from rl_training.records.json_values import to_json
 from rl_training.records.pages.writing import MILLI, normal_milli
 from rl_training.version import VERSION

@@ -6,7 +6,8 @@ Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), c
                  checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py,
                  json_values.py (numbers as JSON has them), hydra_text.py (texts to type for Hydra)
 Read:            frames.py and analyses.py (a run and its checkpoint analyses as pandas DataFrames: the names that this
-                 package exports), checkpoints.py (finds checkpoints, and checks that they are complete),
+                 package exports), checkpoints.py (finds checkpoints),
+                 checkpoint_flaws.py (what is missing or damaged in one),
                  made_by.py (what made a run), training_settings.py (which of its settings affect training)
 Shown:           table/ (a run's records as one table), pages/ (how any page is made), report/ (the page of one run),
                  compare/ (the page of several), report_command.py (makes either),

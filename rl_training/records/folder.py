@@ -25,6 +25,7 @@ OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+WEIGHTS_ALONE = "model"  # a folder of weights alone, as some other trainers write it; its parent holds the optimizer
 CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")  # the trainer's name for a checkpoint's folder
 
 
@@ -54,6 +55,21 @@ def number_at_end(folder: Path) -> int:
     """
     digits = re.search(r"[0-9]+$", folder.name)
     return int(digits.group()) if digits else 0
+
+
+def state_folder(checkpoint: Path) -> Path:
+    """Return the folder that holds optimizer and scheduler: the checkpoint, or the folder around weights in `model`."""
+    alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / TRAINER_STATE_FILE).is_file()
+    return checkpoint.resolve().parent if alone else checkpoint
+
+
+def checkpoint_name(checkpoint: Path) -> str:
+    """Return the name of a checkpoint's folder; of weights in `model`, that of the folder around it.
+
+    >>> checkpoint_name(Path("runs/state/checkpoint-20")), checkpoint_name(Path("trained/global_step_20/model"))
+    ('checkpoint-20', 'global_step_20')
+    """
+    return state_folder(checkpoint).absolute().name
 
 
 def has_settings(run: Path) -> bool:

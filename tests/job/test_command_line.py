@@ -36,7 +36,7 @@ from rl_training.job.commands import fast_imports
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.errors import Interrupted, as_user_errors, format_error
 from rl_training.job.run.folder import open_run_folder, save_config
-from rl_training.records.checkpoints import find_flaw
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics

@@ -14,8 +14,8 @@ from rl_training.entropy.previous_update import UpdateState
 from rl_training.errors import UserError
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
-from rl_training.records.checkpoints import find_flaw
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # only the first process has an entry of b
 

@@ -33,7 +33,8 @@ from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 import rl_training.job.run.training  # noqa: F401, for the forks
-from rl_training.records.checkpoints import TRAINING_STATE, find_flaw
+from rl_training.records.checkpoint_flaws import find_flaw
+from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[2]

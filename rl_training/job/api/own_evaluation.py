@@ -44,7 +44,7 @@ from rl_training.job.evaluation.spelling import PYTHON
 from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.options import did_you_mean
-from rl_training.records.checkpoints import find_weights_flaw
+from rl_training.records.checkpoint_flaws import find_weights_flaw
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.folder import EVALUATIONS

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.models.load import adapter_base, load_causal_lm, refuse_code_in_adapter
+from rl_training.records.checkpoint_flaws import NO_WEIGHTS, NOT_COMPLETE
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.records.checkpoints import NO_WEIGHTS, NOT_COMPLETE
 from rl_training.records.folder import ADAPTER_CONFIG_FILE, OPTIMIZER_FILE, TRAINER_STATE_FILE
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -66,8 +66,8 @@ def load_policy(
 def require_weights(checkpoint: Path) -> None:
     """Raise a UserError if a checkpoint folder holds no weights, or was not written completely.
 
-    Training and analyses need a checkpoint that `records.checkpoints.find_weights_flaw` accepts. An evaluation needs
-    less: any folder with a model will do, from whatever trainer and without a trainer's state.
+    Training and analyses need a checkpoint that `find_weights_flaw` in records/checkpoint_flaws.py accepts. An
+    evaluation needs less: any folder with a model will do, from whatever trainer and without a trainer's state.
     """
     if not checkpoint.is_dir():
         raise UserError("there is no such folder")

@@ -21,11 +21,11 @@ from rl_training.job.objects.trainer import build_restored
 from rl_training.offline.analyze_and_write import analyze_and_write, write_pages
 from rl_training.records.analyses import RESULT_FILE, read_analysis
 from rl_training.records.checkpoint_states import PROBE_STATES, read_notes
-from rl_training.records.checkpoints import checkpoint_name, resolve_checkpoints
+from rl_training.records.checkpoints import resolve_checkpoints
 from rl_training.records.core_metrics import core_numbers
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import CONFIG_FILE, OFFLINE, run_of
+from rl_training.records.folder import CONFIG_FILE, OFFLINE, checkpoint_name, run_of
 from rl_training.records.made_by import is_of_attached_run
 
 OF_DASHBOARDS = ("report_to", "project", "run_name")  # fields of the trainer that say where numbers are shown

@@ -22,14 +22,8 @@ from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import escape_interpolations
 from rl_training.job.objects.trainer_checks import check_number_of_processes
 from rl_training.job.run.waiting import watch_for_waiting
-from rl_training.records.checkpoints import (
-    SHARDED_BY,
-    find_checkpoint,
-    newest_checkpoint,
-    set_aside_later,
-    steps_taken,
-    written_by,
-)
+from rl_training.records.checkpoint_flaws import SHARDED_BY, written_by
+from rl_training.records.checkpoints import find_checkpoint, newest_checkpoint, set_aside_later, steps_taken
 from rl_training.records.config import write_config
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.stored_yaml import holds_settings

@@ -26,8 +26,8 @@ from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON
 from rl_training.job.run.training import TrainingRun
 from rl_training.policy.rollout import Rollout, are_mixed
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
-from rl_training.records.checkpoints import find_flaw
 from rl_training.records.report.summary import summarize
 from rl_training.records.table.series import read_run
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward

@@ -28,7 +28,7 @@ from rl_training.hosts.trl.refusals import (
 )
 from rl_training.job.objects.trainer_checks import check_sharding
 from rl_training.offline.restored import restore
-from rl_training.records.checkpoints import find_flaw
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[3]

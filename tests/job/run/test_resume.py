@@ -27,8 +27,9 @@ from rl_training.job.configuration.checks import check_resume
 from rl_training.job.run.folder import open_run_folder
 from rl_training.job.run.training import TrainingRun
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
-from rl_training.records.checkpoints import find_checkpoint, find_flaw, set_aside_later, steps_taken
+from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 from rl_training.version import VERSION

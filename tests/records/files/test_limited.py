@@ -12,7 +12,8 @@ from rl_training.errors import UserError
 from rl_training.job.evaluation.result_folder import fingerprint
 from rl_training.models.load import refuse_code_in_adapter
 from rl_training.records.analyses import read_analysis, read_probe_log
-from rl_training.records.checkpoints import find_weights_flaw, steps_taken
+from rl_training.records.checkpoint_flaws import find_weights_flaw
+from rl_training.records.checkpoints import steps_taken
 from rl_training.records.evaluated import read_step, store_settings_once
 from rl_training.records.jsonl import read_metrics, read_settings
 

@@ -15,7 +15,7 @@ import torch
 from foreign_runs import Canary, foreign_run
 from safetensors.torch import save_file
 
-from rl_training.records.checkpoints import find_flaw
+from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.files.pickles import OF_DEEPSPEED, STAGE, load_tensors
 
 
