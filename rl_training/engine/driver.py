@@ -7,8 +7,9 @@
     stepped()                parameters and optimizer states have moved, or the loop has skipped the step
     finish()                 returns what the step leaves: the probes' estimates, and what hosts record of it
 
-A call out of this order is a RuntimeError that names the missing one, except that a step that no probe measures needs
-no `plan`, and that `stepped` and `finish` may follow a discarded step. Five more are for hosts that know more:
+`plan`, `microbatch` and `gradients_ready` out of this order are a RuntimeError that names the missing call; a step that
+no probe measures needs no `plan`. The others are not checked: after `gradients_ready`, a host must call `stepped` or
+`fail_step`, since a bounded step has changed the learning rate. Five more are for hosts that know more:
 `finish_backward` or `drop_backward` as soon as a backward has ended or failed, `about_to_step` right before the
 optimizer's step, `skip_step` and `fail_step` if there is none.
 

@@ -249,9 +249,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
-        self.driver.close()
-        self._steps.end()
-        self._undo.close()
+        with self._undo:  # the trainer gets its own methods back even if this fails
+            self.driver.close()
+            self._steps.end()
 
 
 def is_attached(trainer: Any) -> bool:
