@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-
 from rl_training.engine.copied_groups import find_copies
 from rl_training.engine.fold_advice import one_fold_reason
-from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, may_recompute
+from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, fold_sizes, may_recompute
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.engine.loop_spec import LoopSpec
@@ -63,7 +61,6 @@ class StepBuilder:
             can_recompute=can_recompute,
         )
         fold = fold_of_rows(folds, index, ranks.number)
-        ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
         batch = Batch(
             rollout=rollout,
             scores=scores,
@@ -71,25 +68,28 @@ class StepBuilder:
             microbatch_rows=open_step.microbatch_rows,
             folds=folds.groups,
             fold=fold,
-            fold_sizes=ranks.reduce(ones.new_zeros(folds.num_folds).index_add_(0, fold, ones)).cpu(),
+            fold_sizes=fold_sizes(fold, folds.num_folds, ranks),
             responses_per_prompt=open_step.responses_per_prompt,
             loss_settings=open_step.loss_settings,
             copies=copies,
         )
         mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
         gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
-        other_terms, one_fold = reasons.other_terms, None
         if folds.is_recomputed:
             gradients = self._recompute_folds(batch, gradients, optimizer)
         else:
             gradients = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
+        other_terms = reasons.other_terms
         if folds.is_recomputed or Need.TERMS_CHECK in open_step.needs:
             other_terms = other_terms or self.checks.terms.reason  # also from earlier steps, if this was not compared
+        one_fold = None
         if batch.num_folds < 2:
             one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
-        relative_rewards = self.checks.relative_rewards(rollout, reasons, ranks)
         reasons = dataclasses.replace(
-            reasons, other_terms=other_terms, one_fold=one_fold, relative_rewards=relative_rewards
+            reasons,
+            other_terms=other_terms,
+            one_fold=one_fold,
+            relative_rewards=self.checks.relative_rewards(rollout, reasons, ranks),
         )
         return StepData(open_step.number, batch, gradients, optimizer, reasons)
 

@@ -87,6 +87,16 @@ def fewest_prompts(index: Tensor, ranks: Ranks) -> int:
     return ranks.least(len(index.unique()), index.device)
 
 
+def fold_sizes(fold: Tensor, num_folds: int, ranks: Ranks) -> Tensor:
+    """Return the number of sequences in each fold over all ranks, (K,), in CPU memory. Collective.
+
+    Args:
+        fold: (B,), the fold of each of this rank's sequences.
+    """
+    ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
+    return ranks.reduce(ones.new_zeros(num_folds).index_add_(0, fold, ones)).cpu()
+
+
 def fold_of_rows(choice: FoldChoice, index: Tensor, rank: int) -> Tensor:
     """Return the fold of each of a rank's sequences, (B,).
 

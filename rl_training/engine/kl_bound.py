@@ -68,7 +68,7 @@ HELD_LOW = (
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Choice:
     """The factor on a step's learning rate."""
 
     info: BoundInfo  # with the factor, and how it was found
@@ -82,7 +82,7 @@ class _BoundedStep:
 
     rates: Sequence[float]  # the scheduled rates of the optimizer's groups, while others are set
     target: float  # nats per token
-    found: _Found | None  # None until a step without formula has been made
+    choice: _Choice | None  # None until a step without formula has been made
     applied_factor: float  # on the rates with which the optimizer steps
     rollout: Rollout | None = None  # what KL is measured on
     before: TokenDistributions | None = None  # of the policy before the step
@@ -145,7 +145,7 @@ class KLBound:
         self._has_warned = self._is_checked = False
         self._has_formula = not (reason := view_optimizer(shard).reason)
         if reason and shard.optimized is not shard.trained:
-            raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
+            raise UserError(f"target_kl_share: {reason.message}, which DeepSpeed needs: use AdamW or Adam")
 
     def before_step(self, rollout: Rollout, scores: Scores) -> None:
         """Set the learning rates for the upcoming step, until `end_step`. The step's gradients are complete.
@@ -162,7 +162,7 @@ class KLBound:
         target = self.share_of_entropy * entropy * factor**2
         info = info_without_search(target, entropy, max(rates), self.state)
         if info is not None:
-            self._step = step = _BoundedStep(rates, target, _Found(info, self.state), info.factor)
+            self._step = step = _BoundedStep(rates, target, _Choice(info, self.state), info.factor)
         else:
             starting_factor = self.state.starting_factor(target, max(rates))
             self._step = step = _BoundedStep(rates, target, None, starting_factor)
@@ -171,8 +171,8 @@ class KLBound:
             step.weights = self._shard.copy_local_weights()
             if self._has_formula:
                 changes = self._scheduled_step()
-                step.found = self._search(step, lambda factor: self._kl_at(step, changes, factor))
-                step.applied_factor = step.found.info.factor
+                step.choice = self._search(step, lambda factor: self._kl_at(step, changes, factor))
+                step.applied_factor = step.choice.info.factor
                 step.weights = {}  # no longer needed
         for group in groups:
             group["lr"] = group["lr"] * step.applied_factor
@@ -199,22 +199,22 @@ class KLBound:
         step = self._step
         if step is None:
             return
-        found = step.found
-        if found is None:
+        choice = step.choice
+        if choice is None:
             applied, weights = step.applied_factor, self._shard.copy_local_weights()
             changes = {name: weight - step.weights[name] for name, weight in weights.items()}
-            found = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
-            factor = found.info.factor
+            choice = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
+            factor = choice.info.factor
             if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
                 self._shard.load_local_weights(step.weights)
             elif factor != applied:
                 self._shard.load_local_weights(
                     {name: w + factor / applied * changes[name] for name, w in step.weights.items()}
                 )
-        estimates = found.info.estimates(max(step.rates) * found.info.factor)
-        if found.kl is not None:
-            estimates["bound/kl"] = found.kl
-        self.state = found.state
+        estimates = choice.info.estimates(max(step.rates) * choice.info.factor)
+        if choice.kl is not None:
+            estimates["bound/kl"] = choice.kl
+        self.state = choice.state
         self.restore()
         self.estimates = estimates
 
@@ -224,7 +224,7 @@ class KLBound:
         number = math.ceil(MIN_RESPONSES / self._ranks.total(len(index.unique()), index.device))
         return (response_index(index) < number).nonzero().squeeze(1)
 
-    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> _Found:
+    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> _Choice:
         """Return the factor of the step."""
         kls: dict[float, Estimate] = {}  # by factor
 
@@ -236,7 +236,7 @@ class KLBound:
         if not self._is_checked and info.kl > 0.0:  # false if nan
             require_quadratic_kl(lambda factor: kl_of(factor).value, info)
             self._is_checked = True
-        return _Found(info, state, kls.get(info.factor))
+        return _Choice(info, state, kls.get(info.factor))
 
     def _kl_at(self, step: _BoundedStep, changes: Mapping[str, Tensor], factor: float) -> Estimate:
         """Return KL(policy before ‖ policy after `factor` times the changes), nats per token, with its error."""

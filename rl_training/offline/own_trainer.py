@@ -3,8 +3,8 @@
 from rl_training import analyze
 
 trainer = GRPOTrainer(...)              # as the script makes it; it has not trained
-found = analyze(trainer, "state/checkpoint-20", "runs/my_run")
-found["deltaH1"], found["deltaH_true"]
+results = analyze(trainer, "state/checkpoint-20", "runs/my_run")
+results["deltaH1"], results["deltaH_true"]
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class _Wanted:
             UserError: If there is none.
         """
         for folder in folders:
-            if found := list(_flawless(_checkpoints(folder), self.flaw_of)):
-                return found
+            if checkpoints := list(_flawless(_checkpoints(folder), self.flaw_of)):
+                return checkpoints
         raise self._none_in(searched)
 
     def _newest(self, folders: Sequence[Path], searched: Path) -> Path:

@@ -35,17 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Here, as in the functions below, so that --help does not wait for slow imports.
     from rl_training.records.frames import find_runs
 
-    found = find_runs(chosen.runs[0]) if len(chosen.runs) == 1 else []
-    is_one = len(found) == 1
+    runs = find_runs(chosen.runs[0]) if len(chosen.runs) == 1 else []
+    is_one = len(runs) == 1
     _refuse_options_without_effect(chosen, is_one)
     if not is_one:
         _compare(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
     elif chosen.json:
-        _print_json(found[0])
+        _print_json(runs[0])
     else:
         if chosen.watch:
-            _watch(found[0], chosen.watch)
-        _report(found[0], chosen.pictures)
+            _watch(runs[0], chosen.watch)
+        _report(runs[0], chosen.pictures)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -127,8 +127,8 @@ class RunningPair:
             return self
         cov = pair.covariance
         square = cov[0, 0].square() / pair.degrees
-        one = torch.ones_like(square)
-        new = torch.stack([one, one, *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
+        weight = torch.ones_like(square)
+        new = torch.stack([weight, weight, *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
         if not has_second:
             new[OF_SECOND] = 0.0
         before, num_before = torch.zeros_like(new), 0  # if numbering has restarted

@@ -21,8 +21,8 @@ def as_state(states: Mapping[str, Any], run_id: str) -> dict[str, dict[str, Tens
         states: By the probe's name.
         run_id: "" if nothing is recorded: it is then left out.
     """
-    own = {LOOP: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
-    return tensors_by_name(states) | own
+    of_loop = {LOOP: {"run_id": torch.tensor(list(run_id.encode()), dtype=torch.uint8)}} if run_id else {}
+    return tensors_by_name(states) | of_loop
 
 
 def from_state(state: Mapping[str, Mapping[str, Tensor]], initial: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

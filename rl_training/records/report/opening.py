@@ -72,7 +72,7 @@ def _comes_first(line: Line, run: Run, verdict: Verdict) -> bool:
     """Return whether a line says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
     if line.name == JUMP:
         return not verdict.of_kind.is_fall
-    return bool(line.headline) and line.since <= run.steps[0] and line.advice != SYMPTOM
+    return bool(line.headline) and line.since <= run.steps[0] and not is_a_symptom(line, verdict)
 
 
 def _early_end(run: Run) -> str:
