@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.engine.fold_advice import more_folds_fix, one_fold_reason
-from rl_training.engine.fold_placement import FoldChoice, may_recompute
+from rl_training.engine.fold_placement import may_recompute
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.requirements import Requirements
 from rl_training.entropy.reward_gradient import OTHER_LOSS
@@ -27,9 +27,9 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     needs = requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
-    folds = requirements.folds_of_full_step(loop)
-    plan = _plan(loop, requirements, folds)
-    warnings = _fold_warnings(loop, requirements, folds)
+    num_folds, is_recomputed = requirements.folds_of_full_step(loop)
+    plan = _plan(loop, requirements, num_folds, is_recomputed=is_recomputed)
+    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
     warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
     # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
@@ -38,16 +38,16 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
 
 
-def _plan(loop: LoopSpec, requirements: Requirements, folds: FoldChoice) -> str:
+def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> str:
     """Return what a full step is measured in, and what that costs."""
     layout, least, most = loop.shard.layout, min(loop.sizes), max(loop.sizes)
     plan = (
-        f"probes measure {_pluralize(folds.num_folds, 'fold')} of whole prompts a step, from "
+        f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
         f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
-        f"{requirements.num_vectors(folds.num_folds, layout)} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
+        f"{requirements.num_vectors(num_folds, layout)} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
     )
-    if folds.is_recomputed:
+    if is_recomputed:
         plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
@@ -67,11 +67,11 @@ def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     return [f"{what}: {reason}" for what, reason in missing if reason]
 
 
-def _fold_warnings(loop: LoopSpec, requirements: Requirements, folds: FoldChoice) -> list[str]:
+def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
     """Return what is lost because the folds of a full step are too few, or cannot hold whole prompts."""
-    needs, num_folds = requirements.needs, folds.num_folds
+    needs = requirements.needs
     # For further passes the position of prompts does not matter.
-    no_folds = loop.reasons.split_prompts or (None if folds.is_recomputed else requirements.no_whole_folds(loop))
+    no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
     if no_folds:
         return [f"no prediction, and no noise scale: {no_folds}"]
     predicts = Need.ENTROPY_GRADIENT in needs

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from rl_training.engine.copied_groups import find_copies
 from rl_training.engine.fold_advice import one_fold_reason
-from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, fold_sizes, may_recompute
+from rl_training.engine.fold_placement import (
+    choose_folds,
+    fewest_prompts,
+    fold_of_rows,
+    fold_sizes,
+    may_recompute,
+    num_folds_in,
+)
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.engine.loop_spec import LoopSpec
@@ -16,6 +23,8 @@ from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.step_reasons import reasons_of_step
 from rl_training.optim.state import OptimizerView, gradients_and_view, view_optimizer
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Batch, Copies
 from rl_training.step.data import Gradients, StepData
@@ -50,9 +59,48 @@ class StepBuilder:
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
         reasons = _with_copies(reasons, copies)
         can_recompute = may_recompute(open_step.needs, reasons)
-        # Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
-        index = rollout.prompt_index if copies.unit is None else copies.unit
-        folds = choose_folds(
+        batch, is_recomputed = self._batch(open_step, rollout, scores, copies, reasons, can_recompute=can_recompute)
+        mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
+        gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
+        if is_recomputed:
+            gradients = self._recompute_folds(batch, gradients, optimizer)
+            gradient_reason = None
+        else:
+            gradients, gradient_reason = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
+        other_terms = self.checks.terms.reason_of_step(
+            reasons.other_terms, is_asked=is_recomputed or Need.TERMS_CHECK in open_step.needs
+        )
+        # Recomputed folds have the gradient of the scores alone, wherever their prompts lie.
+        rows_reason = other_terms if is_recomputed else reasons.no_whole_folds or gradient_reason
+        one_fold = None
+        if batch.num_folds < 2:
+            one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
+        reasons = dataclasses.replace(
+            reasons,
+            other_terms=other_terms,
+            one_fold=one_fold,
+            relative_rewards=self.checks.relative_rewards(rollout, reasons, ranks),
+        )
+        gradients = dataclasses.replace(gradients, rows_reason=rows_reason)
+        return StepData(open_step.number, batch, gradients, optimizer, reasons)
+
+    def _batch(
+        self,
+        open_step: OpenStep,
+        rollout: Rollout,
+        scores: Scores,
+        copies: Copies,
+        reasons: Reasons,
+        *,
+        can_recompute: bool,
+    ) -> tuple[Batch, bool]:
+        """Return the step's sequences in their folds, and whether further passes give the folds' gradients. Collective.
+
+        Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
+        """
+        ranks = self.passes.ranks
+        index = copies.units(rollout)
+        folds, is_recomputed = choose_folds(
             open_step.folds,
             lambda: fewest_prompts(index, ranks),
             ranks.count,
@@ -66,56 +114,33 @@ class StepBuilder:
             scores=scores,
             loss_weights=open_step.join_loss_weights(),
             microbatch_rows=open_step.microbatch_rows,
-            folds=folds.groups,
+            folds=folds,
             fold=fold,
-            fold_sizes=fold_sizes(fold, folds.num_folds, ranks),
+            fold_sizes=fold_sizes(fold, num_folds_in(folds), ranks),
             responses_per_prompt=open_step.responses_per_prompt,
             loss_settings=open_step.loss_settings,
             copies=copies,
         )
-        mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
-        gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
-        if folds.is_recomputed:
-            gradients = self._recompute_folds(batch, gradients, optimizer)
-        else:
-            gradients = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
-        other_terms = reasons.other_terms
-        if folds.is_recomputed or Need.TERMS_CHECK in open_step.needs:
-            other_terms = other_terms or self.checks.terms.reason  # also from earlier steps, if this was not compared
-        one_fold = None
-        if batch.num_folds < 2:
-            one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
-        reasons = dataclasses.replace(
-            reasons,
-            other_terms=other_terms,
-            one_fold=one_fold,
-            relative_rewards=self.checks.relative_rewards(rollout, reasons, ranks),
-        )
-        return StepData(open_step.number, batch, gradients, optimizer, reasons)
+        return batch, is_recomputed
 
     def _recompute_folds(self, batch: Batch, gradients: Gradients, optimizer: OptimizerView) -> Gradients:
         """Add the gradients by fold, and their square norms if probes need them, by further passes. Collective.
 
-        `rows_reason` is set if the loss has another term, so they must not be used. If an earlier step has shown it,
-        there are no passes.
+        There are no passes if the loss is known to have another term, of which they give no gradient.
         """
         assert self.fold_recorder is not None, "folds are recomputed only for probes that need their gradients"
-        passes, terms = self.passes, self.checks.terms
-        is_due = terms.begin_step()
-        known_term = terms.skip_recomputing(passes.policy, is_due=is_due)
-        if known_term:
-            return dataclasses.replace(gradients, rows_reason=known_term)
-        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, passes)
-        rows_reason = terms.check_recomputed(batch, gradients, sums, passes, is_due=is_due)
-        return dataclasses.replace(gradients, rows_reason=rows_reason)
+        terms = self.checks.terms
+        terms.begin_step()
+        if terms.is_known(self.passes.policy):
+            return gradients
+        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
+        terms.check(batch, gradients, sums, self.passes)
+        return gradients
 
     def _add_caught_folds(
         self, batch: Batch, gradients: Gradients, optimizer: OptimizerView, needs: Need, reasons: Reasons
-    ) -> Gradients:
+    ) -> tuple[Gradients, Unavailable | None]:
         """Add the gradients by fold and their square norms that hooks have caught, as far as needed. Collective.
-
-        `rows_reason` is set if they must not be used: microbatches do not hold whole folds, or the step's gradient is
-        not that of its folds.
 
         Args:
             batch: The step's sequences and folds.
@@ -123,18 +148,21 @@ class StepBuilder:
             optimizer: The optimizer before its step.
             needs: What this step's probes need.
             reasons: What cannot be measured at this step.
+
+        Returns:
+            The gradients, and the reason why the step's is not that of its folds, or None.
         """
-        no_folds = reasons.no_whole_folds
-        if self.fold_recorder is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or no_folds:
-            return dataclasses.replace(gradients, rows_reason=no_folds)
-        passes, terms = self.passes, self.checks.terms
-        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, passes)
-        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in passes.reduction.shard.leaves.values())
+        is_needed = bool(needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS))
+        if self.fold_recorder is None or not is_needed or reasons.no_whole_folds:
+            return gradients, None
+        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
+        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in self.loop.shard.leaves.values())
         mismatch = gradient_mismatch(sums, is_rounded)
-        is_comparable = Need.TERMS_CHECK in needs and not (mismatch or reasons.other_terms)
-        if is_comparable and terms.begin_step():
-            terms.check(batch, gradients, sums, passes)
-        return dataclasses.replace(gradients, rows_reason=mismatch)
+        is_comparable = not (mismatch or reasons.other_terms)
+        if Need.TERMS_CHECK in needs and is_comparable:
+            self.checks.terms.begin_step()
+            self.checks.terms.check(batch, gradients, sums, self.passes)
+        return gradients, mismatch
 
 
 def _with_copies(reasons: Reasons, copies: Copies) -> Reasons:

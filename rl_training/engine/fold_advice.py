@@ -78,10 +78,10 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
         return ""
     planned = plan_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
     most = num_folds_in(plan_prompt_folds(loop.num_prompts, loop.ranks.count))
-    choice = choose_folds(
+    _, is_recomputed = choose_folds(
         planned, lambda: loop.num_prompts, loop.ranks.count, most, plan_fails=False, can_recompute=True
     )
-    if not choice.is_recomputed or most < DEFAULT_NUM_FOLDS:
+    if not is_recomputed or most < DEFAULT_NUM_FOLDS:
         return ""
     option = _num_folds_setting(loop, naming, most)
     return f"{option}, which takes a step's forward passes and backwards once more"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ from rl_training.step.reasons import Reasons
 def num_folds_in(groups: Sequence[FoldGroup]) -> int:
     """Return the number of folds over all ranks of a plan. 0 without a plan."""
     return groups[-1].folds.stop if groups else 0
-
-
-@dataclass(frozen=True)
-class FoldChoice:
-    """The folds of a step, and where their gradients come from."""
-
-    groups: Sequence[FoldGroup]
-    are_planned: bool  # for the step's microbatches; otherwise they are of prompts, wherever these lie
-    is_recomputed: bool  # further passes give their gradients, instead of the loop's own backwards
-
-    @property
-    def num_folds(self) -> int:
-        """Number of folds over all ranks."""
-        return num_folds_in(self.groups)
 
 
 def may_recompute(needs: Need, reasons: Reasons) -> bool:
@@ -51,8 +36,8 @@ def choose_folds(
     *,
     plan_fails: bool,
     can_recompute: bool,
-) -> FoldChoice:
-    """Return the folds of a step.
+) -> tuple[Sequence[FoldGroup], bool]:
+    """Return the folds of a step, and whether further passes give their gradients, instead of the loop's own backwards.
 
     Folds of whole prompts replace the planned ones if microbatches do not hold whole folds, or if there are too few for
     the request or for an error bar and further passes give more. Only then are prompts counted, for which ranks wait.
@@ -68,14 +53,14 @@ def choose_folds(
     planned_count = num_folds_in(planned)
     has_too_few = planned_count < (num_folds or MIN_FOLDS_STEP)
     if not (plan_fails or (can_recompute and has_too_few)):
-        return FoldChoice(planned, are_planned=True, is_recomputed=False)
+        return planned, False
     of_prompts = plan_prompt_folds(count_prompts(), num_ranks, num_folds)
     count = num_folds_in(of_prompts)
     is_gain = plan_fails or count > planned_count
     is_recomputed = can_recompute and is_gain and count >= least_recomputed(num_folds)
     if plan_fails or is_recomputed:
-        return FoldChoice(of_prompts, are_planned=False, is_recomputed=is_recomputed)
-    return FoldChoice(planned, are_planned=True, is_recomputed=False)
+        return of_prompts, is_recomputed
+    return planned, False
 
 
 def fewest_prompts(index: Tensor, ranks: Ranks) -> int:
@@ -97,18 +82,18 @@ def fold_sizes(fold: Tensor, num_folds: int, ranks: Ranks) -> Tensor:
     return ranks.reduce(ones.new_zeros(num_folds).index_add_(0, fold, ones)).cpu()
 
 
-def fold_of_rows(choice: FoldChoice, index: Tensor, rank: int) -> Tensor:
+def fold_of_rows(groups: Sequence[FoldGroup], index: Tensor, rank: int) -> Tensor:
     """Return the fold of each of a rank's sequences, (B,).
 
     Args:
-        choice: The folds of the step.
+        groups: The folds of the step.
         index: (B,), equal for responses to the same prompt.
         rank: This rank's number.
     """
-    if not choice.are_planned:
-        return folds_of_prompts(index, choice.groups, rank)
+    if not groups[0].rows_per_pass:
+        return folds_of_prompts(index, groups, rank)
     fold = torch.empty_like(index)
-    for group in choice.groups:
+    for group in groups:
         for rows in group.rows_per_pass:
             fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
     return fold

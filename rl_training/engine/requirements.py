@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_training.engine.fold_placement import FoldChoice, choose_folds, may_recompute, num_folds_in
+from rl_training.engine.fold_placement import choose_folds, may_recompute, num_folds_in
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.step_checks import StepChecks
@@ -84,9 +84,9 @@ class Requirements:
                 )
             )
 
-    def folds_of_full_step(self, loop: LoopSpec) -> FoldChoice:
-        """Return the folds of a full step."""
-        return choose_folds(
+    def folds_of_full_step(self, loop: LoopSpec) -> tuple[int, bool]:
+        """Return the number of folds of a full step, and whether further passes give their gradients."""
+        folds, is_recomputed = choose_folds(
             self.plan(loop),
             lambda: max(1, loop.num_prompts),
             loop.ranks.count,
@@ -94,6 +94,7 @@ class Requirements:
             plan_fails=self.no_whole_folds(loop) is not None,
             can_recompute=may_recompute(self.needs, loop.reasons) and loop.num_prompts > 0,
         )
+        return num_folds_in(folds), is_recomputed
 
     def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
         """Return why planned folds of a full step cannot hold whole prompts, or None."""

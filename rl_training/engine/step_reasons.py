@@ -71,6 +71,7 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         split_prompts=split,
         no_baseline=ONE_RESPONSE if step.responses_per_prompt == 1 else split,
         no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
+        # As far as the loop or the loss's graph tells. Gradients may show more: TermsCheck.reason_of_step decides.
         other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
         hooked=reason_if("hooked", HOOKED),
         dr_grpo_fix=fixes.dr_grpo,

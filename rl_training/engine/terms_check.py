@@ -28,7 +28,7 @@ from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes, WeightedScores
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
-TOLERANCE = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
+TOLERANCE = 0.01  # relative to the norm of the gradient: largest distance from the recomputed one
 # The same if training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
 TOLERANCE_ROUNDED = 0.5
 NOISE_FACTOR = 2.0  # allowed in addition: this many times the distance that other dropout masks make
@@ -42,16 +42,25 @@ OTHER_GRADIENT = Unavailable(
 
 
 class TermsCheck:
-    """Compares one fold's gradient with the one its loss weights give, at steps 1, 2, 4, 8 and every EVERY-th.
+    """Compares gradients with those that the loss weights give, and decides whether a step's loss has another term.
 
-    Only steps that can be compared are counted, each by `begin_step`.
+    Where hooks have caught the gradients by fold, one fold's is compared at steps 1, 2, 4, 8 and every EVERY-th. The
+    folds take turns, those of one pass together. Each comparison costs a forward pass and a backward over them, and
+    nothing if their weights are all 0. Where folds are recomputed from the loss weights, all of them together are
+    compared with the step's gradient, at each step.
 
-    The folds take turns, those of one pass together. Each comparison costs a forward pass and a backward over them, and
-    nothing if their weights are all 0. With dropout it costs twice as much: two recomputed gradients show how far
-    dropout alone moves one, and another term is found only beyond that.
+    With dropout a comparison costs twice as much: two recomputed gradients show how far dropout alone moves one, and
+    another term is found only beyond that. It then takes place at steps 1, 2, 4, 8, … in either case.
+
+    The calls of a step, in their order:
+
+        begin_step        its gradients can be compared
+        is_known          an earlier step has shown another term, so that folds need not be recomputed
+        check             its gradients by fold are complete
+        reason_of_step    the decision, which the step's reasons keep
 
     Args:
-        count: The number of these steps so far.
+        count: The number of steps so far whose gradients could be compared.
         distance: Of the latest comparison, if it has found another term: relative to the norm. 0 if it has not.
     """
 
@@ -59,14 +68,13 @@ class TermsCheck:
         self.count = count
         self.distance = distance
 
-    @property
-    def reason(self) -> Unavailable | None:
-        """The result of the latest comparison."""
-        return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
-
-    def begin_step(self) -> bool:
-        """Count a step that can be compared, and return whether it is."""
+    def begin_step(self) -> None:
+        """Count a step whose gradients can be compared."""
         self.count += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the latest of these steps compares gradients even if that takes further passes."""
         return self.count % EVERY == 0 or self.count & (self.count - 1) == 0
 
     @property
@@ -74,15 +82,51 @@ class TermsCheck:
         """The number of comparisons that were due so far, counted from 1."""
         return self.count.bit_length() if self.count < EVERY else EVERY.bit_length() - 1 + self.count // EVERY
 
+    @property
+    def reason(self) -> Unavailable | None:
+        """The result of the latest comparison."""
+        return OTHER_GRADIENT.formatted(distance=self.distance) if self.distance else None
+
+    def is_known(self, policy: Policy) -> bool:
+        """Return whether an earlier step has shown another term, and this step need not look for it again.
+
+        It may go, so it is looked for when a comparison is due. With dropout it may just be hidden then, so it is not.
+
+        Args:
+            policy: What is trained.
+        """
+        return self.reason is not None and (not self.is_due or has_dropout(policy.model))
+
     def check(self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes) -> Unavailable | None:
-        """Return that the gradient of a fold, or an earlier step, reveals other loss terms, or None. Collective.
+        """Compare the gradients of a step, if its turn has come. Collective.
 
         Args:
             batch: The step's sequences and folds.
-            gradients: The step's, by fold or with the folds' square norms.
-            sums: Have the folds' square norms if no exact ones are kept.
-            passes: Recomputes a fold's gradient.
+            gradients: The step's, with those of its folds, or the folds' square norms.
+            sums: What the gradients by fold add up to.
+            passes: Recomputes gradients.
+
+        Returns:
+            The reason why the loss has another term, by this or an earlier comparison, or None.
         """
+        if batch.has_mixed_folds:
+            self._check_recomputed(batch, gradients, sums, passes)
+        elif self.is_due:
+            self._check_caught(batch, gradients, sums, passes)
+        return self.reason
+
+    def reason_of_step(self, told: Unavailable | None, *, is_asked: bool) -> Unavailable | None:
+        """Return the reason why a step's loss has a term besides its scores, or None. This alone decides it.
+
+        Args:
+            told: What the loop says of the loss, or the loss's graph shows, on any rank (loss_info.py).
+            is_asked: Gradients are asked too, those of earlier steps if this one's could not be compared: a probe needs
+                it, or the step's folds were recomputed from the loss weights.
+        """
+        return told or (self.reason if is_asked else None)
+
+    def _check_caught(self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes) -> None:
+        """Compare the gradient of the folds whose turn it is, as hooks have caught it. Collective."""
         sq_norms = gradients.sq_norms
         if sq_norms is None:
             squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
@@ -90,56 +134,38 @@ class TermsCheck:
             squares = sq_norms[:-1, :, 0].sum(dim=1)
         group = batch.folds[self.turn % len(batch.folds)]
         norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
-        tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+        tolerance = _tolerance(passes.policy)
         tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
         allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
         if is_same_policy and distance > allowed:
             self.distance = distance / norm
         elif is_same_policy and not noise:
             self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
-        return self.reason
 
-    def skip_recomputing(self, policy: Policy, *, is_due: bool) -> Unavailable | None:
-        """Return the term because of which the folds of this step need not be recomputed, or None.
+    def _check_recomputed(self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes) -> None:
+        """Compare the step's gradient with that of its recomputed folds. Collective.
 
-        An earlier step has shown it. It may go, so it is looked for again when a comparison is due; with dropout it
-        may just be hidden then, so it is not.
-
-        Args:
-            policy: What is trained.
-            is_due: As `begin_step` has returned.
+        Under dropout, when a comparison is due, the step's gradient is recomputed twice more, with other masks.
         """
-        return None if is_due and not has_dropout(policy.model) else self.reason
-
-    def check_recomputed(
-        self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes, *, is_due: bool
-    ) -> Unavailable | None:
-        """Return that the gradient of a step whose folds were recomputed reveals other loss terms, or None. Collective.
-
-        Under dropout, when a comparison is due, the whole step's gradient is recomputed twice more, with other masks.
-
-        Args:
-            batch: The step's sequences and folds.
-            gradients: The step's.
-            sums: What the recomputed gradients add up to.
-            passes: Recomputed its folds.
-            is_due: As `begin_step` has returned.
-        """
-        tolerance = TOLERANCE_ROUNDED if passes.policy.scorer.training_rounding else TOLERANCE
+        tolerance = _tolerance(passes.policy)
         if not has_dropout(passes.policy.model):
             self.distance = sums.distance_beyond(tolerance) or 0.0
-        elif is_due:
-            layout, reduce = passes.layout, passes.ranks.reduce
+        elif self.is_due:
+            layout = passes.layout
             mean = [part.unsqueeze(0) for part in layout.vector(gradients.mean.values())]
             first = _mean_by_weights(batch, passes)
             with preserve_rng(layout.device):
                 seed_torch(SEED, device=layout.device)
                 second = _mean_by_weights(batch, passes)
             squares = torch.cat([dot(mean, mean), _sq_distance(mean, first), _sq_distance(second, first)])
-            norm, distance, noise = reduce(squares).sqrt().tolist()
+            norm, distance, noise = passes.ranks.reduce(squares).sqrt().tolist()
             if distance > tolerance * norm + NOISE_FACTOR * noise:
                 self.distance = distance / norm if norm else math.inf
-        return self.reason
+
+
+def _tolerance(policy: Policy) -> float:
+    """Return the largest distance from the recomputed gradient, relative to the norm."""
+    return TOLERANCE_ROUNDED if policy.scorer.training_rounding else TOLERANCE
 
 
 def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:

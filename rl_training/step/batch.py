@@ -87,6 +87,10 @@ class Copies:
     on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
     reason: Unavailable | None = None  # says how many groups are distinct; None: all
 
+    def units(self, rollout: Rollout) -> Tensor:
+        """Return a number for each of this rank's sequences, (B,), equal for the responses to a prompt and copies."""
+        return rollout.prompt_index if self.unit is None else self.unit
+
 
 NO_COPIES = Copies()
 
@@ -139,8 +143,7 @@ class Batch:
 
         Copies of a group count with it, as one prompt.
         """
-        unit = self.rollout.prompt_index if self.copies.unit is None else self.copies.unit
-        prompts, prompt_of_row = unit.unique(return_inverse=True)
+        prompts, prompt_of_row = self.copies.units(self.rollout).unique(return_inverse=True)
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, prompt_of_row, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:

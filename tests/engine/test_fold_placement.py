@@ -19,7 +19,7 @@ from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Rollout, attach, measured_loop
-from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, may_recompute
+from rl_training.engine.fold_placement import choose_folds, fewest_prompts, fold_of_rows, may_recompute, num_folds_in
 from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
@@ -156,11 +156,11 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         ranks = Ranks(2, reduce, rank)
-        choice = choose_folds(
+        folds, _ = choose_folds(
             [], lambda: fewest_prompts(prompts[rank], ranks), 2, num_folds, plan_fails=True, can_recompute=False
         )
-        placed_folds[rank] = fold_of_rows(choice, prompts[rank], rank).tolist()
-        return torch.tensor(choice.num_folds)
+        placed_folds[rank] = fold_of_rows(folds, prompts[rank], rank).tolist()
+        return torch.tensor(num_folds_in(folds))
 
     first, other = map(int, on_two_ranks(placed))
     assert first == other == {None: 6, 2: 2, 6: 6, 7: 6}[num_folds]
@@ -201,13 +201,12 @@ def test_folds_are_of_microbatches_unless_these_fail_or_further_passes_give_more
         counts.append(num_prompts)
         return num_prompts
 
-    choice = choose_folds(
+    folds, is_recomputed = choose_folds(
         planned, count_prompts, num_ranks, num_folds, plan_fails=plan_fails, can_recompute=can_recompute
     )
-    source = CAUGHT if choice.are_planned else RECOMPUTED if choice.is_recomputed else UNUSABLE
-    assert (choice.num_folds, source) == expected
-    assert not (choice.are_planned and choice.is_recomputed)
-    assert choice.are_planned == (choice.groups is planned)
+    source = RECOMPUTED if is_recomputed else CAUGHT if folds is planned else UNUSABLE
+    assert (num_folds_in(folds), source) == expected
+    assert all(bool(group.rows_per_pass) == (folds is planned) for group in folds)
     assert len(counts) == (plan_fails or (can_recompute and "the plan has enough" not in case))
 
 

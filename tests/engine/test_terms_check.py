@@ -274,7 +274,8 @@ def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -
 def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() -> None:
     check, due = TermsCheck(), []
     for number in range(1, 2 * EVERY + 2):
-        due += [number] * check.begin_step()
+        check.begin_step()
+        due += [number] * check.is_due
     assert due == [1, 2, 4, 8, EVERY, 2 * EVERY]
 
 
