@@ -6,6 +6,7 @@ A module's folder is its layer. What the host of any loop needs can be imported 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ TOP = {
     "version",
     "vocabulary",
 }
+PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
@@ -121,6 +123,31 @@ def test_imports_go_only_downward(path: Path) -> None:
                 assert rest[0] in BELOW[layer] | {layer}, f"{layer} imports {name}"
         elif layer and top not in sys.stdlib_module_names:
             assert top in libraries_of(path), f"{layer} imports {name}"
+
+
+def imported_objects(path: Path) -> set[str]:
+    """Return the full names of what a file imports with `from`: of modules, and of what modules define."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+def imports_between_parts(folder: Path) -> dict[str, set[str]]:
+    """Return what each module or package of a folder imports of the others; commands are left out."""
+    start = ".".join(folder.relative_to(ROOT).parts) + "."
+    imports: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        part = path.relative_to(folder).with_suffix("").parts[0]
+        if path.stem == "__main__" or part == "__init__":
+            continue
+        others = {name.removeprefix(start).split(".")[0] for name in imported_objects(path) if name.startswith(start)}
+        imports.setdefault(part, set()).update(others - {part})
+    return imports
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_two_parts_of_a_package_need_each_other(folder: Path) -> None:
+    """Neither directly nor through others: they have an order. Imports inside functions count."""
+    list(graphlib.TopologicalSorter(imports_between_parts(folder)).static_order())
 
 
 def test_import_permissions_of_layers_are_transitive() -> None:

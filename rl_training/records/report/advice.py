@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.pages.writing import format_estimate, percent, share_left
-from rl_training.records.report.interventions.effects import effects_of, halving, keeping
 from rl_training.records.report.predictions import hindrance, predictions_fail
 from rl_training.records.report.set_up import PSR, SetUp
 from rl_training.records.report.standing_out import rule_of
@@ -29,6 +28,7 @@ from rl_training.records.report.verdict.kinds import (
     UNKNOWN,
 )
 from rl_training.records.report.wording import Advice, Wording, wording_of
+from rl_training.records.table.effects import effects_of, halving, keeping
 from rl_training.records.table.measured import of_steps
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import MIN_STEPS, RECENT

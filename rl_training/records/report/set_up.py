@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_training.records.made_by import made_by
-from rl_training.records.report.interventions.effects import Effect
+from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import Run, once_per_run
 from rl_training.vocabulary import AUTO, AUTO_SHARE
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rl_training.records.hydra_text import quote_list, quote_override, quote_value
 from rl_training.records.made_by import JOB, LOOP, TRL, VERL
-from rl_training.records.report.interventions.effects import Effect
 from rl_training.records.report.set_up import KEPT_STEP, PSR, SetUp, set_up_of
+from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import Run, once_per_run
 from rl_training.vocabulary import AUTO, MAX_SHARE
 

@@ -6,6 +6,7 @@ measured.py      what the probe `measured` says of single steps
 cumulative.py    cumulative sums of changes of entropy
 trends.py        lines through logged numbers, shares and means, each with an interval
 rates.py         entropy's change per step now
+effects.py       what interventions were measured to change, and at which price
 missing.py       why a number is missing, in words
 config_file.py   the settings, with secrets masked
 """

@@ -16,13 +16,13 @@ from rl_training.records.jsonl import Records
 from rl_training.records.pages.charts import Section
 from rl_training.records.report import write_report
 from rl_training.records.report.interventions.branches import branch_commands
-from rl_training.records.report.interventions.effects import Effect
 from rl_training.records.report.interventions.plane import plane
 from rl_training.records.report.interventions.section import interventions_of_run
 from rl_training.records.report.opening import opening
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import judge
 from rl_training.records.report.wording import PSR_PAGE
+from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import read_run
 from rl_training.statistics.estimate import Estimate
 

@@ -14,9 +14,9 @@ from logged_runs import log_run, noisy
 
 from rl_training import Estimate
 from rl_training.records.report.as_json import first_lines
-from rl_training.records.report.interventions.effects import Effect
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.wording import JobWording, TrlWording, VerlWording, Wording
+from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import read_run
 
 KNOWN, ZERO = Estimate(0.01, 0.001, 8), Estimate(0.0, 0.1, 8)

@@ -1,1 +1,1 @@
-"""What interventions would do: effects.py reads it, section.py says it, plane.py draws it, branches.py tries it."""
+"""What interventions would do: section.py says it, plane.py draws it, branches.py tries it."""

@@ -11,7 +11,7 @@ from rl_training.records.pages.charts import BLUE, GREY, ORANGE, TEXT, Chart, Se
 from rl_training.records.pages.drawing import draw
 from rl_training.records.pages.labels import label_offsets, side
 from rl_training.records.pages.writing import MILLI
-from rl_training.records.report.interventions.effects import Effect
+from rl_training.records.table.effects import Effect
 from rl_training.records.table.estimates import to_rows
 from rl_training.records.table.trends import times
 from rl_training.statistics.estimate import Estimate

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from rl_training.records.pages.charts import Section
 from rl_training.records.pages.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
-from rl_training.records.report.interventions.effects import (
+from rl_training.records.report.interventions.plane import plane
+from rl_training.records.report.verdict import Verdict, judge
+from rl_training.records.report.verdict.kinds import UNKNOWN
+from rl_training.records.table.effects import (
     NO_FALL,
     Effect,
     earned_per_nat,
@@ -15,9 +18,6 @@ from rl_training.records.report.interventions.effects import (
     halving,
     keeping,
 )
-from rl_training.records.report.interventions.plane import plane
-from rl_training.records.report.verdict import Verdict, judge
-from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.table.estimates import last_of
 from rl_training.records.table.rates import entropy_now, is_falling
 from rl_training.records.table.series import Run

@@ -15,14 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rl_training.records.pages.writing import MISSING, format_estimate, on_one_line
-from rl_training.records.report.interventions.effects import (
-    NO_FALL,
-    Effect,
-    earned_per_nat,
-    effects_of,
-    halving,
-    keeping,
-)
 from rl_training.records.report.interventions.section import STILL_FALLS, is_fine, still_falls
 from rl_training.records.report.sections import tokens
 from rl_training.records.report.sections.own_probes import own_probes
@@ -33,6 +25,14 @@ from rl_training.records.report.summary.row import Link, Row
 from rl_training.records.report.verdict import Verdict, judge
 from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.report.wording import wording_of
+from rl_training.records.table.effects import (
+    NO_FALL,
+    Effect,
+    earned_per_nat,
+    effects_of,
+    halving,
+    keeping,
+)
 from rl_training.records.table.rates import is_falling
 from rl_training.records.table.series import Run
 from rl_training.vocabulary import BUILT_IN_NAMES
