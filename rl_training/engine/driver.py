@@ -179,7 +179,7 @@ class StepDriver:
                 step.responses_per_prompt = responses_per_prompt or training.loop.responses_per_prompt
                 step.folds = self._requirements.plan(training.loop, sizes, step.responses_per_prompt)
                 if training.fold_recorder is not None:
-                    training.fold_recorder.start_step_for(step.folds, step.needs)
+                    training.fold_recorder.start_step(step.folds, step.needs)
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: LossInfo, recorded: Scores | None = None) -> None:
         """Record a microbatch between its forward pass and its backward, and watch the backward.

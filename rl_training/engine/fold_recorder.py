@@ -1,4 +1,4 @@
-"""The training gradient of each fold of a step: this rank's entries, kept as rows or measured as square norms.
+"""The training gradient of each fold of a step: this rank's entries, stored as rows or as square norms.
 
 A loop's loss is a mean over the B sequences that a rank has in the step, and its gradient is the mean over N ranks. For
 fold k, with n_k of all Σ n sequences, the gradients that reach the leaves therefore add up to
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,8 +31,40 @@ from rl_training.step.needs import Need
 from rl_training.step.passes import Passes, WeightedScores
 
 
+@dataclass
+class _RecordedStep:
+    """The gradients of one step by fold: what is stored of each fold, and what is only passing through."""
+
+    groups: Sequence[FoldGroup]
+
+    # Stored of each fold. Its samples always are; its row and its square norms as probes need them.
+    samples: list[Tensor]  # (K, samples) per bucket: sampled entries, which tell whether all gradients were caught
+    rows: Rows | None  # all entries
+    # (K + 1, parameters, 2) fp64, of this rank's entries: |g_k|² and Σ P g_k² of each fold, then of the step's gradient
+    sq_norms: Tensor | None
+    sqrt_metric: Vector | None  # √P of Adam's metric; set if square norms are stored
+
+    # Passing through: the rows of one group of folds at a time. They are set if rows are not stored, or are rounded and
+    # made of several passes, each of which would be rounded. They end as square norms, or as stored rows.
+    group: FoldGroup | None = None  # whose gradients arrive; also if they arrive in the stored rows
+    group_rows: Rows | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all vectors held now."""
+        rows = [part for part in (self.rows, self.group_rows) if part is not None]
+        return sum(part.num_bytes for part in rows) + num_bytes(self.sqrt_metric)
+
+
 class FoldRecorder:
     """Catches the gradients of one step at a time. It holds nothing of parameter size between steps.
+
+    The calls of a measured step, in their order:
+
+        start_step   its folds are planned: allocate what it stores
+        arm          before each backward of the loop, whose hooks `reduction` removes
+        complete     all gradients are there: recompute them if folds are not of microbatches, and add them to the step
+        release      the step has ended, at any of these points
 
     Args:
         reduction: Sums the gradients of each backward by fold.
@@ -40,91 +73,92 @@ class FoldRecorder:
     """
 
     def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
-        self.reduction, self.layout = reduction, reduction.shard.layout
-        self._device, self._dtype = "cpu" if offload else None, rows_dtype(reduction.shard.layout, dtype)
-        self.rows: Rows | None = None
-        # (K + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
-        # gradient g.
-        self.sq_norms: Tensor | None = None
+        self.reduction = reduction
+        self.layout = reduction.shard.layout
         self.peak_bytes = 0  # most bytes of vectors held here at once during the step
-        self._groups: Sequence[FoldGroup] = ()
-        self._sqrt_metric: Vector | None = None  # √P of Adam's metric
-        self._current_group: int | None = None  # index of the group whose gradients are arriving
-        self._current_rows: Rows | None = None  # its rows, if rows are not kept or are rounded when they are complete
-        self._caught: list[Tensor] = []  # (K, samples) per bucket: the sampled entries of all that has been caught
+        self._device = "cpu" if offload else None
+        self._dtype = rows_dtype(self.layout, dtype)
+        self._step: _RecordedStep | None = None  # None between steps, and at a step that stores nothing
 
-    def start_step_for(self, groups: Sequence[FoldGroup], needs: Need) -> None:
-        """Start a step with what probes need from its folds."""
-        shard, sqrt_metric = self.reduction.shard, None
+    @property
+    def rows(self) -> Rows | None:
+        """The rows of the step's folds. None if they are not stored."""
+        return None if self._step is None else self._step.rows
+
+    @property
+    def sq_norms(self) -> Tensor | None:
+        """This rank's share of the square norms of the step's folds. None if they are not stored."""
+        return None if self._step is None else self._step.sq_norms
+
+    def start_step(self, groups: Sequence[FoldGroup], needs: Need) -> None:
+        """Start a step that stores what probes need of its folds."""
+        shard = self.reduction.shard
+        sqrt_metric = None
         if Need.SQ_NORMS in needs:
             sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
-        self.start_step(groups, Need.FOLD_GRADIENTS in needs, sqrt_metric)
+        self.allocate(groups, stores_rows=Need.FOLD_GRADIENTS in needs, sqrt_metric=sqrt_metric)
 
-    def start_step(
-        self, groups: Sequence[FoldGroup], keep_rows: bool = True, sqrt_metric: Vector | None = None
+    def allocate(
+        self, groups: Sequence[FoldGroup], *, stores_rows: bool = True, sqrt_metric: Vector | None = None
     ) -> None:
-        """Allocate what the new step needs.
+        """Free what is stored, and allocate what these folds need.
 
         Args:
-            keep_rows: Keep every row.
-            sqrt_metric: √P of Adam's metric, nan if the optimizer defines none. Square norms are measured if it is
-                given. If rows are not kept, only one group's rows are in memory at a time.
+            groups: The folds of the step.
+            stores_rows: Store every row. Otherwise only one group's rows are in memory at a time.
+            sqrt_metric: √P of Adam's metric, nan if the optimizer defines none. Square norms are stored if it is given.
         """
         self.release()
-        self.reduction.num_late_gradients = self.peak_bytes = 0
-        self._groups, self._sqrt_metric = groups, sqrt_metric
+        self.reduction.num_late_gradients = 0
+        self.peak_bytes = 0
+        if not stores_rows and sqrt_metric is None:
+            return
+        layout = self.layout
         num_folds = groups[-1].folds.stop
-        if keep_rows or sqrt_metric is not None:
-            self._caught = [
-                torch.zeros(num_folds, len(columns), dtype=self.layout.dtype, device=self.layout.device)
-                for columns in self.layout.sampled_columns
-            ]
-        if keep_rows:
-            self.rows = Rows(self.layout, num_folds, self._dtype, self._device)
+        samples = [
+            torch.zeros(num_folds, len(columns), dtype=layout.dtype, device=layout.device)
+            for columns in layout.sampled_columns
+        ]
+        rows = Rows(layout, num_folds, self._dtype, self._device) if stores_rows else None
+        sq_norms = None
         if sqrt_metric is not None:
-            self.sq_norms = torch.zeros(
-                num_folds + 1, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
-            )
+            sq_norms = torch.zeros(num_folds + 1, len(layout.names), 2, dtype=torch.float64, device=layout.device)
+        self._step = _RecordedStep(groups, samples, rows, sq_norms, sqrt_metric)
 
     def arm(self, first_row: int) -> None:
-        """Set the hooks for the microbatch that starts at `first_row`.
-
-        No hooks are set if the step keeps nothing of the gradients.
-        """
-        if self.rows is None and self.sq_norms is None:
+        """Set the hooks for the microbatch that starts at `first_row`, if the step stores anything."""
+        step = self._step
+        if step is None:
             return
-        index = next(
-            i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.rows_per_pass)
-        )
-        if index != self._current_group:
-            self._complete_current_rows()
-        self._current_group = index
-        group = self._groups[index]
+        group = next(group for group in step.groups if any(first_row in rows for rows in group.rows_per_pass))
+        if group is not step.group:
+            self._finish_group(step)
+        step.group = group
         is_rounded = self._dtype.itemsize < self.layout.dtype.itemsize
         sums_passes = is_rounded and len(group.rows_per_pass) > 1  # rounding each pass's sum would add up
-        if self._current_rows is None and (self.rows is None or sums_passes):
-            self._current_rows = Rows(self.layout, len(group.folds))
-        self.reduction.arm(self._receiver(group.folds))
+        if step.group_rows is None and (step.rows is None or sums_passes):
+            step.group_rows = Rows(self.layout, len(group.folds))
+        self.reduction.arm(self._receiver(step, group.folds))
 
-    def _receiver(self, folds: range) -> Receiver:
-        """Return what takes the gradients of these folds: their rows, and the sampled entries."""
-        if self._current_rows is not None:
-            rows = self._current_rows.receiver(range(len(folds)))
+    def _receiver(self, step: _RecordedStep, folds: range) -> Receiver:
+        """Return what takes the gradients of these folds: the rows that they go to, and the samples."""
+        if step.group_rows is not None:
+            rows = step.group_rows.receiver(range(len(folds)))
         else:
-            assert self.rows is not None
-            rows = self.rows.receiver(folds)
+            assert step.rows is not None
+            rows = step.rows.receiver(folds)
 
         def take(bucket: int, first: int, values: Tensor) -> None:
             rows.take(bucket, first, values)
             samples, columns = self.layout.sampled_within(bucket, first, values.shape[1])
-            self._caught[bucket][folds.start : folds.stop, samples] += values[:, columns]
+            step.samples[bucket][folds.start : folds.stop, samples] += values[:, columns]
 
         return Receiver(len(folds), take)
 
     def complete(
         self, batch: Batch, gradients: Gradients, optimizer: OptimizerView, passes: Passes
     ) -> tuple[Gradients, CaughtSums]:
-        """Add what was caught to the gradients of a step whose gradients are complete. Collective.
+        """Add what is stored to the gradients of a step whose gradients are complete. Collective.
 
         Args:
             batch: The step's sequences and folds.
@@ -133,7 +167,7 @@ class FoldRecorder:
             passes: Computes the fold gradients that hooks could not catch.
 
         Returns:
-            The step's gradients with rows and square norms, as far as they are kept, and what tells whether they are
+            The step's gradients with rows and square norms, as far as they are stored, and what tells whether they are
             the step's.
         """
         if batch.has_mixed_folds:
@@ -157,10 +191,12 @@ class FoldRecorder:
         This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
         have none.
         """
-        self.start_step(batch.folds, sqrt_metric=self._sqrt_metric)
+        self.allocate(batch.folds, sqrt_metric=None if self._step is None else self._step.sqrt_metric)
+        step = self._step
+        assert step is not None
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         scores = WeightedScores([batch.loss_weights], shares=ones)
-        passes.send_gradients(batch, scores, lambda _, folds: self._receiver(folds))
+        passes.send_gradients(batch, scores, lambda _, folds: self._receiver(step, folds))
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
         """Complete rows and square norms, once all gradients have arrived.
@@ -173,19 +209,21 @@ class FoldRecorder:
         Returns:
             (3 + K,) fp64: this rank's share of `CaughtSums`.
         """
+        step = self._step
+        assert step is not None
         layout = self.layout
         factors = float(sizes.sum()) / (num_ranks * sizes)
-        self._complete_current_rows()
-        if self.rows is not None:
-            self.rows.complete()
-            self.rows.factors = factors
-            self._measure(self.rows, range(len(sizes)))
-        self._count_bytes()
-        if self.sq_norms is not None:
-            self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+        self._finish_group(step)
+        if step.rows is not None:
+            step.rows.complete()
+            step.rows.factors = factors
+            self._measure(step, step.rows, range(len(sizes)))
+        self.peak_bytes = max(self.peak_bytes, step.num_bytes)
+        if step.sq_norms is not None:
+            step.sq_norms[:-1] *= factors.to(step.sq_norms.device).square().view(-1, 1, 1)
             whole = [part.unsqueeze(0) for part in layout.vector(mean.values())]
-            self.sq_norms[-1:] = square_norms(layout, whole, self._sqrt_metric)
-        caught = torch.cat(self._caught, dim=1).double()
+            step.sq_norms[-1:] = square_norms(layout, whole, step.sqrt_metric)
+        caught = torch.cat(step.samples, dim=1).double()
         sampled_mean = sample_entries(layout, mean.values())
         samples = [sampled_mean - caught.sum(dim=0) / num_ranks, sampled_mean, *(factors.to(caught)[:, None] * caught)]
         squares = torch.stack([part.square().sum() for part in samples])
@@ -193,30 +231,29 @@ class FoldRecorder:
         return torch.cat([num_late, squares * (layout.num_entries / max(1, len(sampled_mean)))])
 
     def release(self) -> None:
-        """Free the rows."""
+        """Free what is stored."""
         self.reduction.drop()
-        self.rows = self.sq_norms = self._sqrt_metric = self._current_group = self._current_rows = None
-        self._caught = []
+        self._step = None
 
-    def _count_bytes(self) -> None:
-        rows = (part.num_bytes for part in (self.rows, self._current_rows) if part is not None)
-        self.peak_bytes = max(self.peak_bytes, sum(rows) + num_bytes(self._sqrt_metric))
+    def _finish_group(self, step: _RecordedStep) -> None:
+        """Store the rows that are passing through, or measure their square norms."""
+        rows = step.group_rows
+        if rows is None:
+            return
+        assert step.group is not None
+        folds = step.group.folds
+        rows.complete()
+        self.peak_bytes = max(self.peak_bytes, step.num_bytes)
+        if step.rows is not None:
+            step.rows.replace(folds, rows.of_folds(range(len(folds))))
+        else:
+            self._measure(step, rows, folds)
+        step.group_rows = None
 
-    def _complete_current_rows(self) -> None:
-        """Round the current group's rows if they are kept, or measure them."""
-        if self._current_rows is not None and self._current_group is not None:
-            folds = self._groups[self._current_group].folds
-            self._current_rows.complete()
-            self._count_bytes()
-            if self.rows is not None:
-                self.rows.replace(folds, self._current_rows.of_folds(range(len(folds))))
-            else:
-                self._measure(self._current_rows, folds)
-        self._current_rows = None
-
-    def _measure(self, rows: Rows, folds: range) -> None:
-        """Measure the square norms of the rows of these folds."""
+    def _measure(self, step: _RecordedStep, rows: Rows, folds: range) -> None:
+        """Measure the square norms of the rows of these folds, if they are stored."""
+        if step.sq_norms is None:
+            return
         for index, fold in enumerate(folds):
-            if self.sq_norms is not None:
-                row = rows.of_folds(range(index, index + 1))
-                self.sq_norms[fold : fold + 1] = square_norms(self.layout, row, self._sqrt_metric)
+            row = rows.of_folds(range(index, index + 1))
+            step.sq_norms[fold : fold + 1] = square_norms(self.layout, row, step.sqrt_metric)

@@ -116,7 +116,7 @@ class Loop:
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
         sqrt_metric = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
-        self.recorder.start_step(folds, keep_rows=False, sqrt_metric=sqrt_metric)
+        self.recorder.allocate(folds, stores_rows=False, sqrt_metric=sqrt_metric)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.recorder.arm(rows[k].start)
@@ -460,7 +460,7 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     recorder = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    recorder.start_step(folds, keep_rows=False, sqrt_metric=shard.layout.zeros())
+    recorder.allocate(folds, stores_rows=False, sqrt_metric=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
         recorder.arm(k)
         (3.0 * p.sum() / 2).backward()

@@ -101,7 +101,7 @@ def catch(recorder: FoldRecorder, first_row: int, loss: Tensor) -> None:
 def train_step(model: nn.Module, recorder: FoldRecorder, batches: list[Tensor]) -> None:
     """Run backward as a trainer does: each microbatch's loss divided by their number. Each microbatch is a fold."""
     count = len(batches)
-    recorder.start_step(folds_of(*[[3]] * count))
+    recorder.allocate(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
         catch(recorder, 3 * k, model(tokens) / count)
     recorder.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model))
@@ -253,7 +253,7 @@ def test_rows_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: torch.
         recorder_of(model, dtype=dtype),
         Rows(Layout.of(dict(model.named_parameters())), 2, dtype),
     )
-    recorder.start_step(folds_of([3, 3], [3]))
+    recorder.allocate(folds_of([3, 3], [3]))
     for k, tokens in enumerate(batches):
         catch(recorder, 3 * k, model(tokens))
     recorder.finish(torch.tensor([6.0, 3.0], dtype=torch.float64), 1, mean_of(model))
@@ -304,7 +304,7 @@ def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedMod
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, recorder: FoldRecorder) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
-    recorder.start_step(folds_of([3], [3]))
+    recorder.allocate(folds_of([3], [3]))
     for k, tokens in enumerate(batches):
         loss = model(tokens)
         torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
@@ -316,13 +316,13 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
 
 
 def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
-    recorder.start_step(folds_of([3]), keep_rows=False)
+    recorder.allocate(folds_of([3]), stores_rows=False)
     recorder.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())
 
 
 def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
-    recorder.start_step(folds_of([3], [3]))
+    recorder.allocate(folds_of([3], [3]))
     for first_row in (0, 3):
         recorder.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
@@ -334,14 +334,14 @@ def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -
     assert not any(part.any() for part in recorder.rows.means())
 
 
-@pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize(("offload", "stores_rows"), [(True, True), (False, False), (False, True)])
 def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
-    model: TiedModel, offload: bool, keep_rows: bool
+    model: TiedModel, offload: bool, stores_rows: bool
 ) -> None:
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
     recorder, sizes = recorder_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    recorder.start_step(folds_of([1, 2], [3]), keep_rows, sqrt_metric=recorder.layout.zeros())
+    recorder.allocate(folds_of([1, 2], [3]), stores_rows=stores_rows, sqrt_metric=recorder.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(recorder, first_row, model(tokens) * len(tokens) / sum(sizes))
     recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model))
@@ -351,7 +351,7 @@ def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
         of_folds = torch.stack([gradients[name] for gradients in expected])
         of_folds_and_mean = torch.cat([of_folds, of_folds.mean(dim=0, keepdim=True)]).square().sum(dim=1)
         torch.testing.assert_close(recorder.sq_norms[:, number, 0], of_folds_and_mean)
-        if keep_rows:
+        if stores_rows:
             torch.testing.assert_close(rows_by_name(recorder)[name], of_folds)
 
 
@@ -362,7 +362,7 @@ def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) ->
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout.of(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
-        recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
+        recorder.allocate(folds_of([1]), sqrt_metric=shard.layout.zeros())
         assert recorder.rows._parts[0].device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
 
