@@ -21,17 +21,16 @@ from rl_training.records.report.verdict.kinds import (
     FLAT_FALLING,
     GONE,
     HELD_OUT,
-    LEARNED,
     LOST,
     PART,
     SOLVED,
-    UNKNOWN,
+    Kind,
 )
 from rl_training.records.report.wording import Advice, Wording, wording_of
 from rl_training.records.table.effects import effects_of, halving, keeping
 from rl_training.records.table.measured import of_steps
 from rl_training.records.table.series import Run
-from rl_training.records.table.trends import MIN_STEPS, RECENT
+from rl_training.records.table.trends import RECENT
 
 HARDLY_EARNED = 0.05  # of the highest possible reward
 MIXED_ENOUGH = 0.5  # share of prompts with unequal rewards
@@ -71,7 +70,7 @@ def advise(run: Run, verdict: Verdict, lines: Sequence[Line]) -> Advice:
     if action is not None:
         causes = [line for line in lines if rule_of(line).cause and not is_a_symptom(line, verdict)]
         return action(Situation(run, verdict, min(causes, key=lambda line: rule_of(line).cause, default=None)))
-    yet = " yet" * (verdict.kind == UNKNOWN)
+    yet = " yet" * (verdict.kind.is_undecided)
     unseen = _what_one_reward_hides(run, verdict)
     if lines:
         change = lines[0].advice.as_a_change("To change because of what stands out")
@@ -85,7 +84,7 @@ def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
     reward, entropy = verdict.story.reward, verdict.story.entropy
     if reward is None or entropy is None or entropy.left > LITTLE_ENTROPY_LEFT or len(reward_functions(run)) > 1:
         return ""
-    if not (verdict.kind == LEARNED or reward.has_risen):
+    if not (verdict.kind.is_learned or reward.has_risen):
         return ""
     return (
         f" Read a few responses too: {share_left(entropy.left)} of the entropy is left, and a hack of the only reward "
@@ -98,16 +97,7 @@ def is_a_symptom(line: Line, verdict: Verdict) -> bool:
 
     Where all responses fail, are right, or are alike, they earn the same.
     """
-    entropy = verdict.story.entropy
-    if not rule_of(line).is_symptom:
-        return False
-    if verdict.kind == SOLVED:
-        return True
-    if verdict.kind == FALLEN:
-        return line.since > verdict.since + MIN_STEPS
-    if verdict.kind not in (GONE, LOST) or entropy is None:
-        return False
-    return entropy.left < LARGE_LOSS and line.since >= entropy.since_below(LARGE_LOSS)
+    return rule_of(line).is_symptom and line.since >= verdict.kind.equal_rewards_from(verdict.story)
 
 
 def _go_back(situation: Situation) -> Advice:
@@ -121,11 +111,11 @@ def _go_back(situation: Situation) -> Advice:
         return _do_first(cause)
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
-    if verdict.kind == GONE and entropy is not None:  # shortly before that, hardly more of it was left
+    if verdict.kind.is_gone and entropy is not None:  # shortly before that, hardly more of it was left
         since = min(since, entropy.since_below(LARGE_LOSS))
     before = _checkpoint_before(situation, since)
     start = f"To change: go back to {before.text}, and train on"
-    if cause is None and verdict.kind == GONE and PSR not in situation.set_up.interventions:
+    if cause is None and verdict.kind.is_gone and PSR not in situation.set_up.interventions:
         change = situation.wording.positive_only()
         return Advice.to_do(f"{start} positive advantages only (PSR): {change.text}. {PSR_KEPT}", before, change)
     change = cause.advice if cause else situation.wording.bounded_step()
@@ -251,7 +241,7 @@ def _do_first(cause: Line) -> Advice:
     return Advice.to_do(f"To do first: {text[:1].lower()}{text[1:]}", cause.advice)
 
 
-ACTIONS: Mapping[str, Callable[[Situation], Advice]] = {
+ACTIONS: Mapping[Kind, Callable[[Situation], Advice]] = {
     FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
     ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _let_it_learn, FLAT_FALLING: _let_it_learn,
 }  # fmt: skip

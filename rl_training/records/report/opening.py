@@ -51,7 +51,7 @@ def opening(run: Run) -> Opening:
     further = non_empty_lines(hindrance(run) or whether_they_hold(run), _bound(run))
     leading = next((line for line in lines if _comes_first(line, run, verdict)), None)
     if leading is None:
-        kind = verdict.kind
+        kind = verdict.kind.name
         since = verdict.since
         headline, evidence = verdict.headline, verdict.evidence
         change = advise(run, verdict, lines)
@@ -71,7 +71,7 @@ def opening(run: Run) -> Opening:
 def _comes_first(line: Line, run: Run, verdict: Verdict) -> bool:
     """Return whether a line says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
     if line.name == JUMP:
-        return not verdict.of_kind.is_fall
+        return not verdict.kind.is_fall
     return bool(line.headline) and line.since <= run.steps[0] and not is_a_symptom(line, verdict)
 
 

@@ -9,7 +9,6 @@ from rl_training.records.pages.charts import Section
 from rl_training.records.pages.writing import MISSING, format_estimate, milli, non_empty_lines, on_one_line
 from rl_training.records.report.interventions.plane import plane
 from rl_training.records.report.verdict import Verdict, judge
-from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.table.effects import (
     NO_FALL,
     Effect,
@@ -67,12 +66,12 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
 
 def is_fine(run: Run, verdict: Verdict) -> bool:
     """Return whether nothing need be done to keep entropy, by the verdict and by single steps."""
-    return bool(verdict.entropy_is_fine) and verdict.kind != UNKNOWN and not still_falls(run, verdict)
+    return bool(verdict.entropy_is_fine) and not verdict.kind.is_undecided and not still_falls(run, verdict)
 
 
 def still_falls(run: Run, verdict: Verdict) -> bool:
     """Return whether single steps lower an entropy that, by the verdict, does not fall."""
-    return verdict.of_kind.says_no_fall and is_falling(run)
+    return verdict.kind.says_no_fall and is_falling(run)
 
 
 def _whether_needed(run: Run, verdict: Verdict) -> str:
@@ -80,8 +79,9 @@ def _whether_needed(run: Run, verdict: Verdict) -> str:
         return f"None is needed: {verdict.entropy_is_fine}. What each would do:"
     if still_falls(run, verdict):
         return f"Whether one is needed is not certain: {STILL_FALLS}. More steps will tell."
-    is_unknown = verdict.kind == UNKNOWN
-    return f"Whether one is needed cannot be told yet: {verdict.entropy_is_fine}." if is_unknown else ""
+    if verdict.kind.is_undecided:
+        return f"Whether one is needed cannot be told yet: {verdict.entropy_is_fine}."
+    return ""
 
 
 def _plain_step(run: Run, steps: int) -> str:

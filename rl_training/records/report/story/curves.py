@@ -88,15 +88,20 @@ class Reward:
         return self.now >= share * self.top
 
     @property
-    def stands_from_bin(self) -> int:
-        """The first bin since which it has not risen by more than BAND."""
+    def flat_since(self) -> int:
+        """The step since which it has not risen by more than BAND."""
+        return self.line.step_of(self._first_flat_bin)
+
+    @property
+    def largest_gain_while_flat(self) -> float:
+        """Upper end of the 95 % interval of its change since then; at least 0."""
+        change, error = self.line.slope(self._first_flat_bin)
+        return max(change + 2 * error, 0.0)
+
+    @property
+    def _first_flat_bin(self) -> int:
         band = max(BAND * self.spread, 2 * self.line.now_error)
         return place_of_trailing(self.line.fitted >= self.now - band) or 0
-
-    def gain_since_bin(self, place: int) -> float:
-        """Return the upper end of its change since a bin."""
-        change, error = self.line.slope(place)
-        return max(change + 2 * error, 0.0)
 
 
 @dataclass(frozen=True)

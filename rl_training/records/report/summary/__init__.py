@@ -23,7 +23,6 @@ from rl_training.records.report.summary.changes import entropy_changes
 from rl_training.records.report.summary.level_rows import level_rows
 from rl_training.records.report.summary.row import Link, Row
 from rl_training.records.report.verdict import Verdict, judge
-from rl_training.records.report.verdict.kinds import UNKNOWN
 from rl_training.records.report.wording import wording_of
 from rl_training.records.table.effects import (
     NO_FALL,
@@ -88,9 +87,9 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
         return
     if still_falls(run, verdict):
         yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
-    elif is_fine(run, verdict) or verdict.kind == UNKNOWN:
+    elif is_fine(run, verdict) or verdict.kind.is_undecided:
         listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
-        value = "cannot be told yet" if verdict.kind == UNKNOWN else "none needed"
+        value = "cannot be told yet" if verdict.kind.is_undecided else "none needed"
         yield Row("interventions", value, verdict.entropy_is_fine + listed)
     elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)

@@ -11,7 +11,6 @@ from rl_training.records.report.standing_out.line import NOISE
 from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.verdict import Verdict
-from rl_training.records.report.verdict.kinds import FALLEN
 from rl_training.records.table.estimates import last_of
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT
@@ -41,10 +40,11 @@ def _nothing_to_gain(run: Run, verdict: Verdict) -> str:
     """Return why no batch is called for: nothing is left to learn, or something else is in the way of it; else ""."""
     mixed = 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
     lines = standing_out(run)
-    is_in_the_way = verdict.of_kind.precedes_batch_size or any(rule_of(line).precedes_batch_size for line in lines)
-    if is_in_the_way or (verdict.kind == FALLEN and all(line.name != NOISE for line in lines)):
+    is_noisy = any(line.name == NOISE for line in lines)
+    kind_precedes = verdict.kind.precedes_batch_size and not (verdict.kind.may_come_of_noise and is_noisy)
+    if kind_precedes or any(rule_of(line).precedes_batch_size for line in lines):
         return "what the first lines say comes before the size of the batch"
-    if verdict.of_kind.leaves_nothing:
+    if verdict.kind.is_learned:
         return "it grows as the reward's highest value is reached, and calls for no other batch"
     if mixed < FEW_MIXED:
         return f"only {percent(mixed)} of the prompts have unequal rewards: that calls for other prompts"

@@ -4,7 +4,7 @@ STATES is the whole of it: the first state that holds for a run's story is its v
 whatever entropy does. docs/how_to/entropy_is_falling.md has this table, with what to do about each state.
 
     holds.py       when a state holds
-    kinds.py       what follows from each kind of state
+    kinds.py       what follows from each kind of verdict
     sentences.py   what is said of it
 """
 
@@ -23,7 +23,6 @@ from rl_training.records.report.verdict.kinds import (
     FLAT_FALLING,
     GONE,
     HELD_OUT,
-    KINDS,
     LEARNED,
     LOST,
     PART,
@@ -41,7 +40,7 @@ from rl_training.records.table.series import Run, once_per_run
 class State:
     """A row of the table: when it holds, and the sentence for it: a headline, and the evidence after it."""
 
-    kind: str
+    kind: Kind
     holds: Callable[[Story], bool]
     headline: str
     evidence: Callable[[Story], str]
@@ -58,26 +57,21 @@ class Verdict:
         story: What it is based on.
     """
 
-    kind: str
+    kind: Kind
     headline: str
     evidence: str
     since: int
     story: Story
 
     @property
-    def of_kind(self) -> Kind:
-        """What follows from its kind."""
-        return KINDS[self.kind]
-
-    @property
     def nothing_to_do(self) -> str:
         """Why there is nothing to do, "" if there is."""
-        return self.of_kind.nothing_to_do.format(ceiling=percent(holds.ceiling(self.story)))
+        return self.kind.nothing_to_do.format(ceiling=percent(holds.ceiling(self.story)))
 
     @property
     def entropy_is_fine(self) -> str:
         """Why nothing need be done to keep entropy, "" if that is not so."""
-        return self.of_kind.entropy_is_fine or self.nothing_to_do
+        return self.kind.entropy_is_fine or self.nothing_to_do
 
 
 STATES = (
@@ -118,4 +112,4 @@ def judge(run: Run) -> Verdict:
     state = next(state for state in STATES if state.holds(story))
     part = holds.fallen_part(story)
     headline = state.headline.format(part=part.name if part else "")
-    return Verdict(state.kind, headline, state.evidence(story), KINDS[state.kind].since(story), story)
+    return Verdict(state.kind, headline, state.evidence(story), state.kind.since(story), story)

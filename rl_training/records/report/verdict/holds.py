@@ -124,11 +124,11 @@ def is_lost(story: Story) -> bool:
     reward, entropy = story.reward, story.entropy
     if reward is None or entropy is None:
         return False
-    since = reward.line.step_of(reward.stands_from_bin)
-    lost = entropy.lost_since(since)
-    (low, high) = story.effect_since(since).bounds()
+    lost = entropy.lost_since(reward.flat_since)
     price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
-    has_gained_less = reward.gain_since_bin(reward.stands_from_bin) < price and not (low > 0 and high > price)
+    (low, high) = story.effect_since(reward.flat_since).bounds()
+    has_earned_it = low > 0 and high > price
+    has_gained_less = reward.largest_gain_while_flat < price and not has_earned_it
     return has_gained_less and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
 
 

@@ -72,7 +72,7 @@ def loss(story: Story) -> str:
     reward, entropy = story.reward, story.entropy
     assert reward is not None
     assert entropy is not None
-    since = reward.line.step_of(reward.stands_from_bin)
+    since = reward.flat_since
     lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
     return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_of_entropy(entropy)}"
 
