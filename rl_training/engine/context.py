@@ -24,6 +24,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import DESCRIBES_STEP, Estimate
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
@@ -32,6 +33,7 @@ from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Passes, WeightedScores
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
 from rl_training.step.residual import ResidualTest
+from rl_training.step.score_check import ScoreCheck
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class StepContext:
     step: StepData
     passes: Passes
     prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
-    residual_test: ResidualTest | None = None  # whether the policy drew the responses; None: it is not tested
     gradient_remark: str = ""  # after the step: how the optimizer's gradient differs from the measured one
+    # Gets the scores that probes make of the step's responses; None: who drew these is not tested. Not for probes.
+    _residual_test: ResidualTest | None = None
 
     @property
     def policy(self) -> Policy:
@@ -56,14 +59,8 @@ class StepContext:
 
     @property
     def reasons(self) -> Reasons:
-        """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
-        test = self.residual_test
-        prediction = self.prediction_if_any
-        seen = prediction.reason if prediction is not None and prediction.is_seen_in_scores else None
-        seen = seen or (None if test is None or self.step.reasons.sampling_mismatch else test.reason)
-        if not seen:
-            return self.step.reasons
-        return dataclasses.replace(self.step.reasons, sampling_mismatch=seen, no_fresh_responses=seen)
+        """What cannot be measured at this step: `step.reasons`."""
+        return self.step.reasons
 
     @property
     def prediction(self) -> EntropyPrediction:
@@ -99,6 +96,56 @@ class StepContext:
         if math.isnan(total):
             return Estimate.missing(UNKNOWN_TRUNCATION)
         return Estimate(total / self.step.batch.num_sequences, reason=DESCRIBES_STEP)
+
+    # --- whether probes score what is trained -------------------------------------------------------------------------
+
+    @property
+    def tests_sampling(self) -> bool:
+        """Whether `sampling_reason` tests scores, which must then have varentropies."""
+        return self._residual_test is not None
+
+    def scores_reason(self, rows: Tensor) -> Unavailable | None:
+        """Return the reason why the policy that probes score is not the trained one, or None. Collective.
+
+        Scores a few of these rows of the step, unless the entropy gradient was made of scores that have been compared.
+        """
+        if self.has_entropy_gradient:
+            return None
+        score_check = ScoreCheck(self.step.batch, self.policy, self._residual_test)
+        score_check.score_and_compare(rows)
+        return score_check.check(self.ranks, self.reasons)
+
+    def sampling_reason(self, rows: Tensor, scores: Scores, log_ratios: Tensor) -> Unavailable | None:
+        """Return the reason why the step's responses, or those of the run so far, are no samples, or None. Collective.
+
+        Tests tokens that are not tested yet (step/residual.py).
+
+        Args:
+            rows: Rows of the step.
+            scores: Any policy's scores of these rows, with varentropies if `tests_sampling`.
+            log_ratios: (rows, T), the log-probability by that policy minus that by the one that drew each token.
+        """
+        test, rollout = self._residual_test, self.step.batch.rollout
+        if test is None or scores.varentropies is None:
+            return None
+        test.add(rows, scores, log_ratios, rollout.untested)
+        return test.decide(self.ranks, self.reasons.reused, rollout.sampling_logps is not None)
+
+    def with_seen_mismatch(self) -> StepContext:
+        """Return the context whose reasons include what has been seen so far in scores of the step's responses.
+
+        The prediction is made of such scores, and a probe may make others.
+        """
+        prediction, test, reasons = self.prediction_if_any, self._residual_test, self.reasons
+        seen = None
+        if prediction is not None and prediction.is_seen_in_scores:
+            seen = prediction.reason
+        elif test is not None and not reasons.sampling_mismatch:
+            seen = test.reason
+        if seen is None:
+            return self
+        reasons = dataclasses.replace(reasons, sampling_mismatch=seen, no_fresh_responses=seen)
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, reasons=reasons))
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

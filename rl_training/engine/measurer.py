@@ -82,6 +82,7 @@ class Measurer:
         for probe in step.probes:
             with self._costs.timed(probe.name):
                 step.readings[probe.name] = self._probe_states.measure(probe, step.context)
+                step.context = step.context.with_seen_mismatch()  # the probe may have scored the responses
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
     def _context(self, step: OpenStep, seen_prompts: set[int]) -> StepContext:
@@ -92,7 +93,8 @@ class Measurer:
         prediction = None
         if predictions is not None:
             prediction = predictions.predict(data, step.probes, self._residual_test)
-        return StepContext(data, self._passes, prediction, self._residual_test)
+        context = StepContext(data, self._passes, prediction, _residual_test=self._residual_test)
+        return context.with_seen_mismatch()
 
     def about_to_step(self, step: OpenStep) -> None:
         """Read weights and gradients of a measured step right before the optimizer's."""

@@ -50,7 +50,6 @@ from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN
-from rl_training.step.score_check import ScoreCheck
 
 ENTROPY, LENGTH, REWARD = (
     ("measured/delta_h", "measured/delta_h_sequence"),
@@ -114,8 +113,9 @@ class MeasuredStepProbe(Probe):
 
     def measure(self, ctx: StepContext, state: WeightsBefore) -> Reading:
         reasons, fresh = ctx.reasons, ctx.step.batch.rollout.on_policy
+        rows = self._rows(ctx)
         reason = reasons.sampling_mismatch or reasons.no_baseline or (None if fresh else OLD_ROLLOUT)
-        reason = reason or self._scores_reason(ctx)
+        reason = reason or ctx.scores_reason(rows)
         names = names_of_changes(ctx.step.batch.rollout)
         if reason:
             missing = dict.fromkeys(with_sums(names), Estimate.missing(reason))
@@ -124,11 +124,7 @@ class MeasuredStepProbe(Probe):
         assert shard is not None
         is_repeated = state.step >= ctx.step.number
         if state.step and not is_repeated:
-            estimates, changed = self._changes(ctx, names, state.weights.local(shard), state)
-            if ctx.reasons.sampling_mismatch:  # its own passes have shown it
-                estimates = dict.fromkeys(with_sums(names), Estimate.missing(ctx.reasons.sampling_mismatch))
-            else:
-                state = changed
+            estimates, state = self._changes(ctx, names, rows, state.weights.local(shard), state)
         else:
             estimates = dict.fromkeys(with_sums(names), Estimate.missing(STEP_TAKEN_AGAIN if is_repeated else FIRST))
         weights = ShardedVector.of(shard, layout.by_name(layout.vector(shard.copy_local_weights().values())))
@@ -143,29 +139,25 @@ class MeasuredStepProbe(Probe):
         number = response_index(ctx.step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
-    def _scores_reason(self, ctx: StepContext) -> Unavailable | None:
-        """Return why the policy that probes score is not the trained one, or None. Collective."""
-        if ctx.has_entropy_gradient:
-            return None  # making the entropy gradient has already compared the scores with training's
-        score_check = ScoreCheck(ctx.step.batch, ctx.policy, ctx.residual_test)
-        score_check.score_and_compare(self._rows(ctx))
-        return score_check.check(ctx.ranks, ctx.step.reasons)
-
     def _changes(
-        self, ctx: StepContext, names: Sequence[str], before: Mapping[str, Tensor], state: WeightsBefore
+        self, ctx: StepContext, names: Sequence[str], rows: Tensor, before: Mapping[str, Tensor], state: WeightsBefore
     ) -> tuple[dict[str, Estimate], WeightsBefore]:
         """Return the estimates of the change since `before`, and the state with their variances and sums. Collective.
 
+        If the scores show that the policy did not draw the responses, the estimates are missing and the state stays.
+
         Args:
             names: The names of the changes.
+            rows: The responses to score again.
             before: This rank's entries of the state's weights, by name.
         """
         rollout, logs = ctx.step.batch.rollout, ctx.step.batch.log_ratios()
         assert logs is not None
-        rows = self._rows(ctx)
         rounding = ctx.policy.scorer.training_rounding
         current, earlier = (rounded_scores_before if rounding else scores_before)(ctx, rows, before)
-        add_to_residual_test(ctx, rows, current, earlier)
+        mismatch = ctx.sampling_reason(rows, earlier, log_ratios_to_sampler(rollout, rows, current, earlier))
+        if mismatch:
+            return dict.fromkeys(with_sums(names), Estimate.missing(mismatch)), state
         rewards = rewards_of(rollout)
         terms = differences_before(current, earlier, rows, rollout.prompt_index, rewards, logs)
         by_prompt = ctx.step.batch.sum_by_prompt(
@@ -242,22 +234,22 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         current = Scores(logps, entropies, current.mask)
     with policy.with_weights(before):
-        return current, policy.score_rollout(rollout, varentropy=ctx.residual_test is not None)
+        return current, policy.score_rollout(rollout, varentropy=ctx.tests_sampling)
 
 
-def add_to_residual_test(ctx: StepContext, rows: Tensor, current: Scores, earlier: Scores) -> None:
-    """Test whether the policy drew the tokens of `rows` that are not tested yet (step/residual.py). Collective.
+def log_ratios_to_sampler(rollout: Rollout, rows: Tensor, current: Scores, earlier: Scores) -> Tensor:
+    """Return the log-ratio of the policy before the step to the one that drew each token of `rows`, (rows, T).
 
-    These are scores by the policy before the step. Their residuals have mean 0 if tokens are weighted by the ratio of
-    that policy to the one that drew them: the current one, or the sampler that reports log-probabilities.
+    The current policy drew them, or the sampler that reports log-probabilities.
+
+    Args:
+        rollout: The step's responses.
+        rows: Some of them.
+        current: The current policy's scores of all responses.
+        earlier: The scores of `rows` by the policy before the step.
     """
-    test, rollout = ctx.residual_test, ctx.step.batch.rollout
-    if test is None or earlier.varentropies is None:
-        return
     drawn = current.logps if rollout.sampling_logps is None else rollout.sampling_logps
-    log_ratios = (earlier.logps.double() - drawn[rows].double()).masked_fill(earlier.mask == 0, 0.0)
-    test.add(rows, earlier, log_ratios, rollout.untested)
-    test.decide(ctx.ranks, ctx.step.reasons.reused, rollout.sampling_logps is not None)
+    return (earlier.logps.double() - drawn[rows].double()).masked_fill(earlier.mask == 0, 0.0)
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:

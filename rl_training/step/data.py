@@ -40,4 +40,4 @@ class StepData:
     batch: Batch
     gradients: Gradients
     optimizer: OptimizerView
-    reasons: Reasons  # as known before probes score the policy again
+    reasons: Reasons

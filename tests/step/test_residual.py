@@ -15,6 +15,7 @@ import pytest
 import torch
 from example_steps import ALONE
 from ranks_in_threads import on_two_ranks
+from seen import Seen
 from torch import Tensor
 
 from rl_training import Rollout, measured_loop
@@ -409,9 +410,13 @@ def test_measured_adds_the_responses_that_simple_does_not_score_by_the_policy_be
     assert estimate.value != pytest.approx(unweighted.residual / sums.tokens, rel=1e-2)
 
 
-def test_measured_alone_notices_and_untested_responses_are_measured() -> None:
-    _, (*_, last), _ = train([MeasuredStepProbe()], 2, temperature=2.0)
+def test_measured_alone_notices_and_tells_the_probes_after_it_and_untested_responses_are_measured() -> None:
+    earlier, later = Seen(), Seen()
+    earlier.name = "earlier"
+    _, (*_, last), _ = train([earlier, MeasuredStepProbe(), later], 2, temperature=2.0)
     assert last["measured/delta_h"].code == NOT_DRAWN.code
+    assert [ctx.reasons.sampling_mismatch is None for ctx in earlier.contexts] == [True, False]
+    assert [ctx.reasons.sampling_mismatch.code for ctx in later.contexts] == [NOT_DRAWN.code] * 2
     _, (*_, last), _ = train([SimpleEntropyProbe()], 2, temperature=COLD, untested=True)
     assert math.isfinite(last["delta_h/forward"].value)
     assert last[residual.MEAN].code == UNTESTED.code
