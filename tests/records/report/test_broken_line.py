@@ -9,7 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rl_training.records.report.story.broken_line import MIN_PIECE, PIECE, SLOPE, BrokenLine, _fit, _noise, broken_line
+from rl_training.records.report.story.broken_line import BrokenLine, broken_line
+from rl_training.records.report.story.noise import noise_of_mean
+from rl_training.records.report.story.pieces import MIN_PIECE, PIECE, SLOPE, fit_pieces
 from rl_training.records.table.trends import place_of_trailing
 
 
@@ -45,7 +47,7 @@ def best_of_all(values: np.ndarray, noise: float) -> float:
 def test_the_pieces_are_the_best_of_all_ways_to_cut(seed: int) -> None:
     draw = np.random.default_rng(seed)
     values = draw.normal(size=15) + np.where(np.arange(15) > 6, 4.0, 0.0) + 0.8 * np.arange(15) * (seed % 2)
-    line, pieces = _fit(values, 1.0)
+    line, pieces = fit_pieces(values, 1.0)
     parts = [values[start:end] - line[start:end] for start, end in itertools.pairwise(pieces)]
     slopes = [np.ptp(line[start:end]) > 1e-9 for start, end in itertools.pairwise(pieces)]
     cost = sum(PIECE + SLOPE * slope + float(part @ part) for part, slope in zip(parts, slopes, strict=True))
@@ -100,7 +102,7 @@ def test_a_curve_that_has_levelled_off_is_seldom_drawn_as_one_line_up_to_its_end
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
 def test_the_noise_of_correlated_values_is_enlarged_whatever_the_trend(rho: float) -> None:
     """The variance of the mean of n values with the correlation ρ is σ²/n · (1 + ρ)/(1 − ρ)."""
-    noises = [_noise(correlated(rho, 3000, seed) + 0.5 * np.arange(3000)) for seed in range(8)]
+    noises = [noise_of_mean(correlated(rho, 3000, seed) + 0.5 * np.arange(3000)) for seed in range(8)]
     assert np.mean(noises) == pytest.approx(math.sqrt((1 + rho) / (1 - rho)), rel=0.1)
 
 

@@ -1,6 +1,7 @@
 """What a run has done so far: its curves of reward and entropy, without their noise.
 
 broken_line.py        a curve without its noise
+noise.py, pieces.py   how: the size of the noise, and the straight pieces that are left
 levels.py             the numbers at both ends of a run
 curves.py             what a curve does now, and how far it has come
 reward_functions.py   which rewards there are

@@ -1,4 +1,8 @@
-"""The numbers at both ends of a run: a report takes them from here alone."""
+"""The numbers at both ends of a run: a report takes them from here alone.
+
+The start is the mean of the first steps. The end is that of the broken line (broken_line.py), or, of values too few for
+one, the mean of the last steps.
+"""
 
 from __future__ import annotations
 

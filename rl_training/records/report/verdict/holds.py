@@ -1,4 +1,19 @@
-"""When each state of a run holds, and the thresholds for it. They read a story alone."""
+"""When each state of a run holds, and the thresholds for it. They read a story alone.
+
+A story has a curve of reward and one of token entropy, each a broken line (story/broken_line.py), which has decided
+what is noise. Here sizes are compared: of reward in standard deviations of single rewards, and in shares of the highest
+possible reward where that is known; of entropy in shares of its first level.
+
+Whether a curve falls or rises is decided in story/curves.py. Beyond that,
+- entropy is spent if it falls while reward rises;
+- it is lost if it falls while reward is flat, and the upper end of what reward has gained meanwhile is below a price:
+  MIN_REWARD_GAIN standard deviations for all of the entropy, and in proportion for a share of it;
+- it is gone with less than ALMOST_NOTHING left, which is bad below the highest reward;
+- it is steady if the largest change that its noise could hide is below STEADY_WITHIN.
+
+Thresholds were chosen by hand. Rules were changed after some curves of benchmarks/stories.py had been seen; its section
+in benchmarks/README.md names them, and has how often others are told right.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +136,8 @@ def is_lost(story: Story) -> bool:
 
     Not if the steps were measured to have raised it, by what may be as much: single batches only hide that.
     """
-    reward, entropy = story.reward, story.entropy
+    reward = story.reward
+    entropy = story.entropy
     if reward is None or entropy is None:
         return False
     lost = entropy.lost_since(reward.flat_since)
