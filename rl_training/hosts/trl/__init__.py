@@ -2,11 +2,15 @@
 
 Read in this order:
 
-    attachment.py    what `attach` puts on a trainer and removes again, by wrapping.py; options.py has its options
+    attachment.py    what `attach` puts on a trainer and removes again, by wrapping.py: its objects and their lives;
+                     options.py has its options
+    training_callback.py                                     each training, from `train()` to the line that says how it
+                     ended
     trainer_kind.py, compatibility.py, refusals.py           what cannot be attached to: other trainers, other versions
                      of TRL, settings under which nothing can be measured
     versions.py, members.py                                  how versions of TRL differ, and what is read from it
-    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop_spec.py describes the loop to it
+    step_hooks.py, loss_hook.py, rollout_hooks.py            the hooks of a step, each a call to the engine's driver;
+                     loop_spec.py describes the loop to it
     rollouts/        what is known of a rollout and its rows, which TRL passes on in batches without it
     settings/        what the trainer's settings say of the loss, of sampling and of rollouts
     policy.py        scores as the trainer would, and samples with generation.py; scoring_calls.py finds the scores

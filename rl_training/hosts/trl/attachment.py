@@ -1,4 +1,18 @@
-"""Probes on a trl.GRPOTrainer: all that lives as long as one training run. step_hooks.py has the hooks of a step."""
+"""Attaches probes to a trl.GRPOTrainer, and removes them.
+
+An attachment may see several trainings. Its objects, and who ends them:
+
+    Attachment         the user's handle. Made by `attach` or by a DrGRPOTrainer. It makes the others and wraps the
+                       trainer's methods with their hooks, and `remove` takes all of it off again
+    TrainingCallback   begins each training of the trainer when `train()` is called, and finishes it when `train()`
+                       returns or raises; in a `with` block when that ends, or when `train()` is called again
+    StepDriver         runs the probes. StepHooks starts it with each training, and `remove` closes it
+    Destination        where trainings write. Its folder is chosen and locked with each training, until it is finished
+    Guard, TrainerLog, CheckpointHooks, EstimateWriter
+                       stay for all trainings, and begin anew with each one
+
+Whatever of them fails, the trainer trains on and gets its methods back: see guard.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
@@ -21,18 +35,25 @@ from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.compatibility import check_version
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.loss_hook import LossHook
 from rl_training.hosts.trl.options import Options
-from rl_training.hosts.trl.output.attached_training import AttachedTraining
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.rollout_hooks import RolloutHooks
 from rl_training.hosts.trl.rollouts import batches
-from rl_training.hosts.trl.settings.recorded import settings_of_trainer
+from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_step
-from rl_training.hosts.trl.settings.whole_prompts import refuse_split_prompts, whole_prompts_only_reorder
-from rl_training.hosts.trl.step_hooks import make_step_hooks
+from rl_training.hosts.trl.settings.whole_prompts import (
+    prepare_whole_prompts,
+    refuse_split_prompts,
+    whole_prompts_only_reorder,
+)
+from rl_training.hosts.trl.step_hooks import StepHooks
+from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
+from rl_training.hosts.trl.training_callback import TrainingCallback
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
@@ -42,43 +63,72 @@ from rl_training.step.batch import LossSettings
 logger = logging.get_logger(__name__)
 
 
-class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
+class Attachment(contextlib.AbstractContextManager["Attachment"]):
     """Probes attached to a trainer, until `remove`. Made by `attach`."""
 
     def __init__(
         self, trainer: GRPOTrainer, probes: Sequence[Probe], destination: Destination, options: Options
     ) -> None:
         options = _checked(trainer, probes, options)
-        self._trainer, self._destination, self._options = trainer, destination, options
+        self._trainer = trainer
+        self._destination = destination
+        self._options = options
         self.driver = _make_driver(trainer, probes, options)
         self.probes = self.driver.probes
-        policy = TrainerPolicy(trainer)
-        self._writer = EstimateWriter(self.probes, destination.records, policy.decode, options.longer_responses)
+        self._policy = TrainerPolicy(trainer)
+        self._rollouts = Rollouts(trainer, self._policy)
+        self._loss = TrainedLoss(trainer, self._policy, options.interventions, options.spelling)
+        self._writer = EstimateWriter(self.probes, destination.records, self._policy.decode, options.longer_responses)
         self._guard = Guard(
             self.driver,
             self._writer,
             training_needs_measurements=options.training_needs_measurements,
             strict=options.strict,
         )
-        self._steps = make_step_hooks(trainer, self.driver, policy, self._guard, self._writer, options)
-        self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
-        self._has_stepped = False  # whether a step has been taken
+        self._step_hooks = StepHooks(
+            trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, options
+        )
+        self._checkpoint_hooks = CheckpointHooks(trainer, self.driver, self._guard)
+        self._training = TrainingCallback(
+            trainer,
+            self.driver,
+            self._writer,
+            self._guard,
+            self._step_hooks,
+            self._checkpoint_hooks,
+            self._log,
+            destination,
+            options,
+        )
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
-        self._training = self._next_training()
         self._is_removed = False
         self._undo = self._install()
 
-    def _next_training(self) -> AttachedTraining:
-        """Return what the next training writes."""
-        return AttachedTraining(self._trainer, self._destination, self._writer, self._log, self._guard)
+    def _wrappers(self) -> dict[str, Callable[..., Any]]:
+        """Return the wrapper of each wrapped method of the trainer, by the method's name.
+
+        They pass on every argument: a subclass may have parameters that TRL's method lacks.
+        """
+        hooks = {
+            **RolloutHooks(self._trainer, self.driver, self._rollouts, self._loss).hooks(),
+            **LossHook(
+                self._trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, self._writer
+            ).hooks(),
+            **self._step_hooks.hooks(),
+        }
+        wrappers = {name: self._guard.around(hook) for name, hook in hooks.items()}
+        wrappers |= self._checkpoint_hooks.wrappers()
+        wrappers["train"] = self.on_train
+        if self._options.whole_prompts:
+            wrappers["_prepare_inputs"] = prepare_whole_prompts
+        return wrappers
 
     def _install(self) -> contextlib.ExitStack:
         """Wrap the methods of the trainer that probes need to see, until the returned stack is closed."""
         trainer = self._trainer
-        wrappers = {"train": self.on_train, **self._steps.wrappers(), **self._checkpoints.wrappers()}
         with contextlib.ExitStack() as undo:
-            for name, method in wrappers.items():
+            for name, method in self._wrappers().items():
                 wrap(trainer, name, method, undo)
             undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
             trainer.reward_funcs = named_rewards(trainer)
@@ -87,7 +137,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                     wrap(callback, "on_log", self._log.on_print, undo)
                 elif is_dashboard(callback):
                     wrap(callback, "on_log", self._log.on_send, undo)
-            for added in filter(None, (self, self._options.callback)):
+            for added in filter(None, (self._training, self._options.callback)):
                 trainer.add_callback(added)
                 undo.callback(trainer.remove_callback, added)
             return undo.pop_all()
@@ -112,18 +162,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     @property
     def loss_settings(self) -> LossSettings:
         """The settings of the loss that training uses, interventions included."""
-        return self._steps.loss_settings
-
-    @property
-    def why_not_another(self) -> str:
-        """Why nothing else can be attached to the trainer meanwhile, and what to do."""
-        if not self._options.keep_attached:
-            return "this trainer already has probes attached: remove() those first, or pass all in one list"
-        name = type(self._trainer).__name__
-        why = f"{name} measures by itself: give probes=[...] and records=FOLDER to {name}(...)"
-        if self._options.training_needs_measurements:
-            return why
-        return f"{why}, or call trainer.attachment.remove() before attach(trainer, FOLDER), which also writes a report"
+        return self._loss.settings
 
     def _repr_html_(self) -> str:
         """Return the report for display in a notebook, in a self-contained frame."""
@@ -133,7 +172,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         page = html.escape(self.report.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" width="100%" height="700" frameborder="0"></iframe>'
 
-    # --- around a training --------------------------------------------------------------------------------------------
+    # --- its life -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Attachment:
         if self._is_removed:
@@ -141,95 +180,39 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._ends_with_training = False
         return self
 
-    def on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._training.finish(None)  # an earlier one in the same `with` block
-        self._training = self._next_training()
-        self._checkpoints.take_resumed()  # of a training that ended between loading it and beginning
+    def on_train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the trainer's `train`, measured. Without a `with` block, what is attached ends with it."""
         try:
             with self._training.running():
-                output = original(*args, **kwargs)
+                output = train(*args, **kwargs)
         except BaseException as error:
-            self.driver.fail_step()  # at once: the trainer may train again with this optimizer, before `with` ends
             if self._ends_with_training:
-                self._end(error)
+                with self._guard.after_error(error):
+                    self._end(error)
             raise
         if self._ends_with_training:
-            self._end(None)
+            with self._guard.watching():
+                self._end(None)
         return output
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and not self._training.has_run and all_ranks().number == 0:
+        if error is not None:
+            with self._guard.after_error(error):
+                self._end(error)
+            self._destination.note_interrupt(error)
+            return
+        if not self._training.has_run and all_ranks().number == 0:
             logger.warning(announcements.NOTHING_TRAINED)
-        self._end(error)
-        self._destination.note_interrupt(error)
-
-    # --- begin --------------------------------------------------------------------------------------------------------
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._refuse_restart(state)
-        self._steps.reset()
-        resumed = self._checkpoints.take_resumed()
-        with announcements.hide_progress_bar():
-            self._checkpoints.run_id = self._training.begin(resumed.run_id)
-            settings: dict[str, Any] = {}
-            with self._guard.watching(refuses=True):
-                settings = settings_of_trainer(self._trainer, self._options.recorded)
-                self._destination.write_config(settings, self.probes)
-                if self.driver.is_needed:  # records alone suit trainers whose shards probes cannot read
-                    opening = announcements.opening_line(self.probes, self._destination.output)
-                    self._steps.begin(opening, resumed.states)
-            self._training.begin_records(state.global_step, settings)
-        self._log.begin()
-
-    def _refuse_restart(self, state: Any) -> None:
-        """Raise UserError if a second training would go on with the records and running sums of the first."""
-        would_restart = self._has_stepped and state.global_step == 0 and not self._destination.has_own_folders
-        if would_restart and (self.probes or self._destination.records is not None):
-            anew = "make a new trainer" if self._options.keep_attached else "remove() these probes and attach new ones"
-            raise UserError(
-                "this trainer has trained before, so its records and running sums would restart midway: continue "
-                f"with train(resume_from_checkpoint=...), or {anew}"
-            )
-
-    # --- a step, as the trainer's callbacks report it -----------------------------------------------------------------
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guard.watching():
-            self._log.flush()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with self._guard.watching():
-            self.driver.stepped()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._has_stepped, step = True, state.global_step
-        numbers: dict[str, float] = self._guard.attempt(lambda: self._steps.finish(step), otherwise={})
-        with self._guard.watching():
-            if self._guard.reason:
-                self._writer.write_missing(step, self._guard.reason)
-            self._log.add(step, numbers)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        with self._guard.watching():
-            if "loss" in logs:
-                self._log.write(state.global_step, logs)
-            elif "eval_loss" in logs:  # the summary at the end of training has neither
-                self._log.write_evaluation(state.global_step, logs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps.end()
-        with self._guard.watching():
-            self._log.flush()
-        with self._guard.watching():
-            self.driver.end()
-
-    # --- end ----------------------------------------------------------------------------------------------------------
+            self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         """Remove everything from a trainer that is not to keep it, and write the report if training has begun."""
-        if not self._options.keep_attached:
-            self._uninstall()
-        self._training.finish(error)
+        try:
+            if not self._options.keep_attached:
+                self._uninstall()
+        finally:
+            self._training.finish(error)
 
     def remove(self) -> None:
         """Remove the probes and everything else that was attached. The measurements are kept.
@@ -251,25 +234,38 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 batch.pop(key, None)
         with self._undo:  # the trainer gets its own methods back even if this fails
             self.driver.close()
-            self._steps.end()
+            self._step_hooks.end()
 
 
 def is_attached(trainer: Any) -> bool:
     """Return whether a trainer already has probes attached."""
-    return _attachment_of(trainer) is not None
+    return _options_of_attached(trainer) is not None
 
 
-def _attachment_of(trainer: Any) -> Attachment | None:
-    """Return what is attached to a trainer."""
-    return next((added for added in trainer.callback_handler.callbacks if isinstance(added, Attachment)), None)
+def _options_of_attached(trainer: Any) -> Options | None:
+    """Return the options of what is attached to a trainer. None if nothing is."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((added.options for added in callbacks if isinstance(added, TrainingCallback)), None)
+
+
+def _refuse_another(trainer: GRPOTrainer) -> None:
+    """Raise UserError, with what to do, if a trainer already has probes attached."""
+    options = _options_of_attached(trainer)
+    if options is None:
+        return
+    if not options.keep_attached:
+        raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
+    name = type(trainer).__name__
+    why = f"{name} measures by itself: give probes=[...] and records=FOLDER to {name}(...)"
+    if not options.training_needs_measurements:
+        why += ", or call trainer.attachment.remove() before attach(trainer, FOLDER), which also writes a report"
+    raise UserError(why)
 
 
 def _checked(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> Options:
     """Return the options, with `whole_prompts` decided. UserError if probes cannot be attached to this trainer."""
     check_version(trainer)
-    attached = _attachment_of(trainer)
-    if attached is not None:
-        raise UserError(attached.why_not_another)
+    _refuse_another(trainer)
     if options.whole_prompts is None:
         options = dataclasses.replace(options, whole_prompts=whole_prompts_only_reorder(trainer))
     if options.whole_prompts:

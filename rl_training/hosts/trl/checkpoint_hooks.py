@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.versions import argument_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
 
@@ -25,47 +27,58 @@ class Resumed:
 
 
 class CheckpointHooks:
-    """Wraps the methods that save and load a trainer's checkpoint."""
+    """The hooks around the methods that save and load a trainer's checkpoint.
+
+    Args:
+        trainer: The trainer.
+        driver: Has the states of the probes.
+        guard: Runs the hooks.
+    """
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
-        self._trainer, self._driver, self._guard = trainer, driver, guard
+        self._trainer = trainer
+        self._driver = driver
+        self._guard = guard
         self.run_id = ""  # of the training, written to checkpoints
         self._resumed = Resumed()  # what was loaded for the training that is about to begin
 
     def take_resumed(self) -> Resumed:
         """Return what was loaded for the training that is about to begin, once."""
-        resumed, self._resumed = self._resumed, Resumed()
+        resumed = self._resumed
+        self._resumed = Resumed()
         return resumed
 
-    def wrappers(self) -> dict[str, Callable[..., object]]:
+    def wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return the wrapper of each wrapped trainer method, by the method's name."""
         return {
             # The probes' states, from every rank, are in the checkpoint before trainer_state.json completes it.
-            "_save_optimizer_and_scheduler": self._on_save,
-            "_save_rng_state": self._on_save_rng_state,
-            "_load_optimizer_and_scheduler": self._on_load,
+            "_save_optimizer_and_scheduler": self._guard.around(self._around_save, always=True),
+            "_save_rng_state": self._guard.around(self._around_save_rng_state, always=True),
+            "_load_optimizer_and_scheduler": self._guard.around(self._around_load, refuses=True),
         }
 
-    def _on_save(self, original: Callable[..., Any], output_dir: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(output_dir, *args, **kwargs)
-        self._guard.attempt(lambda: self._save(self._driver.states(), Path(output_dir)))
-        if self._guard.reason:  # measuring has ended, perhaps just now: the checkpoint still names its run
+    def _around_save(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        """Add the probes' states to a checkpoint. Once measuring has ended, the checkpoint still names its run."""
+        yield
+        checkpoint = Path(argument_of("output_dir", "_save_optimizer_and_scheduler", args, kwargs))
+        self._guard.attempt(lambda: self._save(self._driver.states(), checkpoint))
+        if self._guard.reason:  # perhaps just now
             with contextlib.suppress(Exception):
-                self._save({}, Path(output_dir))
-        return result
+                self._save({}, checkpoint)
 
     def _save(self, states: Mapping[str, Any], checkpoint: Path) -> None:
         ranks = all_ranks()
         save_probe_states(states, checkpoint, ranks.count, ranks.number, self.run_id)
 
-    def _on_save_rng_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def _around_save_rng_state(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        yield
         self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
-        return result
 
-    def _on_load(self, original: Callable[..., Any], checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
-        result = original(checkpoint, *args, **kwargs)
+    def _around_load(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        """Load the run of a checkpoint and the probes' states. A training without these states still knows its run."""
+        yield
+        checkpoint = argument_of("checkpoint", "_load_optimizer_and_scheduler", args, kwargs)
         if checkpoint is not None:
+            self._resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""))
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
-            self._resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""), states)
-        return result
+            self._resumed = dataclasses.replace(self._resumed, states=states)

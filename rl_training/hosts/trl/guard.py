@@ -1,4 +1,10 @@
-"""Limits the damage of an error in a probe: it ends the measuring, and training continues as if never measured.
+"""Limits the damage of an error in measuring code: it ends the measuring, and training continues as if never measured.
+
+All measuring code runs in a guard, and there are three ways in:
+
+    around      a hook around a method of the trainer
+    attempt     a callback's work, unless measuring has ended
+    watching    work that goes on after measuring has ended, such as writing what is left
 
 A line of the records that cannot be written, as on a full disk, ends neither: the next one is tried.
 """
@@ -8,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers.utils import logging
 
@@ -25,6 +31,10 @@ from rl_training.records.files.masking import mask_line
 logger = logging.get_logger(__name__)
 
 Result = TypeVar("Result")
+# Runs around one call of a method, with the call's arguments. It yields once: what stands before the yield runs before
+# the method, and the yield returns what the method has returned, or raises its error. A hook that returns something
+# else than None replaces the method's result by it.
+Hook = Callable[..., Generator[None, Any, Any]]
 STRICT = "RL_TRAINING_STRICT"  # environment variable: with 1, errors of probes end training by default
 ENDS_TRAINING = "a probe has failed on this process, and the others cannot be told, so training ends"
 
@@ -42,17 +52,22 @@ class Guard:
     def __init__(
         self, driver: StepDriver, writer: EstimateWriter, *, training_needs_measurements: bool, strict: bool | None
     ) -> None:
-        self._driver, self._writer = driver, writer
+        self._driver = driver
+        self._writer = writer
         is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
         self._raises = training_needs_measurements or is_strict
         self.step = 0  # current step of the training
         self.reason = ""  # why measuring ended before training did; "" while it has not
+        self._early_error: Exception | None = None  # which ended it before the first step, until records begin
         self._has_warned_again = False  # whether a further error, after that one, was told
         self._unwritten: set[int] = set()  # the steps at which lines of the records could not be written
 
     def begin(self) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self.step, self.reason, self._has_warned_again = 0, "", False
+        self.step = 0
+        self.reason = ""
+        self._early_error = None
+        self._has_warned_again = False
         self._unwritten.clear()
 
     def outcome(self, how: str) -> str:
@@ -70,6 +85,41 @@ class Guard:
                 "measuring and training go on"
             )
         self._unwritten.add(self.step)
+
+    def around(self, hook: Hook, *, always: bool = False, refuses: bool = False) -> Callable[..., Any]:
+        """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
+
+        The method itself runs outside the guard: its errors pass through unchanged, and none of the hook hides one.
+
+        Args:
+            hook: The hook, which gets the arguments of each call.
+            always: Whether to run the hook even if measuring has ended.
+            refuses: As for `watching`.
+        """
+
+        def wrapper(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            observed: Generator[None, Any, Any] | None = None
+            if always or not self.reason:
+                with self.watching(refuses):
+                    begun = hook(*args, **kwargs)
+                    next(begun)
+                    observed = begun
+            try:
+                result = method(*args, **kwargs)
+            except BaseException as error:
+                if observed is not None:
+                    with self.after_error(error):
+                        observed.throw(error)
+                raise
+            if observed is not None:
+                with self.watching(refuses):
+                    if self.reason and not always:  # measuring has ended within the method
+                        observed.close()
+                        return result
+                    return _finish(observed, result)
+            return result
+
+        return wrapper
 
     def attempt(self, measure: Callable[[], Result], otherwise: Result = None) -> Result:  # type: ignore[assignment]
         """Run measuring code unless measuring has ended, and return its result. An error in it ends the measuring.
@@ -100,27 +150,65 @@ class Guard:
                 raise
             self._end(error)
 
+    @contextlib.contextmanager
+    def after_error(self, error: BaseException) -> Iterator[None]:
+        """Run measuring code after training has failed: if it fails too, the first error gets a note and stays the one.
+
+        Args:
+            error: The error of training, which the caller raises.
+        """
+        try:
+            yield
+        except BaseException as second:
+            if second is error or isinstance(second, StopIteration):  # as the hook has passed it on, or caught it
+                return
+            if not isinstance(second, Exception):  # Ctrl-C
+                raise
+            error.add_note(mask_line(f"measuring failed after this error ({_described(second)})"))
+
     def _end(self, error: Exception) -> None:
-        source = " ".join(filter(None, (_failing_probe(error), type(error).__name__)))
-        message = " ".join(str(error).split())
+        """End the measuring by an error, and say so. Of later errors, which writing may meet, the first is told."""
         if self.reason:
             if not self._has_warned_again:
                 logger.warning(
-                    mask_line(f"step {self.step}: another error after measuring ended ({source}: {message})")
+                    mask_line(f"step {self.step}: another error after measuring ended ({_described(error)})")
                 )
             self._has_warned_again = True
             return
         when = f"at step {self.step}" if self.step else "before its first step"
         self.reason = mask_line(
-            f"measuring ended {when} by an error ({source}: {message}), and training went on without it"
+            f"measuring ended {when} by an error ({_described(error)}), and training went on without it"
         )
-        self._driver.close()
+        self._early_error = error if not self.step else None
         where = "strict=True raises it"
         if self._writer.records is not None:
             with contextlib.suppress(Exception):  # the disk may be full
                 write_failure(self._writer.records.folder, self.reason, error)
                 where = f"its traceback is in {self._writer.records.folder / FAILURE_FILE}"
         logger.warning(f"{self.reason}: {where}")
+        with self.watching():  # closing may fail too
+            self._driver.close()
+
+    def write_early_error(self) -> None:
+        """Write the error that has ended measuring before there were records, as when a checkpoint is loaded."""
+        if self._early_error is not None and self._writer.records is not None:
+            write_failure(self._writer.records.folder, self.reason, self._early_error)
+        self._early_error = None
+
+
+def _finish(observed: Generator[None, Any, Any], result: Any) -> Any:
+    """Run what a hook does after its method. Return what replaces the method's result, or that itself."""
+    try:
+        observed.send(result)
+    except StopIteration as ended:
+        return result if ended.value is None else ended.value
+    raise AssertionError("a hook yields once")
+
+
+def _described(error: Exception) -> str:
+    """Return on one line: the probe in which an error was raised, the error's type and its message."""
+    source = " ".join(filter(None, (_failing_probe(error), type(error).__name__)))
+    return f"{source}: {' '.join(str(error).split())}"
 
 
 def _failing_probe(error: Exception) -> str:

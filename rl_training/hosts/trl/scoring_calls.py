@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.hosts.trl.compatibility import require
-from rl_training.hosts.trl.members import FORWARD_PASS, METHODS
-from rl_training.hosts.trl.versions import NUM_SCORES
+from rl_training.hosts.trl.members import FORWARD_PASS
+from rl_training.hosts.trl.versions import NUM_SCORES, argument_of
 
-# Positions of arguments.
-IDS, KEPT, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "logits_to_keep", "compute_entropy"))
+# Log-probabilities, (B, T), and entropies, (B, T), or None for entropies that were not requested.
+LossScores = tuple[Tensor, Tensor | None]
 NO_SCORES_TO_CHANGE = (
     "{trainer}.compute_loss does not use the log-probabilities that " + FORWARD_PASS + " returns for its batch, whose "
     "weights an intervention changes: build on super().compute_loss, or train without interventions"
@@ -37,21 +37,18 @@ class ScoringCalls:
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self._ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         self._shape = inputs["completion_ids"].shape
-        self._scores: list[tuple[Tensor, Tensor | None]] = []
+        self._scores: list[LossScores] = []
 
-    def record(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass and return its output, and keep the scores if they are of this microbatch."""
-        output = original(*args, **kwargs)
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
-        num_scored = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[KEPT]
+    def around_forward_pass(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        """Keep the scores that the forward pass returns, if they are of this microbatch."""
+        output = yield
+        ids = argument_of("input_ids", FORWARD_PASS, args, kwargs)
+        num_scored = argument_of("logits_to_keep", FORWARD_PASS, args, kwargs)
         if num_scored == self._shape[1] and ids.shape == self._ids.shape and torch.equal(ids, self._ids):
-            has_entropies = (
-                kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
-            )
+            has_entropies = argument_of("compute_entropy", FORWARD_PASS, args, kwargs)
             self._scores.append(_read_scores(output, self._shape, has_entropies))
-        return output
 
-    def scores_behind(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def scores_behind(self, loss: Tensor) -> LossScores | None:
         """Return the log-probabilities from which this loss is computed, with their entropies.
 
         Returns:
@@ -72,7 +69,7 @@ class ScoringCalls:
         return next(iter(with_graph or self._scores), None)
 
 
-def _read_scores(output: Any, shape: torch.Size, with_entropies: bool) -> tuple[Tensor, Tensor | None]:
+def _read_scores(output: Any, shape: torch.Size, with_entropies: bool) -> LossScores:
     """Return the log-probabilities and entropies in the output of training's forward pass.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -120,11 +120,33 @@ def generation_calls_code(trainer: GRPOTrainer) -> bool:
 
 
 def parameters_of(method: Callable[..., Any]) -> set[str]:
-    """Return the names of a method's parameters. TRL 1.14 names those of its forward pass in two functions it calls."""
+    """Return the names of a method's parameters."""
+    return {*inspect.signature(method).parameters, *_signature(method)}
+
+
+def argument_of(name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call of a trainer's method, by its name in TRL's own method.
+
+    Arguments that a subclass adds, after TRL's or by name, are ignored.
+
+    Args:
+        name: The name of the argument.
+        method: The name of the method.
+        args: What the call has passed by position, without the trainer.
+        kwargs: What it has passed by name.
+    """
+    signature = _signature(getattr(GRPOTrainer, method))
+    by_position = dict(zip([parameter for parameter in signature if parameter != "self"], args, strict=False))
+    given = {**by_position, **kwargs}
+    return given[name] if name in given else signature[name].default
+
+
+def _signature(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return a method's parameters in their order. TRL 1.14 names those of its forward pass in a function it calls."""
     named = inspect.signature(method).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in named.values())
     callee = getattr(GRPOTrainer, "_full_logits_logps", None)
-    return {*named, *(inspect.signature(callee).parameters if passes_on and callee is not None else ())}
+    return inspect.signature(callee).parameters if passes_on and callee is not None else named
 
 
 # The positions of an image's patches, among the model's inputs in a batch: renamed in 1.1.0.

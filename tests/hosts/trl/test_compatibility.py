@@ -70,7 +70,7 @@ def test_a_wrapped_method_takes_arguments_that_a_subclass_adds(
     monkeypatch.setattr(
         trainer, "__class__", type("Widened", (GRPOTrainer,), {name: widened(name) for name in METHODS})
     )
-    with attach(trainer, probes=[]):
+    with attach(trainer, probes=[], whole_prompts=True):
         wrapped = METHODS.keys() & vars(trainer).keys()
         assert len(wrapped) == 10
         for name in wrapped:

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, attach
+from rl_training.engine.driver import StepDriver
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.hosts.trl import attachment
+from rl_training.hosts.trl import training_callback
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
@@ -82,19 +83,47 @@ class FailingBackward(TrainerCallback):
             Exchange.send = failing_send  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("hook", ["measure", "after_step", "backward"])
+def fail_as(name: str) -> None:
+    raise KeyError(f"password={name}")
+
+
+class OddScores(tuple):
+    """Scores that a loss can unpack, and whose number cannot be read."""
+
+    def __len__(self) -> int:
+        raise KeyError("api_key=of-the-user")
+
+
+class WithOddScores(GRPOTrainer):
+    """Its forward pass returns odd scores at step 2."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return OddScores(scores) if self.state.global_step == 1 else scores
+
+
+def fail_at_step_two(driver: StepDriver) -> bool:
+    assert driver._open_step is not None
+    if driver._open_step.number == 2:
+        raise KeyError("api_key=of-the-user")
+    return True
+
+
+@pytest.mark.parametrize("hook", ["measure", "after_step", "backward", "forward pass", "needs scores"])
 def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
-    make_trainer, tmp_path: Path, caplog, hook: str
+    make_trainer, tmp_path: Path, caplog, monkeypatch, hook: str
 ) -> None:
     expected = unmeasured()
-    trainer = make_trainer(**PLAIN)
+    trainer = make_trainer(**PLAIN | {"trainer_class": WithOddScores if hook == "forward pass" else GRPOTrainer})
     if hook == "backward":
         trainer.add_callback(FailingBackward())
+    if hook == "needs scores":
+        monkeypatch.setattr(StepDriver, "needs_scores", property(fail_at_step_two))
     with attach(trainer, tmp_path / "run", [Failing(hook), "simple"], strict=False) as attached:
         assert differing(outcome(attached._trainer), expected) == []
         assert not any(p._backward_hooks for p in attached._trainer.model.parameters())
     logs = tmp_path / "run" / "logs"
-    whose = "" if hook == "backward" else "probe failing, "
+    whose = "probe failing, " if hook in ("measure", "after_step") else ""
     why = f"measuring ended at step 2 by an error ({whose}KeyError: 'api_key=***'), and training went on"
     text = (logs / FAILURE_FILE).read_text()
     assert text.startswith(f"{why} without it\n")
@@ -128,7 +157,7 @@ def test_an_error_while_measuring_begins_ends_measuring_and_not_training(
     if place == "the buffers of gradients":
         monkeypatch.setattr(FoldRecorder, "__init__", fail)
     if place == "the settings":
-        monkeypatch.setattr(attachment, "settings_of_trainer", fail)
+        monkeypatch.setattr(training_callback, "settings_of_trainer", fail)
     probes = [Failing(""), "simple"]
     with attach(make_trainer(**PLAIN), tmp_path / "run", probes, strict=False) as attached:
         if place == "a probe's first state":
@@ -160,14 +189,68 @@ def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_
         assert opening(read_run(tmp_path / name)).headline.startswith("Measuring ended at step 2") == says_so
 
 
-def test_a_probe_state_that_cannot_be_saved_does_not_prevent_a_checkpoint(make_trainer, tmp_path: Path) -> None:
+def test_probe_states_that_cannot_be_saved_or_loaded_prevent_neither_a_checkpoint_nor_resuming_from_it(
+    make_trainer, tmp_path: Path, monkeypatch
+) -> None:
     trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 2})
     with attach(trainer, probes=Failing("state"), strict=False):
         trainer.train()
     later = make_trainer(**PLAIN | {"max_steps": 4})
-    with attach(later, probes="ess", strict=False):
+    with attach(later, tmp_path / "run", Failing(""), strict=False):
+        monkeypatch.setattr(Failing, "init", lambda self: fail_as("init"))
         later.train(resume_from_checkpoint=True)
     assert later.state.global_step == 4
+    logs = tmp_path / "run" / "logs"
+    assert (logs / FAILURE_FILE).read_text().startswith("measuring ended before its first step by an error (probe fail")
+    assert [row["step"] for row in read_metrics(logs)] == [4]
+    assert {row["reason"][:15] for row in read_estimates(logs)} == {"measuring ended"}
+
+
+class Diverges(GRPOTrainer):
+    """Its loss fails at the second microbatch, while gradients of the first are watched."""
+
+    num_losses = 0
+    breaks: Any = None  # called before it fails
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_losses += 1
+        if self.num_losses == 2:
+            self.breaks()
+            raise ValueError("of the user")
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_training_that_fails_raises_its_own_error_even_if_measuring_fails_because_of_it(
+    make_trainer, monkeypatch, strict: bool
+) -> None:
+    def breaks() -> None:
+        for name in ("drop_backward", "fail_step", "close"):
+            monkeypatch.setattr(StepDriver, name, lambda driver, name=name: fail_as(name))
+
+    trainer = make_trainer(**PLAIN | {"trainer_class": Diverges})
+    trainer.breaks = breaks
+    attach(trainer, probes=Failing(""), strict=strict)
+    with pytest.raises(ValueError, match="of the user") as raised:
+        trainer.train()
+    assert raised.value.__notes__ == ["measuring failed after this error (KeyError: 'password=***')"] * 3
+    assert not {"train", "compute_loss"} & vars(trainer).keys()
+
+
+def test_what_cannot_be_removed_after_a_training_does_not_end_the_script_that_goes_on_to_save_it(
+    make_trainer, monkeypatch, caplog
+) -> None:
+    for name in ("end", "close"):
+        method = getattr(StepDriver, name)
+        failing = lambda driver, method=method: method(driver) if trainer.state.global_step == 0 else fail_as("x")  # noqa: E731
+        monkeypatch.setattr(StepDriver, name, failing)
+    trainer = make_trainer(**PLAIN | {"max_steps": 1})
+    attach(trainer, probes=Failing(""), strict=False)
+    trainer.train()
+    assert not {"train", "compute_loss"} & vars(trainer).keys()
+    said = [line for line in caplog.messages if "after measuring ended" in line or "measuring ended at" in line]
+    assert said[0].startswith("measuring ended at step 1 by an error (KeyError")
+    assert said[1].startswith("step 1: another error after measuring ended (KeyError")
 
 
 def test_a_probes_error_is_raised_in_strict_mode_or_where_training_depends_on_it(make_trainer) -> None:

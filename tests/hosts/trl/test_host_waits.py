@@ -10,11 +10,10 @@ import torch
 from pretend_gpu import GPU, PretendGpu
 
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.loss_hook import LossHook
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts import current as rollouts_module
 from rl_training.hosts.trl.rollouts.current import Rollouts
-from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.probes.token_classes import TokenClassesProbe
 
 NONE: Any = None
@@ -58,7 +57,8 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
     loss_without_interventions: Any = SimpleNamespace(interventions=(), settings=None)
     guard = Guard(driver, writer, training_needs_measurements=False, strict=True)
-    hooks = StepHooks(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, Options())
+    hook = LossHook(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer)
+    compute_loss = guard.around(hook.around_loss)
     with PretendGpu() as gpu:
         output = batch_on_gpu()
         gpu.start_counting()
@@ -67,7 +67,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
         monkeypatch.setattr(rollouts, "sizes_of_step", lambda inputs: [ROWS])
         loss = torch.zeros((), device=GPU)
         gpu.start_counting()
-        assert hooks._on_loss(lambda *_: loss, NONE, output) is loss
+        assert compute_loss(lambda *_: loss, NONE, output) is loss
         assert not gpu.waits
         ((rollout, *_),) = taken
         assert rollout.prompt_index.tolist() == [ROWS, ROWS, ROWS, ROWS, *[ROWS + 1] * 4]

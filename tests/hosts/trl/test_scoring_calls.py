@@ -12,7 +12,7 @@ from trainers import FEW, differing, each_pass_is_timed, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
-from rl_training.hosts.trl import step_hooks
+from rl_training.hosts.trl import loss_hook
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
 from rl_training.hosts.trl.versions import NUM_SCORES
 from rl_training.probes import SimpleEntropyProbe
@@ -157,13 +157,29 @@ def test_a_step_has_the_scores_of_its_whole_batch_whatever_the_loss_scores(make_
         assert FORWARD_PASS in step.reasons.other_terms.fix
 
 
+def of_another_order(
+    self: Any, model: Any, compute_entropy: bool, input_ids: Any, attention_mask: Any, logits_to_keep: int
+) -> None:
+    """Take the arguments of the forward pass in another order, as a version to come may."""
+
+
 @pytest.mark.parametrize("asked", [True, False])
-def test_the_compute_entropy_argument_is_read_by_position(asked: bool) -> None:
-    """It comes after the batch size, which has nothing to do with entropies."""
+@pytest.mark.parametrize("changed", [False, True])
+def test_positional_arguments_are_read_in_the_order_of_the_installed_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, changed: bool
+) -> None:
+    """Today compute_entropy comes after the batch size, which has nothing to do with entropies."""
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
     output = (scores, scores if asked else None, None)[:NUM_SCORES]
-    calls.record(lambda *args: output, None, ids, ids, 1, 2, asked)
+    given: list[Any] = [None, ids, ids, 1, 2, asked]
+    if changed:
+        monkeypatch.setattr(GRPOTrainer, FORWARD_PASS, of_another_order)
+        given = [None, asked, ids, ids, 1]
+    call_of_forward_pass = calls.around_forward_pass(*given, added_by_a_subclass=True)
+    next(call_of_forward_pass)
+    with pytest.raises(StopIteration):
+        call_of_forward_pass.send(output)
     call = calls.scores_behind(scores.sum())
     assert call is not None
     assert (call[0] is scores, call[1] is not None) == (True, asked)
@@ -201,6 +217,6 @@ def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
 ) -> None:
     trainer = trainer_of(make_trainer, trainer_class)
     with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True):
-        monkeypatch.setattr(step_hooks, "has_sharded_weights", lambda trainer: True)
+        monkeypatch.setattr(loss_hook, "has_sharded_weights", lambda trainer: True)
         with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 .* super\(\).compute_loss"):
             trainer.train()

@@ -1,7 +1,6 @@
 """Where a training writes: nowhere, records alone, or the folder of a run.
 
 destination.py       what an attachment calls when training begins and ends; nowhere, and records alone
-attached_training.py one training of an attachment, until the line that says how it ended
 attached_run.py      the folder of a run that `attach` writes: its choice, config.yaml, and the report at its end
 run_folder.py        a folder with its lock, records and report, for `attach` and for commands
 termination.py       writes what was measured when SIGTERM arrives

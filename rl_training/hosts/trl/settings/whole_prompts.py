@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -17,9 +18,14 @@ from rl_training.parallel.ranks import all_ranks
 from rl_training.step.folds import DEFAULT_NUM_FOLDS
 
 
-def keep_whole_prompts(undo: ExitStack) -> None:
-    """Until `undo` is closed, leave a rollout in its original order, but draw the random numbers of TRL's shuffle."""
-    wrap(grpo_trainer, SHUFFLE, _draw_without_shuffling, undo)
+def prepare_whole_prompts(prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call TRL's `_prepare_inputs`, which then leaves a rollout in its original order.
+
+    The random numbers of TRL's shuffle are drawn, so that those of training stay the same.
+    """
+    with ExitStack() as undo:
+        wrap(grpo_trainer, SHUFFLE, _draw_without_shuffling, undo)
+        return prepare_inputs(*args, **kwargs)
 
 
 def _draw_without_shuffling(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:

@@ -1,0 +1,61 @@
+"""Passes on what a trainer generates: responses, their rewards, and the batch that TRL makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from trl import GRPOTrainer
+
+from rl_training.engine.driver import StepDriver
+from rl_training.hosts.trl.guard import Hook
+from rl_training.hosts.trl.rollouts.current import Rollouts
+from rl_training.hosts.trl.settings.sampling import sampling_reason
+from rl_training.hosts.trl.trained_loss import TrainedLoss
+
+
+class RolloutHooks:
+    """The hooks around the methods that generate a rollout. An evaluation of the trainer's is ignored.
+
+    Args:
+        trainer: The trainer.
+        driver: Runs the probes.
+        rollouts: What is known about the trainer's batches.
+        loss: The trainer's loss with its interventions.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, driver: StepDriver, rollouts: Rollouts, loss: TrainedLoss) -> None:
+        self._trainer = trainer
+        self._driver = driver
+        self._rollouts = rollouts
+        self._loss = loss
+
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hook around each trainer method, by the method's name."""
+        return {
+            "_generate": self.around_generate,
+            "_calculate_rewards": self.around_rewards,
+            "_generate_and_score_completions": self.around_rollout,
+        }
+
+    def around_generate(self, *args: Any, **kwargs: Any) -> Generator[None, tuple, None]:
+        """Take the generated responses. What they are samples of, the settings say before: generating changes them."""
+        reason_before = sampling_reason(self._trainer)
+        generated = yield
+        if self._trainer.model.training:
+            self._rollouts.add_generated(generated, reason_before)
+
+    def around_rewards(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        """Take the rewards of the responses."""
+        by_function = yield
+        if self._trainer.model.training:
+            self._rollouts.add_rewards(by_function)
+
+    def around_rollout(self, *args: Any, **kwargs: Any) -> Generator[None, dict, None]:
+        """Begin a rollout with the batch that TRL has made of the responses."""
+        output = yield
+        if not self._trainer.model.training:
+            return
+        with self._driver.costs.timed():  # with dropout or hidden rows it scores the rollout
+            self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
+        self._loss.begin(self._rollouts.read(output))

@@ -1,0 +1,222 @@
+"""Measures each training of a trainer, from its call of `train()` until the line that says how it ended.
+
+    running          around `train()`
+    on_train_begin   chooses the folder, starts the driver, and begins the records
+    on_step_…        a step, as the trainer's callbacks report it; the hooks report what lies between them
+    on_train_end     takes the driver's hooks off the optimizer, and frees what ranks share
+    finish           writes the report and that line: after `train()`, or later in a `with` block
+
+The guard runs whatever measures here: its errors end measuring and not training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from rl_training.engine.driver import StepDriver
+from rl_training.errors import UserError
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.trl import announcements
+from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
+from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.output.destination import Destination
+from rl_training.hosts.trl.settings.recorded import settings_of_trainer
+from rl_training.hosts.trl.step_hooks import StepHooks
+from rl_training.hosts.trl.trainer_log import TrainerLog
+
+logger = logging.get_logger(__name__)
+
+
+class TrainingCallback(TrainerCallback):
+    """Begins, reports and ends one training after the other.
+
+    Args:
+        trainer: The trainer.
+        driver: Runs the probes.
+        writer: Writes the estimates.
+        guard: Runs measuring code.
+        step_hooks: Start the driver with a training.
+        checkpoint_hooks: Know what a training resumes.
+        log: Writes the lines of metrics.jsonl.
+        destination: Where trainings write.
+        options: The options of the attachment.
+
+    Attributes:
+        has_run: Whether `train()` was called.
+        options: The options of the attachment.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        driver: StepDriver,
+        writer: EstimateWriter,
+        guard: Guard,
+        step_hooks: StepHooks,
+        checkpoint_hooks: CheckpointHooks,
+        log: TrainerLog,
+        destination: Destination,
+        options: Options,
+    ) -> None:
+        self._trainer = trainer
+        self._driver = driver
+        self._writer = writer
+        self._guard = guard
+        self._step_hooks = step_hooks
+        self._checkpoint_hooks = checkpoint_hooks
+        self._log = log
+        self._destination = destination
+        self.options = options
+        self.has_run = False
+        self._has_stepped = False  # in any training
+        self._failure = ""  # how the training failed, in words; its error may be caught inside the `with` block
+
+    # --- around a training --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Surround `train()`. Whatever ends it, the line of its last step is written."""
+        with self._guard.watching():
+            self.finish(None)  # an earlier training in the same `with` block
+        self.has_run = True
+        self._failure = ""
+        self._guard.begin()
+        self._checkpoint_hooks.take_resumed()  # of a training that ended between loading it and beginning
+        try:
+            yield
+        except BaseException as error:
+            self._failure = announcements.how_it_ended(self._trainer, error)
+            with self._guard.after_error(error):
+                self._driver.fail_step()  # at once: the trainer may train again before a `with` block ends
+            with self._guard.after_error(error):
+                self._write_last_line()
+            self._destination.note_interrupt(error)
+            raise
+        with self._guard.watching():
+            self._write_last_line()
+
+    def _write_last_line(self) -> None:
+        try:
+            self._log.flush()
+        finally:
+            self._destination.trained()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Write what is left, then the report, and unlock the folder, even if the disk is full. Once for a training.
+
+        Args:
+            error: The error that ends the training or its `with` block.
+        """
+        try:
+            self._log.flush()
+        finally:
+            if self._writer.records is not None:
+                self._writer.records.on_write_error = None
+            how = self._failure or announcements.how_it_ended(self._trainer, error)
+            if line := self._destination.end(self._guard.outcome(how)):
+                self._show_closing_line(line, error)
+
+    def _show_closing_line(self, line: str, error: BaseException | None) -> None:
+        """Say how training ended and where the report is: in the log, and below the traceback of an error."""
+        line += announcements.how_to_resume(self._trainer) if self._failure else ""
+        logger.warning(line)
+        if error is not None:
+            error.add_note(line)
+
+    def _write_before_termination(self) -> str:
+        """Write what is left, because SIGTERM arrived, and return how training ended. It may still go on."""
+        self._log.flush()
+        return self._guard.outcome(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+
+    # --- begin --------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._refuse_restart(state)
+        resumed = self._checkpoint_hooks.take_resumed()
+        settings: dict[str, Any] = {}
+        with announcements.hide_progress_bar():
+            with self._guard.watching(refuses=True):
+                self._begin_output(resumed.run_id)
+            with self._guard.watching(refuses=True):
+                settings = settings_of_trainer(self._trainer, self.options.recorded)
+                self._destination.write_config(settings, self._driver.probes)
+                # Records alone suit trainers whose shards probes cannot read.
+                if self._driver.is_needed and not self._guard.reason:
+                    opening = announcements.opening_line(self._driver.probes, self._destination.output)
+                    self._step_hooks.begin(opening, resumed.states)
+            with self._guard.watching(refuses=True):
+                self._begin_records(state.global_step, settings)
+        self._log.begin()
+
+    def _refuse_restart(self, state: Any) -> None:
+        """Raise UserError if a second training would go on with the records and running sums of the first."""
+        would_restart = self._has_stepped and state.global_step == 0 and not self._destination.has_own_folders
+        if would_restart and (self._driver.probes or self._destination.records is not None):
+            anew = "make a new trainer" if self.options.keep_attached else "remove() these probes and attach new ones"
+            raise UserError(
+                "this trainer has trained before, so its records and running sums would restart midway: continue "
+                f"with train(resume_from_checkpoint=...), or {anew}"
+            )
+
+    def _begin_output(self, run_id: str) -> None:
+        """Choose and lock the folder to write to.
+
+        Args:
+            run_id: The id of the training that is resumed, as for `Destination.begin`.
+        """
+        self._step_hooks.end()  # an exception may have ended the previous training in the middle of a step
+        self._writer.begin_training()
+        self._writer.records = None  # until the folder is locked
+        self._checkpoint_hooks.run_id = self._destination.begin(run_id, self._write_before_termination)
+        self._writer.records = self._destination.records
+
+    def _begin_records(self, after_step: int, settings: dict[str, Any]) -> None:
+        """Begin the records after a step, once it is known whether measuring has begun.
+
+        Args:
+            after_step: The step. 0 for a new training.
+            settings: The settings that affect training.
+        """
+        records = self._writer.records
+        if records is not None:
+            records.start(after_step, settings, has_failed=bool(self._guard.reason))
+            records.on_write_error = self._guard.leave_out
+        self._guard.write_early_error()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guard.step = state.global_step + 1
+        with self._guard.watching():
+            self._log.flush()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guard.attempt(self._driver.stepped)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._has_stepped = True
+        step = state.global_step
+        result = self._guard.attempt(lambda: self._writer.finish(self._driver, step))
+        with self._guard.watching():
+            if self._guard.reason:
+                self._writer.write_missing(step, self._guard.reason)
+            self._log.add(step, {} if result is None else result.numbers)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        with self._guard.watching():
+            if "loss" in logs:
+                self._log.write(state.global_step, logs)
+            elif "eval_loss" in logs:  # the summary at the end of training has neither
+                self._log.write_evaluation(state.global_step, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for end in (self._step_hooks.end, self._log.flush, self._driver.end):
+            with self._guard.watching():
+                end()
