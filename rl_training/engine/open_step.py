@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,12 +172,8 @@ class OpenStep:
             "no_truncated": any(rollout.truncated is None for rollout in rollouts),
             "other_functions": len({tuple(rollout.rewards_by_name) for rollout in rollouts}) > 1,
         }
-        functions = zlib.crc32(repr([*rollouts[0].rewards_by_name]).encode())  # below 2^32, so exact in fp64
-        here = torch.tensor([*facts.values(), functions], dtype=torch.float64, device=rollouts[0].prompt_index.device)
-        by_rank = ranks.gather(here).cpu()
-        anywhere = dict(zip(facts, by_rank[:, :-1].any(dim=0).tolist(), strict=True))
-        if len(by_rank[:, -1].unique()) > 1:
-            anywhere["other_functions"] = True
+        functions = {"other_functions_elsewhere": [*rollouts[0].rewards_by_name]}
+        anywhere = ranks.anywhere(facts, rollouts[0].prompt_index.device, functions)
         names = [name for name in ("sampling_logps", "old_logps") if anywhere[name]]
         filled = []
         for rollout, scores in zip(rollouts, self.scores, strict=True):
@@ -191,7 +186,7 @@ class OpenStep:
             dropped["rewards"] = None
         if anywhere["no_truncated"]:
             dropped["truncated"] = None
-        if anywhere["other_functions"]:
+        if anywhere["other_functions"] or anywhere["other_functions_elsewhere"]:
             dropped["rewards_by_name"] = {}
         return dataclasses.replace(join_rollouts(filled), on_policy=not anywhere["off_policy"], **dropped)
 

@@ -49,9 +49,8 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         "groups": origin.groups_reason,
         "no_fresh_responses": loop.reasons.no_fresh_responses,
     }
-    here = {**reasons, **_facts(step, loop, seen_prompts)}
-    flags = torch.tensor([*map(bool, here.values())], dtype=torch.float64, device=step.rollouts[0].prompt_index.device)
-    anywhere = dict(zip(here, loop.ranks.reduce(flags).tolist(), strict=True))
+    here = {name: bool(reason) for name, reason in reasons.items()} | _facts(step, loop, seen_prompts)
+    anywhere = loop.ranks.anywhere(here, step.rollouts[0].prompt_index.device)
 
     def reason_of(name: str) -> Unavailable | None:
         return reasons[name] or (REASONS_ELSEWHERE[name] if anywhere[name] else None)

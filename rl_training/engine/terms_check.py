@@ -226,7 +226,7 @@ def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, 
     scores: list[tuple[Tensor, Scores]] = []
     rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
     num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
-    has_weight = float(passes.ranks.reduce(num_weights.double()))
+    has_weight = passes.ranks.any(num_weights)
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
     parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
     weighted = WeightedScores(

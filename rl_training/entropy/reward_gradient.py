@@ -51,7 +51,7 @@ def reward_gradient(batch: Batch, ranks: Ranks, reasons: Reasons) -> RewardGradi
     advantages, reason = _advantages(batch, ranks)
     reason = reason or reasons.relative_rewards
     log_ratios = batch.log_ratios()
-    if not reason and float(ranks.reduce(advantages.new_tensor(float(log_ratios is None)))):
+    if not reason and ranks.anywhere({"no ratios": log_ratios is None}, advantages.device)["no ratios"]:
         reason = NO_SAMPLING_LOGPS
     if reason or log_ratios is None:
         return RewardGradient(None, reason, None, reason)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+CHECKSUM_BITS = 32  # of zlib.crc32
 
 Result = TypeVar("Result")
 
@@ -47,6 +50,33 @@ class Ranks:
     def total(self, number: int, device: torch.device) -> int:
         """Return the sum of all ranks' numbers. Collective, as `most`."""
         return int(self.reduce(_exact(number, device)))
+
+    def any(self, flag: Tensor) -> bool:
+        """Return whether a flag is set on some rank, or a count above 0. Collective."""
+        return float(self.reduce(flag.double())) > 0.0
+
+    def anywhere(
+        self, facts: Mapping[str, bool], device: torch.device, values: Mapping[str, object] | None = None
+    ) -> dict[str, bool]:
+        """Return by name whether each of these facts holds on some rank. Collective, in one exchange.
+
+        Args:
+            facts: Whether each holds on this rank. All ranks give the same names.
+            device: Where ranks exchange tensors.
+            values: Values of this rank whose fact is that ranks have different ones. Checksums of their `repr` are
+                compared.
+        """
+        values = values or {}
+        checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]
+        # Ranks have the same checksum if each of its bits is set on all ranks or on none.
+        bits = [checksum >> bit & 1 for checksum in checksums for bit in range(CHECKSUM_BITS)]
+        here = torch.tensor([*facts.values(), *bits], dtype=torch.float64, device=device)
+        counts = self.reduce(here).tolist()
+        holds = {name: count > 0.0 for name, count in zip(facts, counts, strict=False)}
+        for index, name in enumerate(values):
+            first = len(facts) + index * CHECKSUM_BITS
+            holds[name] = any(0.0 < count < self.count for count in counts[first : first + CHECKSUM_BITS])
+        return holds
 
     def in_lockstep(
         self, parts: Sequence[Tensor], run: Callable[[Tensor], Result], filler: Tensor, count: int | None = None
