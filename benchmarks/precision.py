@@ -23,7 +23,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.engine.verifier import UpdateVerifier
+from rl_training.engine.predictions import Predictions
 from rl_training.models.load import TINY_PATH, load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
@@ -42,7 +42,7 @@ def share_of_digits(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-UpdateVerifier.begin_step = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
+Predictions.begin = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
 
 
 class Tape(TrainerCallback):

@@ -40,7 +40,7 @@ class StepBuilder:
     loop: LoopSpec
     requirements: Requirements  # of all probes together
     passes: Passes  # runs further passes
-    fold_recorder: FoldRecorder | None  # holds the fold gradients caught by hooks; None if no probe asks for any
+    fold_recorder: FoldRecorder  # holds the fold gradients caught by hooks
     checks: StepChecks  # what earlier steps have shown about the policy, the loss and the rewards
 
     def build(self, open_step: OpenStep, seen_prompts: set[int], edit_reason: Unavailable | None) -> StepData:
@@ -128,7 +128,6 @@ class StepBuilder:
 
         There are no passes if the loss is known to have another term, of which they give no gradient.
         """
-        assert self.fold_recorder is not None, "folds are recomputed only for probes that need their gradients"
         terms = self.checks.terms
         terms.begin_step()
         if terms.is_known(self.passes.policy):
@@ -152,8 +151,7 @@ class StepBuilder:
         Returns:
             The gradients, and the reason why the step's is not that of its folds, or None.
         """
-        is_needed = bool(needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS))
-        if self.fold_recorder is None or not is_needed or reasons.no_whole_folds:
+        if not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or reasons.no_whole_folds:
             return gradients, None
         gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in self.loop.shard.leaves.values())

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.costs import Costs
 from rl_training.engine.kl_search import (
     BoundInfo,
     BoundState,
@@ -43,14 +44,13 @@ from rl_training.engine.kl_search import (
     require_quadratic_kl,
     search_factor,
 )
+from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.open_step import OpenStep
 from rl_training.errors import UserError
 from rl_training.optim.state import gradients_and_view, view_optimizer
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
-from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import dots
-from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout, response_index, take_rows
+from rl_training.policy.rollout import Rollout, join_rollouts, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.policy.token_distributions import TokenDistributions
 from rl_training.statistics.estimate import Estimate
@@ -65,6 +65,28 @@ HELD_LOW = (
     "target_kl_share: the schedule holds the learning rate at {factor:.2g} of the optimizer's own, {rate:g}, so each "
     "step's KL is {square:.2g} of what the share says. Give the optimizer the rate that the schedule is to reach"
 )
+
+
+def share_of_entropy(target_kl_share: float | str | None) -> float | None:
+    """Return the share that this setting asks for, AUTO_SHARE for "auto" and None for None.
+
+    Raises:
+        UserError: The share is neither "auto" nor a positive number, or it is too large.
+    """
+    if target_kl_share is None:
+        return None
+    number = AUTO_SHARE if target_kl_share == AUTO else target_kl_share
+    if isinstance(number, str):  # from a command line
+        with contextlib.suppress(ValueError):
+            number = float(number)
+    if not (isinstance(number, int | float) and 0.0 < number < math.inf):
+        raise UserError(f'target_kl_share={target_kl_share!r} must be "auto", a positive number such as 1e-2, or None')
+    if number > MAX_SHARE:
+        raise UserError(
+            f"target_kl_share={number:g} is above {MAX_SHARE:g}: steps that move the policy by such a share of its "
+            'entropy destroy it within a few steps. Begin with "auto"'
+        )
+    return float(number)
 
 
 @dataclass(frozen=True)
@@ -92,90 +114,69 @@ class _BoundedStep:
 class KLBound:
     """Sets each step's learning rate so that its KL is the set share of entropy. See the module's docstring.
 
-    All methods except `restore` are collective.
-
     Args:
-        share: c, a step's KL divided by the policy's entropy, both per token. "auto" is AUTO_SHARE.
+        share: c, a step's KL divided by the policy's entropy, both per token.
+        loop: The training loop, whose optimizer's rates it sets.
+        costs: Takes the time.
+        state: Of the last step, if training resumes from a checkpoint.
 
     Raises:
-        UserError: The share is neither "auto" nor a positive number, or it is too large.
+        UserError: The optimizer has no formula, and its weights are kept where they cannot be written.
     """
 
     name = KL_BOUND  # key of its state in a checkpoint
 
-    _shard: Shard  # these four are set when training starts
-    _policy: Policy
-    _ranks: Ranks
-    _has_formula: bool  # whether the optimizer's step can be calculated before it is made
-
-    def __init__(self, share: float | str) -> None:
-        number = AUTO_SHARE if share == AUTO else share
-        if isinstance(number, str):  # from a command line
-            with contextlib.suppress(ValueError):
-                number = float(number)
-        if not (isinstance(number, int | float) and 0.0 < number < math.inf):
-            raise UserError(f'target_kl_share={share!r} must be "auto", a positive number such as 1e-2, or None')
-        if number > MAX_SHARE:
-            raise UserError(
-                f"target_kl_share={number:g} is above {MAX_SHARE:g}: steps that move the policy by such a share of its "
-                'entropy destroy it within a few steps. Begin with "auto"'
-            )
-        self.share_of_entropy = float(number)
-        self.state = BoundState()
-        self.estimates: dict[str, Estimate] = {}  # how the last step was bounded
+    def __init__(self, share: float, loop: LoopSpec, costs: Costs, state: BoundState) -> None:
+        self._share = share
+        self._shard = loop.shard
+        self._policy = loop.policy
+        self._ranks = loop.ranks
+        self._costs = costs
+        self._state = state
         self._step: _BoundedStep | None = None
         self._last_schedule_factor = 1.0
         self._has_warned = False  # of a schedule that stays low
         self._is_checked = False  # that KL is quadratic in the length of a step
-
-    def start(self, shard: Shard, policy: Policy, ranks: Ranks, state: BoundState) -> None:
-        """Read where weights and optimizer are kept. Call it when training begins.
-
-        Args:
-            shard: The trained parameters and their optimizer.
-            state: Of the previous step, if training resumes from a checkpoint.
-
-        Raises:
-            UserError: The optimizer has no formula, and its weights are kept where they cannot be written.
-        """
-        self.restore()  # a training that failed in the middle of a step may have left another rate
-        self.state = state
-        self._shard, self._policy, self._ranks = shard, policy, ranks
-        self._last_schedule_factor = 1.0
-        self._has_warned = self._is_checked = False
-        self._has_formula = not (reason := view_optimizer(shard).reason)
-        if reason and shard.optimized is not shard.trained:
+        reason = view_optimizer(loop.shard).reason
+        self._has_formula = not reason  # whether the optimizer's step can be calculated before it is made
+        if reason and loop.shard.optimized is not loop.shard.trained:
             raise UserError(f"target_kl_share: {reason.message}, which DeepSpeed needs: use AdamW or Adam")
 
-    def before_step(self, rollout: Rollout, scores: Scores) -> None:
-        """Set the learning rates for the upcoming step, until `end_step`. The step's gradients are complete.
+    def before_step(self, step: OpenStep) -> None:
+        """Set the learning rates for a step whose gradients are complete, until `after_step` or `drop`. Collective."""
+        with self._costs.timed(self.name):
+            rollout = join_rollouts(step.rollouts)
+            groups = self._shard.optimizer.param_groups
+            self._step = self._bounded(rollout, step.join_scores(rollout), groups)
+            for group in groups:
+                group["lr"] = group["lr"] * self._step.applied_factor
+
+    def _bounded(self, rollout: Rollout, scores: Scores, groups: Sequence[Mapping[str, Any]]) -> _BoundedStep:
+        """Return the step with the factor on its rates. Collective.
 
         Args:
             rollout: The step's sequences.
             scores: From training's forward pass, (B, T) each.
+            groups: The optimizer's, with the scheduled rates.
         """
-        groups = self._shard.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         factor = schedule_factor(groups)
         self._warn_if_held_low(factor, groups)
-        target = self.share_of_entropy * entropy * factor**2
-        info = info_without_search(target, entropy, max(rates), self.state)
+        target = self._share * entropy * factor**2
+        info = info_without_search(target, entropy, max(rates), self._state)
         if info is not None:
-            self._step = step = _BoundedStep(rates, target, _Choice(info, self.state), info.factor)
-        else:
-            starting_factor = self.state.starting_factor(target, max(rates))
-            self._step = step = _BoundedStep(rates, target, None, starting_factor)
-            step.rollout = take_rows(rollout, self._measured_rows(rollout))
-            step.before = self._policy.token_distributions(step.rollout)
-            step.weights = self._shard.copy_local_weights()
-            if self._has_formula:
-                changes = self._scheduled_step()
-                step.choice = self._search(step, lambda factor: self._kl_at(step, changes, factor))
-                step.applied_factor = step.choice.info.factor
-                step.weights = {}  # no longer needed
-        for group in groups:
-            group["lr"] = group["lr"] * step.applied_factor
+            return _BoundedStep(rates, target, _Choice(info, self._state), info.factor)
+        step = _BoundedStep(rates, target, None, self._state.starting_factor(target, max(rates)))
+        step.rollout = take_rows(rollout, self._measured_rows(rollout))
+        step.before = self._policy.token_distributions(step.rollout)
+        step.weights = self._shard.copy_local_weights()
+        if self._has_formula:
+            changes = self._scheduled_step()
+            step.choice = self._search(step, lambda factor: self._kl_at(step, changes, factor))
+            step.applied_factor = step.choice.info.factor
+            step.weights = {}  # no longer needed
+        return step
 
     def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Say once if the schedule stays at a small factor, which is no warm-up: LambdaLR with absolute rates, say."""
@@ -185,38 +186,52 @@ class KLBound:
             logger.warning(HELD_LOW.format(factor=factor, rate=rate, square=factor**2))
         self._last_schedule_factor = factor
 
-    def end_step(self, was_taken: bool = True) -> None:
-        """Restore the rates, and note in `estimates` how the step was bounded. A step without formula is shortened.
-
-        Nothing happens if the step was discarded before its rates were set.
+    def after_step(self, step: OpenStep, was_taken: bool) -> None:
+        """Reset the rates, and note in the step how it was bounded. Without a formula, shorten it now. Collective.
 
         Args:
-            was_taken: False if the loop skipped the step.
+            step: The step.
+            was_taken: False if the loop skipped it.
         """
-        if not was_taken:
-            self.restore()
-            return
-        step = self._step
-        if step is None:
-            return
-        choice = step.choice
-        if choice is None:
-            applied, weights = step.applied_factor, self._shard.copy_local_weights()
-            changes = {name: weight - step.weights[name] for name, weight in weights.items()}
-            choice = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
-            factor = choice.info.factor
-            if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
-                self._shard.load_local_weights(step.weights)
-            elif factor != applied:
-                self._shard.load_local_weights(
-                    {name: w + factor / applied * changes[name] for name, w in step.weights.items()}
-                )
-        estimates = choice.info.estimates(max(step.rates) * choice.info.factor)
-        if choice.kl is not None:
-            estimates["bound/kl"] = choice.kl
-        self.state = choice.state
-        self.restore()
-        self.estimates = estimates
+        with self._costs.timed(self.name):
+            if was_taken:
+                bounded = self._step
+                assert bounded is not None
+                choice = bounded.choice or self._shorten(bounded)
+                estimates = choice.info.estimates(max(bounded.rates) * choice.info.factor)
+                step.bounding = estimates if choice.kl is None else {**estimates, "bound/kl": choice.kl}
+                self._state = choice.state
+            self.drop()
+
+    def _shorten(self, step: _BoundedStep) -> _Choice:
+        """Move the weights back along a step that was made without formula, as far as its KL says. Collective."""
+        applied, weights = step.applied_factor, self._shard.copy_local_weights()
+        changes = {name: weight - step.weights[name] for name, weight in weights.items()}
+        choice = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
+        factor = choice.info.factor
+        if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
+            self._shard.load_local_weights(step.weights)
+        elif factor != applied:
+            self._shard.load_local_weights(
+                {name: w + factor / applied * changes[name] for name, w in step.weights.items()}
+            )
+        return choice
+
+    def drop(self) -> None:
+        """Reset the learning rates to the schedule's, and free what was kept for the step. Not collective."""
+        if self._step is not None:
+            for group, rate in zip(self._shard.optimizer.param_groups, self._step.rates, strict=False):
+                group["lr"] = rate
+        self._step = None
+
+    @staticmethod
+    def initial_states() -> dict[str, Any]:
+        """Return its state at the start of a training run, by name."""
+        return {KLBound.name: BoundState()}
+
+    def states(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs, by name."""
+        return {self.name: self._state}
 
     def _measured_rows(self, rollout: Rollout) -> Tensor:
         """Return the indices of the responses that KL is measured on: the first ones to each prompt."""
@@ -232,7 +247,7 @@ class KLBound:
             kls[factor] = kl_of(factor)
             return kls[factor].value
 
-        state, info = search_factor(value_of, step.target, self.state, max(step.rates))
+        state, info = search_factor(value_of, step.target, self._state, max(step.rates))
         if not self._is_checked and info.kl > 0.0:  # false if nan
             require_quadratic_kl(lambda factor: kl_of(factor).value, info)
             self._is_checked = True
@@ -252,14 +267,6 @@ class KLBound:
         sums = torch.stack([kl, torch.ones_like(kl)], dim=1)
         by_prompt = sums.new_zeros(len(prompts), 2).index_add_(0, prompt, sums)
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
-
-    def restore(self) -> None:
-        """Reset the learning rates to the schedule's, and free what was kept for the step. Not collective."""
-        if self._step is not None:
-            for group, rate in zip(self._shard.optimizer.param_groups, self._step.rates, strict=False):
-                group["lr"] = rate
-        self._step = None
-        self.estimates = {}
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:
         """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""

@@ -5,7 +5,7 @@ The driver calls each of these at its moment of the step, and passes on the open
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.engine.build_step import StepBuilder
@@ -13,14 +13,16 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
-from rl_training.engine.verifier import refuse_other_parameters
+from rl_training.engine.verifier import Verification, refuse_other_parameters
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.parallel.fsdp import reshard
+from rl_training.policy.scores import Scores
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.residual import ResidualSums, ResidualTest
@@ -34,7 +36,6 @@ class Measurer:
         loop: The training loop.
         requirements: What all probes require together.
         passes: Runs further passes.
-        fold_recorder: Catches the gradients by fold. None if no probe needs any.
         probe_states: The states of the probes, which change with each measured step.
         costs: Takes the time.
         states: The engine's own states at the start of the training, by name.
@@ -45,21 +46,27 @@ class Measurer:
         loop: LoopSpec,
         requirements: Requirements,
         passes: Passes,
-        fold_recorder: FoldRecorder | None,
         probe_states: ProbeStates,
         costs: Costs,
         states: Mapping[str, Any],
     ) -> None:
-        self._loop, self._passes = loop, passes
-        self._fold_recorder, self._probe_states, self._costs = fold_recorder, probe_states, costs
+        self._loop = loop
+        self._requirements = requirements
+        self._passes = passes
+        self._probe_states = probe_states
+        self._costs = costs
+        self.fold_recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.rows_dtype)
         self._checks = StepChecks.of(states[StepChecks.name])
-        self._builder = StepBuilder(loop, requirements, passes, fold_recorder, self._checks)
-        temperature, device = loop.policy.scorer.temperature, loop.shard.layout.device
-        self._residual_test = ResidualTest(states[ResidualTest.name], temperature, device)
+        self._builder = StepBuilder(loop, requirements, passes, self.fold_recorder, self._checks)
+        self._residual_test = ResidualTest(
+            states[ResidualTest.name], loop.policy.scorer.temperature, loop.shard.layout.device
+        )
         self._update_state: UpdateState = states[ENGINE]  # of the predictions, where there are none
         self._predictions: Predictions | None = None
         if Need.ENTROPY_GRADIENT in requirements.needs:
             self._predictions = Predictions(loop, requirements, passes, self._update_state)
+
+    # --- the moments of a measured step -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a step that is measured. Collective."""
@@ -69,15 +76,40 @@ class Measurer:
             if self._predictions is not None:
                 self._predictions.begin()
 
-    def measure(self, step: OpenStep, seen_prompts: set[int]) -> None:
-        """Run the probes of a step whose gradients are complete. Collective.
+    def plan(self, step: OpenStep, sizes: Sequence[int] | None, responses_per_prompt: int | None) -> None:
+        """Plan the step's folds, and make room for what its probes need of them. Collective if `sizes` is given.
 
         Args:
-            step: The step. It gets its context and the readings of its probes.
-            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
+            step: The step.
+            sizes: The number of sequences in each microbatch on this rank. None: as the loop says.
+            responses_per_prompt: None: as the loop says.
         """
         with self._costs.timed():
-            step.context = self._context(step, seen_prompts)
+            step.sizes = sizes or self._loop.sizes
+            step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
+            step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
+            self.fold_recorder.start_step(step.folds, step.needs)
+
+    def watch_backward(self, step: OpenStep, scores: Scores, loss: LossInfo) -> None:
+        """Set the hooks for the backward of the step's latest microbatch, and watch its loss.
+
+        Args:
+            step: The step, with this microbatch.
+            scores: What the loss is made of, with graph.
+            loss: What the loop tells about its loss.
+        """
+        shard = self._loop.shard
+        with self._costs.timed():
+            refuse_other_parameters(shard)  # a leaf that was frozen since would take no hook
+            step.loss_settings = loss.settings or self._loop.loss_settings
+            step.other_terms = step.other_terms or loss.other_terms_reason(scores, shard.leaves.values())
+            step.watch_loss(scores)
+            self.fold_recorder.arm(step.planned_start)
+
+    def before_step(self, step: OpenStep) -> None:
+        """Run the probes of a step whose gradients are complete. Collective."""
+        with self._costs.timed():
+            step.context = self._context(step)
             step.watch_gradient(step.context.step, self._loop.shard)
         for probe in step.probes:
             with self._costs.timed(probe.name):
@@ -85,11 +117,11 @@ class Measurer:
                 step.context = step.context.with_seen_mismatch()  # the probe may have scored the responses
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
-    def _context(self, step: OpenStep, seen_prompts: set[int]) -> StepContext:
+    def _context(self, step: OpenStep) -> StepContext:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
         predictions = self._predictions
         edit_reason = None if predictions is None else predictions.begin_measuring()
-        data = self._builder.build(step, seen_prompts, edit_reason)
+        data = self._builder.build(step, step.seen_prompts, edit_reason)
         prediction = None
         if predictions is not None:
             prediction = predictions.predict(data, step.probes, self._residual_test)
@@ -103,7 +135,7 @@ class Measurer:
         if self._predictions is not None:
             self._predictions.about_to_step()
 
-    def complete(self, step: OpenStep, was_taken: bool) -> None:
+    def after_step(self, step: OpenStep, was_taken: bool) -> None:
         """Run the probes after the optimizer's step, verify it, and keep the states that it leaves. Collective.
 
         Args:
@@ -112,29 +144,31 @@ class Measurer:
         """
         if self._predictions is not None:
             with self._costs.timed():
-                self._predictions.stepped(step.number)
+                self._predictions.stepped()
         context = step.context_after_step(self._loop.ranks)
         for probe in step.probes:
             with self._costs.timed(probe.name):
                 reading = step.readings[probe.name]
                 step.readings[probe.name] = self._probe_states.after_step(probe, context, reading)
         with self._costs.timed():  # if verification fails, states that came with predictions are dropped
-            reason = None
-            if self._predictions is not None:
-                step.verification, reason = self._predictions.verify(was_taken)
-            step.readings = self._probe_states.commit(step.readings, reason)
-            step.verification = {**step.verification, **self._residual_test.finish(was_taken)}
+            verification = Verification() if self._predictions is None else self._predictions.verify(was_taken)
+            step.readings = self._probe_states.commit(step.readings, verification.void_reason)
+            step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
+        step.peak_bytes = self._peak_bytes(step)
+        self.fold_recorder.release()
 
-    def fail_step(self) -> None:
-        """Drop what was predicted of a step that has failed, perhaps on this rank only. Not collective."""
+    def _peak_bytes(self, step: OpenStep) -> int:
+        """Return the most bytes of vectors that the engine and the probes held at once during a measured step."""
+        of_predictions = 0 if self._predictions is None else self._predictions.peak_bytes
+        return self.fold_recorder.peak_bytes + of_predictions + step.bytes_of_probes()
+
+    def drop(self) -> None:
+        """Drop what was caught and predicted of a step that has not been taken. Not collective."""
         if self._predictions is not None:
-            self._predictions.fail_step()
+            self._predictions.drop()
+        self.fold_recorder.release()
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes of vectors that the engine held at once during the last measured step."""
-        parts = (self._fold_recorder, self._predictions)
-        return sum(part.peak_bytes for part in parts if part is not None)
+    # --- state, end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free all vectors that no later training needs. The states stay."""

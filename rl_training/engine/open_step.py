@@ -27,7 +27,7 @@ from rl_training.step.data import StepData
 from rl_training.step.folds import FoldGroup, ranges_of
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
-from rl_training.vocabulary import ENGINE
+from rl_training.vocabulary import ENGINE, KL_BOUND
 
 
 @dataclass
@@ -56,6 +56,8 @@ class StepPhase(enum.StrEnum):
     FILLED = "microbatch(…)"
     READY = "gradients_ready(…)"
     STEPPED = "stepped()"
+    SKIPPED = "skip_step()"  # in place of the two before
+    FINISHED = "finish()"
 
 
 @dataclass
@@ -73,11 +75,16 @@ class OpenStep:
     other_terms: Unavailable | None = None  # why the loss has terms that do not go through these scores
     loss_settings: LossSettings | None = None  # of the latest microbatch
     phase: StepPhase = StepPhase.BEGUN
+    seen_prompts: set[int] = field(
+        default_factory=set
+    )  # on this rank, from which earlier steps on the same rollout have learned
     context: StepContext | None = None  # set once its gradients are ready, if probes measure it
     witness: GradientWitness | None = None  # set with the context, if probes measure the gradient's norms
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
     # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
     verification: Mapping[str, Estimate] = field(default_factory=dict)
+    bounding: Mapping[str, Estimate] = field(default_factory=dict)  # how its learning rate was set; empty if it was not
+    peak_bytes: int | None = None  # most bytes of vectors held at once while it was measured; None if it was not
 
     @property
     def is_measured(self) -> bool:
@@ -91,11 +98,12 @@ class OpenStep:
 
     @property
     def estimates(self) -> dict[str, Mapping[str, Estimate]]:
-        """The estimates of each probe that has measured the step, and of the engine, which has verified it."""
+        """The estimates of each probe that has measured the step, and the engine's own where it has any."""
         of_probes: dict[str, Mapping[str, Estimate]] = {
             name: reading.estimates for name, reading in self.readings.items()
         }
-        return of_probes | ({ENGINE: self.verification} if self.verification else {})
+        of_engine = {ENGINE: self.verification, KL_BOUND: self.bounding}
+        return of_probes | {name: estimates for name, estimates in of_engine.items() if estimates}
 
     @property
     def lacks_backward(self) -> bool:
@@ -113,11 +121,10 @@ class OpenStep:
         starts = [rows.start for rows in ranges_of(self.sizes)]
         return starts[min(len(self.rollouts), len(starts)) - 1]
 
-    def add(self, rollout: Rollout, scores: Scores, settings: LossSettings | None) -> None:
-        """Add a microbatch, with the settings of its loss."""
+    def add(self, rollout: Rollout, scores: Scores) -> None:
+        """Add a microbatch."""
         self.rollouts.append(rollout)
         self.scores.append(scores)
-        self.loss_settings = settings
 
     def watch_loss(self, scores: Scores) -> None:
         """Capture the gradients that the loop's own backwards will give these scores.
@@ -150,8 +157,8 @@ class OpenStep:
     def bytes_of_probes(self) -> int:
         """Return the bytes of the vectors that probes held at once. They run one after another."""
         assert self.context is not None
-        layout, num_folds = self.context.passes.layout, self.context.step.batch.num_folds
-        fold_rows = rows_in_vectors(layout, num_folds)
+        layout = self.context.passes.layout
+        fold_rows = rows_in_vectors(layout, self.context.step.batch.num_folds)
         return int(max(probe.num_vectors(fold_rows) for probe in self.probes) * layout.num_bytes)
 
     def join_on_all_ranks(self, ranks: Ranks) -> Rollout:
@@ -229,5 +236,5 @@ def enter(step: OpenStep | None, phase: StepPhase, after: Sequence[StepPhase]) -
     elif order.index(step.phase) < order.index(after[0]):
         missing = f"{after[0]}"
     else:
-        missing = f"finish() and {StepPhase.BEGUN}"
+        missing = f"{StepPhase.FINISHED} and {StepPhase.BEGUN}"
     raise RuntimeError(f"call {missing} before {phase}")

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn, optim
 
-from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.records.made_by import LOOP, MADE_BY
 
@@ -14,12 +13,12 @@ from rl_training.records.made_by import LOOP, MADE_BY
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
-def settings_of_loop(loop: LoopSpec, bound: KLBound | None = None) -> dict[str, Any]:
+def settings_of_loop(loop: LoopSpec, kl_share: float | None = None) -> dict[str, Any]:
     """Return the settings that affect a training loop and that the engine knows, by name.
 
     Args:
         loop: The loop.
-        bound: What sets its learning rates. None if they are its own.
+        kl_share: The share of entropy to which each step's KL is set. None if learning rates are the loop's own.
     """
     scorer = loop.policy.scorer
     return {
@@ -32,7 +31,7 @@ def settings_of_loop(loop: LoopSpec, bound: KLBound | None = None) -> dict[str, 
         },
         "temperature": scorer.temperature,
         "max_grad_norm": loop.shard.max_grad_norm,
-        "target_kl_share": None if bound is None else bound.share_of_entropy,
+        "target_kl_share": kl_share,
         "model": settings_of_model(loop.policy.model),
         "optimizer": settings_of_optimizer(loop.shard.optimizer),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from plain_loop import microbatches
+from plain_loop import loss_of, microbatches, scores_of
+from shared_rollouts import MICROBATCH, G
 
+from rl_training import measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_info import LossInfo
+from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
 
@@ -23,42 +27,125 @@ def add_microbatch(driver: StepDriver) -> None:
     driver.microbatch(part, Scores(values, values, part.completion_mask), LossInfo())
 
 
+CALLS: dict[str, Callable[[StepDriver], Any]] = {
+    "begin": lambda driver: driver.begin(1),
+    "plan": StepDriver.plan,
+    "microbatch": add_microbatch,
+    "ready": lambda driver: driver.gradients_ready(1),
+    "stepped": StepDriver.stepped,
+    "finish": StepDriver.finish,
+    "skip": StepDriver.skip_step,
+    "fail": StepDriver.fail_step,
+    "close": StepDriver.close,
+    "end of backward": StepDriver.finish_backward,
+    "failed backward": StepDriver.drop_backward,
+    "optimizer": StepDriver.about_to_step,
+}
+TAKEN = ["begin", "microbatch", "ready", "stepped"]
+
+
+def make(driver: StepDriver, calls: list[str]) -> Any:
+    """Make the calls, and return what the last one returns."""
+    return [CALLS[call](driver) for call in calls][-1]
+
+
 def refuse(message: str, call: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         call(*args)
 
 
-def test_a_call_out_of_order_names_the_missing_one() -> None:
+@pytest.mark.parametrize(
+    ("calls", "missing"),
+    [
+        (["plan"], "begin(number) before plan(…)"),
+        (["microbatch"], "begin(number) before microbatch(…)"),
+        (["ready"], "begin(number) before gradients_ready(…)"),
+        (["stepped"], "begin(number) before stepped()"),
+        (["skip"], "begin(number) before skip_step()"),
+        (["finish"], "begin(number) before finish()"),
+        (["begin", "begin"], "finish() before begin(number)"),
+        (["begin", "microbatch", "begin"], "finish() before begin(number)"),
+        (["begin", "microbatch", "ready", "begin"], "finish() before begin(number)"),
+        ([*TAKEN, "begin"], "finish() before begin(number)"),
+        (["begin", "microbatch", "plan"], "finish() and begin(number) before plan(…)"),
+        (["begin", "microbatch", "ready", "microbatch"], "finish() and begin(number) before microbatch(…)"),
+        (["begin", "microbatch", "ready", "ready"], "finish() and begin(number) before gradients_ready(…)"),
+        (["begin", "stepped"], "gradients_ready(…) before stepped()"),
+        (["begin", "microbatch", "stepped"], "gradients_ready(…) before stepped()"),
+        (["begin", "finish"], "stepped() before finish()"),
+        (["begin", "microbatch", "ready", "finish"], "stepped() before finish()"),
+        ([*TAKEN, "stepped"], "finish() and begin(number) before stepped()"),
+        ([*TAKEN, "skip"], "finish() and begin(number) before skip_step()"),
+        ([*TAKEN, "microbatch"], "finish() and begin(number) before microbatch(…)"),
+        ([*TAKEN, "finish", "finish"], "begin(number) before finish()"),
+        ([*TAKEN, "finish", "stepped"], "begin(number) before stepped()"),
+        (["begin", "skip", "microbatch"], "finish() and begin(number) before microbatch(…)"),
+        (["begin", "fail", "stepped"], "begin(number) before stepped()"),
+        (["begin", "close", "finish"], "begin(number) before finish()"),
+    ],
+)
+def test_a_call_out_of_order_names_the_missing_one_and_discards_the_step(calls: list[str], missing: str) -> None:
+    driver = StepDriver([])
+    *legal, illegal = calls
+    make(driver, legal) if legal else None
+    refuse(f"call {missing}", CALLS[illegal], driver)
+    assert not driver.has_step
+    assert len(make(driver, [*TAKEN, "finish"]).rollouts) == 1  # the step may be taken again
+
+
+@pytest.mark.parametrize(
+    ("calls", "num_rollouts"),
+    [
+        (["begin", "ready", "stepped", "finish"], 0),
+        (["begin", "plan", "plan", "microbatch", "microbatch", "ready", "stepped", "finish"], 2),
+        (["begin", "skip", "finish"], 0),
+        (["begin", "microbatch", "skip", "optimizer", "stepped", "finish"], 0),  # as TRL's callbacks say it
+        (["begin", "microbatch", "ready", "skip", "finish"], 0),
+        (["fail", "begin", "microbatch", "ready", "fail", *TAKEN, "fail", *TAKEN, "finish"], 1),
+        (["optimizer", "end of backward", *TAKEN, "optimizer", "failed backward", "finish"], 1),
+    ],
+)
+def test_steps_may_be_skipped_or_taken_again_after_a_failure(calls: list[str], num_rollouts: int) -> None:
+    driver = StepDriver([])
+    assert len(make(driver, calls).rollouts) == num_rollouts
+
+
+def test_losses_are_those_of_the_microbatches_until_gradients_are_ready() -> None:
+    driver = StepDriver([])
+    awaiting = []
+    for call in (*TAKEN, "finish"):
+        CALLS[call](driver)
+        awaiting.append(driver.awaits_gradients)
+    assert awaiting == [True, True, False, False, False]
+
+
+def test_a_measured_step_needs_a_start_its_plan_and_its_microbatches() -> None:
     driver = StepDriver([SimpleEntropyProbe()])
     refuse("call start(loop) before begin(number)", driver.begin, 1)
-    measurer = SimpleNamespace(begin=lambda: None, fail_step=lambda: None)
-    # as if a training had started
-    driver._training = cast(Any, SimpleNamespace(measurer=measurer, fold_recorder=None))
+    measurer = SimpleNamespace(begin=lambda: None, drop=lambda: None)
+    training = SimpleNamespace(measurer=measurer, participants=lambda is_measured: [measurer], is_open=True)
+    driver._training = cast(Any, training)  # as if a training had started
     driver.begin(1)
     refuse("call plan(…) before microbatch(…)", add_microbatch, driver)
+    driver.begin(1)
     refuse("call microbatch(…) before gradients_ready(…)", driver.gradients_ready, 1)
-    driver.fail_step()
-    refuse("call begin(number) before plan(…)", driver.plan)
-    refuse("call begin(number) before microbatch(…)", add_microbatch, driver)
-    refuse("call begin(number) before gradients_ready(…)", driver.gradients_ready, 1)
 
 
-def test_a_step_that_no_probe_measures_needs_no_plan_and_takes_no_microbatch_once_its_gradients_are_ready() -> None:
-    driver = StepDriver([])
-    for number in (1, 2):
-        driver.begin(number)
-        if number == 2:
-            driver.plan()
-        assert driver.awaits_gradients
-        add_microbatch(driver)
-        refuse("call finish() and begin(number) before plan(…)", driver.plan)
-        driver.gradients_ready(number)
-        assert not driver.awaits_gradients
-        for ended in (lambda: None, driver.stepped):
-            ended()
-            refuse("call finish() and begin(number) before microbatch(…)", add_microbatch, driver)
-            refuse("call finish() and begin(number) before gradients_ready(…)", driver.gradients_ready, number)
-        driver.stepped()  # TRL says so even of a step that was discarded
-        assert len(driver.finish().rollouts) == 1
-        driver.stepped()
-        assert not driver.finish().rollouts
+def test_a_bounded_step_whose_calls_are_out_of_order_has_the_learning_rate_of_the_schedule_again() -> None:
+    torch.manual_seed(0)
+    model, (part, *_) = load_tiny()[0].train(), microbatches(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with measured_loop(
+        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=1, target_kl_share=2e-3
+    ) as measured:
+        for illegal in ("finish", "begin", "plan", "microbatch", "ready"):
+            with contextlib.suppress(InterruptedError), measured.step(1):
+                logps, entropies = scores_of(model, part)
+                measured.microbatch(part, logps, entropies.detach())
+                loss_of(logps, part, 1).backward()
+                measured.gradients_ready()
+                assert optimizer.param_groups[0]["lr"] < 1e-3
+                with pytest.raises(RuntimeError, match=r"^call "):
+                    CALLS[illegal](measured._driver)
+                assert optimizer.param_groups[0]["lr"] == 1e-2, illegal
+                raise InterruptedError

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from trainers import FEW, SGD, SHAPE, differing, outcome, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
-from rl_training.engine.kl_bound import KLBound, schedule_factor
+from rl_training.engine.costs import Costs
+from rl_training.engine.kl_bound import KLBound, schedule_factor, share_of_entropy
 from rl_training.engine.kl_search import BoundState, info_without_search, search_factor
+from rl_training.engine.open_step import OpenStep
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy import token_distributions
@@ -126,19 +129,19 @@ def test_the_factor_of_a_schedule_is_read_from_the_optimizer() -> None:
 @pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "fast", "nan"])
 def test_a_kl_share_that_is_not_positive_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match=rf"target_kl_share={re.escape(repr(share))} "):
-        KLBound(share)
+        share_of_entropy(share)
 
 
-@pytest.mark.parametrize(("share", "number"), [("auto", 1e-2), ("2e-3", 2e-3), (2e-3, 2e-3)])
-def test_a_share_is_auto_or_a_number_also_from_a_command_line(share: Any, number: float) -> None:
-    assert KLBound(share).share_of_entropy == number
+@pytest.mark.parametrize(("share", "number"), [("auto", 1e-2), ("2e-3", 2e-3), (2e-3, 2e-3), (None, None)])
+def test_a_share_is_auto_or_a_number_also_from_a_command_line(share: Any, number: float | None) -> None:
+    assert share_of_entropy(share) == number
 
 
 @pytest.mark.parametrize("share", [0.11, 1.0, 2.0])
 def test_a_kl_share_that_destroys_the_policy_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=rf"target_kl_share={share:g} .*\b0\.1\b"):
-        KLBound(share)
-    KLBound(0.1)
+        share_of_entropy(share)
+    assert share_of_entropy(0.1) == 0.1
 
 
 @dataclasses.dataclass
@@ -166,15 +169,17 @@ def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes_with_errors_o
     def bounded(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         weight = torch.nn.Parameter(torch.full((1,), 0.1, dtype=torch.float64))
         weight.grad = torch.full_like(weight, 0.05)
-        shard, policy, bound = shard_of({"w": weight}), OneWeight(weight), KLBound(SHARE)
+        shard = shard_of({"w": weight})
         shard.optimizer.param_groups[0]["lr"] = 0.1
+        loop: Any = SimpleNamespace(shard=shard, policy=OneWeight(weight), ranks=Ranks(2, reduce, rank))
         mask = masks[rank]
         rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.arange(2))
-        bound.start(shard, policy, Ranks(2, reduce, rank), BoundState())
         entropies = torch.full((2, 3), 0.5 if rank == 0 else 0.25, dtype=torch.float64)
-        bound.before_step(rollout, Scores(torch.zeros_like(entropies), entropies, mask))
-        bound.end_step()
-        estimates = bound.estimates
+        bound = KLBound(SHARE, loop, Costs(ids.device), BoundState())
+        step = OpenStep(1, (), rollouts=[rollout], scores=[Scores(torch.zeros_like(entropies), entropies, mask)])
+        bound.before_step(step)
+        bound.after_step(step, was_taken=True)
+        estimates = step.bounding
         kl = estimates["bound/kl"]
         return torch.tensor([estimates["bound/target_kl"].value, kl.value, kl.stderr, kl.num_samples])
 
@@ -437,8 +442,9 @@ def test_a_bounded_step_that_is_not_made_restores_the_learning_rate_of_the_loop(
         model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=1, target_kl_share=SHARE
     ) as measured:
         driver = measured._driver
-        for end in (driver.skip_step, driver.fail_step, driver.close, measured.skip_step):
-            with contextlib.suppress(InterruptedError), measured.step(1):
+        ends = [(1, driver.skip_step), (1, driver.fail_step), (1, measured.skip_step), (2, driver.close)]
+        for number, end in ends:
+            with contextlib.suppress(InterruptedError), measured.step(number):
                 logps, entropies = scores_of(model, part)
                 measured.microbatch(part, logps, entropies.detach())
                 loss_of(logps, part, 1).backward()
@@ -446,9 +452,13 @@ def test_a_bounded_step_that_is_not_made_restores_the_learning_rate_of_the_loop(
                 assert optimizer.param_groups[0]["lr"] < 1e-3
                 end()
                 assert optimizer.param_groups[0]["lr"] == 1e-2
-                driver.stepped()
-                assert not driver.finish().numbers
+                if end == driver.skip_step:
+                    driver.stepped()
+                if driver.has_step:
+                    assert not driver.finish().numbers
                 raise InterruptedError
+        with pytest.raises(RuntimeError, match=r"^call start\(loop\) before begin\(number\)$"), measured.step(2):
+            pass
 
 
 def test_a_training_that_fails_within_a_bounded_step_restores_the_learning_rate(

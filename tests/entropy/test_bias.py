@@ -16,7 +16,7 @@ from example_steps import means_without_folds
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rl_training.engine.verifier import UpdateVerifier
+from rl_training.engine.predictions import Predictions
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.optim.adamw import adamw_delta
 from rl_training.probes import SimpleEntropyProbe
@@ -139,7 +139,7 @@ class TakeEveryStepBack(TrainerCallback):
 def test_leaving_the_fold_out_agrees_with_independent_batches_and_the_naive_product_does_not(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UpdateVerifier, "begin_step", lambda self: None)  # every step is deliberately undone
+    monkeypatch.setattr(Predictions, "begin", lambda self: None)  # every step is deliberately undone
     trainer = make_trainer(
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.probe import Probe
@@ -35,9 +34,12 @@ LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measu
 class MeasuredLoop:
     """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
-    def __init__(self, probes: Sequence[Probe], loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
-        self._driver = StepDriver(probes, bound)
-        self._loop, self._policy, self._bound = loop, loop.policy, bound
+    def __init__(
+        self, probes: Sequence[Probe], loop: LoopSpec, records: Any, target_kl_share: float | str | None = None
+    ) -> None:
+        self._driver = StepDriver(probes, target_kl_share)
+        self._loop = loop
+        self._policy = loop.policy
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
         self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
         self._claim = FolderClaim(self._writer.records)
@@ -106,7 +108,7 @@ class MeasuredLoop:
         progress = self._progress.after_begin(number, rollout_number)
         self._claim.take(number, next(self._policy.model.parameters()).device)
         if self._progress.last_step_number is None and self._writer.records is not None:
-            settings = settings_of_loop(self._loop, self._bound)
+            settings = settings_of_loop(self._loop, self._driver.kl_share)
             self._writer.records.start(after_step=number - 1, settings=settings)
         self._progress = progress
         self._metrics = {}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
 from rl_training.hosts.plain import refusals
@@ -126,7 +125,7 @@ def measured_loop(
         ),
         fixes=dataclasses.replace(FIXES, dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
     )
-    return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
+    return MeasuredLoop(probes, loop, records, target_kl_share)
 
 
 def _inside_wrappers(model: nn.Module) -> nn.Module:

@@ -277,6 +277,6 @@ def _checked(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) ->
 
 def _make_driver(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> StepDriver:
     """Return the driver of the probes. UserError if they exclude each other, or a step cannot have their folds."""
-    driver = StepDriver(probes, options.kl_bound())
+    driver = StepDriver(probes, options.target_kl_share)
     driver.refuse_impossible_folds(sequences_per_step(trainer.args), trainer.num_generations, all_ranks().count)
     return driver

@@ -113,13 +113,12 @@ class Trainings:
 
     def _refuse_mistakes(self) -> None:
         """End the process if the options are wrong, while the script has done no more than import TRL."""
-        from rl_training.engine.kl_bound import KLBound
+        from rl_training.engine.kl_bound import share_of_entropy
         from rl_training.hosts.probes import as_probes
 
         try:
             as_probes(self._probes)
-            if self._options["target_kl_share"] is not None:
-                KLBound(self._options["target_kl_share"])
+            share_of_entropy(self._options["target_kl_share"])
             self._refuse_folder()
         except UserError as error:
             self._parser.error(str(error))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.kl_bound import share_of_entropy
 from rl_training.hosts.trl.settings.spelling import PYTHON, Spelling
 from rl_training.interventions.named import Intervention
 
@@ -39,18 +39,13 @@ class Options:
     @property
     def recorded(self) -> dict[str, Any]:
         """The settings that affect training, for its records."""
-        bound = self.kl_bound()
         return {
             "whole_prompts": self.whole_prompts,
             "interventions": [intervention.name for intervention in self.changes_of_loss],
-            "target_kl_share": None if bound is None else bound.share_of_entropy,
+            "target_kl_share": share_of_entropy(self.target_kl_share),
         }
 
     @property
     def longer_responses(self) -> str:
         """Advice: what lets responses get longer."""
         return f"raise {self.spelling.name('max_completion_length')}"
-
-    def kl_bound(self) -> KLBound | None:
-        """Return what sets the learning rates, None if they are the trainer's. UserError for an impossible share."""
-        return None if self.target_kl_share is None else KLBound(self.target_kl_share)

@@ -202,6 +202,7 @@ def test_a_step_that_no_probe_measures_needs_no_norm_before_verls_own(caplog: py
         measurement.optimizer_step(lambda norm=norm: norm, lambda: pytest.fail("the norm is computed twice"))
         assert measurement._metrics.get("skipped", 0) == (not math.isfinite(norm))
         assert measurement._is_fresh == (not math.isfinite(norm))
+        measurement.driver.finish()
     assert measurement._number == 4
     assert [line.message.partition(":")[0] for line in caplog.records] == ["step 2"]
 
