@@ -86,7 +86,7 @@ def judge(out: Path, seed: int) -> list[list[str]]:
     for name, planted, folder in folders(out, seed):
         if (folder / "done").exists():
             run = read_run(folder)
-            lines = [[line.name for line in standing_out(records)] for records in (run, logged_by_trl(run))]
+            lines = [[finding.name for finding in standing_out(records)] for records in (run, logged_by_trl(run))]
             rows.append([name, " or ".join(planted.names), *(", ".join(said) for said in lines)])
     return rows
 

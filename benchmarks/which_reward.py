@@ -9,7 +9,7 @@ Registered before the first run:
   three tasks: `length` pays for long responses, `guess` for one constant answer. As many clean trainings pay gold alone
   and only watch the loophole. Seeds 0 to 5 (registered: 0 to 2, and more if there is
   time): 36 trainings of each kind, of 30 steps.
-- The line: the first step at which `another_reward_falls` (records/report/standing_out/rewards.py) holds for gold, by
+- The line: the first step at which `FunctionLowered` (records/report/standing_out/reward_hacks.py) holds for gold, by
   the sum of `measured/delta_reward/gold`. Its threshold is not tuned here.
 - The rival: a CUSUM on the logged mean of gold, with half a standard deviation of slack. Its threshold is the lowest at
   which at most 5 % of the clean trainings alarm, which it is fitted on and the line is not.
@@ -40,7 +40,7 @@ from rl_training import Records, attach
 from rl_training.models.load import load_causal_lm
 from rl_training.probes import MeasuredStepProbe
 from rl_training.records.jsonl import read_estimates, read_metrics
-from rl_training.records.report.standing_out.rewards import MIN_FALL, MIN_STDERRS_LOWERED
+from rl_training.records.report.standing_out.reward_hacks import MIN_FALL, MIN_STDERRS_LOWERED
 from rl_training.records.table.measured import REWARD_SUM
 
 STEPS, FIRST_STEPS, SEEDS = 30, 3, 6

@@ -61,6 +61,16 @@ class Estimate:
         """The code of its reason if that is an Unavailable, otherwise "". Records store it next to the text."""
         return self.reason.code if isinstance(self.reason, Unavailable) else ""
 
+    @property
+    def message(self) -> str:
+        """Its reason without what to do about it."""
+        return self.reason.message if isinstance(self.reason, Unavailable) else self.reason
+
+    @property
+    def fix(self) -> str:
+        """What its reason says to do about it; "" if nothing."""
+        return self.reason.fix if isinstance(self.reason, Unavailable) else ""
+
     def half_width(self, coverage: float = 0.95) -> float:
         """Return h such that value ± h is the Student-t interval with this coverage; nan without a standard error.
 

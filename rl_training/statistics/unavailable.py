@@ -30,6 +30,16 @@ class Unavailable(str):
         reason.fix = fix
         return reason
 
+    @classmethod
+    def recorded(cls, code: str, text: str) -> Self:
+        """Return a reason as records have it: its code, and its text, in which the first colon comes before the fix.
+
+        >>> Unavailable.recorded("mixed_prompts", "prompts lie in several folds: whole_prompts=True").fix
+        'whole_prompts=True'
+        """
+        message, _, fix = text.partition(": ")
+        return cls(code, message, fix)
+
     def __getnewargs__(self) -> tuple[str, str, str]:  # type: ignore[override]
         """Return the arguments with which copy and pickle call `__new__`."""
         return self.code, self.message, self.fix

@@ -16,7 +16,7 @@ from rl_training.hosts.trl.output.attached_run import AttachedRun
 from rl_training.parallel.ranks import all_ranks
 
 if TYPE_CHECKING:
-    from rl_training.records.report.standing_out.line import Line
+    from rl_training.records.report.standing_out.finding import Finding
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +26,7 @@ SHARE = 0.1  # share of the steps so far between two readings, so that their tot
 
 
 class Alerts(TrainerCallback):
-    """Reads the records of a run as it trains, on the main process, and sends each line that stands out once.
+    """Reads the records of a run as it trains, on the main process, and sends each finding once.
 
     Args:
         run: The run.
@@ -41,8 +41,8 @@ class Alerts(TrainerCallback):
         with require_extra():
             from rl_training.records.report.standing_out import standing_out
             from rl_training.records.table.series import read_run
-        self._find: Callable[[], list[Line]] = lambda: standing_out(read_run(run.folder))
-        self._sent: set[tuple[str, str]] = set()  # names of a line and of the tracker that has it
+        self._find: Callable[[], list[Finding]] = lambda: standing_out(read_run(run.folder))
+        self._sent: set[tuple[str, str]] = set()  # names of a finding and of the tracker that has it
         self._next = FIRST
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,12 +56,12 @@ class Alerts(TrainerCallback):
             return
         self._next = state.global_step + max(FIRST, int(SHARE * state.global_step))
         with _logged_errors():
-            lines, receivers = self._find(), senders()
-            for line, (tracker, send) in itertools.product(lines, receivers.items()):
-                if (line.name, tracker) not in self._sent:
+            findings = self._find()
+            for finding, (tracker, send) in itertools.product(findings, senders().items()):
+                if (finding.name, tracker) not in self._sent:
                     with _logged_errors():
-                        send(f"{state.global_step} steps: {line.name.replace('_', ' ')}", line.text)
-                        self._sent.add((line.name, tracker))  # one that fails is sent again the next time
+                        send(f"{state.global_step} steps: {finding.name.replace('_', ' ')}", finding.text)
+                        self._sent.add((finding.name, tracker))  # one that fails is sent again the next time
 
 
 @contextlib.contextmanager

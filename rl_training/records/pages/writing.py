@@ -159,3 +159,21 @@ def on_one_line(text: str) -> str:
 def non_empty_lines(*sentences: str) -> list[str]:
     """Return the sentences that are not empty, each on one line."""
     return [line for sentence in sentences if (line := on_one_line(sentence))]
+
+
+def capitalized(text: str) -> str:
+    """Return a text with a capital first letter, all others as they are.
+
+    >>> capitalized("read what GRPOConfig says")
+    'Read what GRPOConfig says'
+    """
+    return text[:1].upper() + text[1:]
+
+
+def uncapitalized(text: str) -> str:
+    """Return a sentence as part of another: with a small first letter.
+
+    >>> uncapitalized("Entropy is gone")
+    'entropy is gone'
+    """
+    return text[:1].lower() + text[1:]

@@ -3,8 +3,8 @@
     set_up.py           how the run is set up; wording.py: what to change, in the words of whichever trainer made it
     story/              what reward and entropy do, without their noise
     verdict/            what that means, in one sentence
-    standing_out/       rules that each detect one fault
-    advice.py           the one thing to change, from these
+    standing_out/       rules that each look for one fault
+    advice.py           the one thing to change, from these; proposals.py: what can be proposed
     opening.py          the first lines; predictions.py: do they hold, or why are there none; as_json.py: for programs
     summary/            the table below them
     interventions/      what interventions would do
@@ -90,9 +90,9 @@ def print_summary(run: str | Path | Run) -> None:
     _print_opening(console, first)
     _print_rows(console, rows)
     _print_step_numbers(console, step_numbers(records))
-    of_lines = (setting for line in first.lines for setting in line.advice.settings)
+    of_findings = (setting for finding in first.findings for setting in finding.advice.settings)
     of_rows = (setting for row in rows for setting in row.settings)
-    _repeat_broken(console, [*first.settings, *of_lines, *of_rows])
+    _repeat_broken(console, [*first.advice.settings, *of_findings, *of_rows])
     page = records.folder / REPORT_FOLDER / PAGE_FILE
     _print_whole(console, f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}")
     _print_whole(console, f"To compare runs: {comparison_command(records)}")
@@ -144,11 +144,11 @@ def _as_recorded(text: str, style: str = "") -> Text:
 def _print_opening(console: Console, first: Opening) -> None:
     verdict = Text(printable(first.headline), style="bold").append(printable(first.evidence), style="not bold")
     console.print(Padding(verdict, (0, 1)))
-    console.print(Padding(Text(printable(first.advice), style="bold"), (0, 1)))
+    console.print(Padding(Text(printable(first.advice.text), style="bold"), (0, 1)))
     for sentence in first.further:
         console.print(Padding(Text(printable(sentence)), (0, 1)))
-    for line in first.lines:
-        console.print(Padding(Text(printable(f"- {line.text}")), (0, 1)))
+    for finding in first.findings:
+        console.print(Padding(Text(printable(f"- {finding.text}")), (0, 1)))
 
 
 def _is_first_process() -> bool:

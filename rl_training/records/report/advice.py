@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.pages.writing import format_estimate, percent, share_left
-from rl_training.records.report.predictions import hindrance, predictions_fail
+from rl_training.records.report.predictions import predictions_fail, why_no_predictions
+from rl_training.records.report.proposals import Advice, Task
 from rl_training.records.report.set_up import PSR, SetUp
-from rl_training.records.report.standing_out import rule_of
-from rl_training.records.report.standing_out.line import LARGE_STEP, Line
+from rl_training.records.report.standing_out import first_cause, rule_of
+from rl_training.records.report.standing_out.finding import LARGE_STEP, Finding
 from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.verdict import Verdict
 from rl_training.records.report.verdict.holds import LARGE_LOSS
@@ -26,7 +27,7 @@ from rl_training.records.report.verdict.kinds import (
     SOLVED,
     Kind,
 )
-from rl_training.records.report.wording import Advice, Wording, wording_of
+from rl_training.records.report.wording import Wording, wording_of
 from rl_training.records.table.effects import effects_of, halving, keeping
 from rl_training.records.table.measured import of_steps
 from rl_training.records.table.series import Run
@@ -43,12 +44,12 @@ class Situation:
     """What an action knows of a run.
 
     Args:
-        cause: The line that explains the verdict; None without one.
+        cause: The finding that explains the verdict; None without one.
     """
 
     run: Run
     verdict: Verdict
-    cause: Line | None
+    cause: Finding | None
 
     @property
     def wording(self) -> Wording:
@@ -59,24 +60,24 @@ class Situation:
         return self.wording.set_up
 
 
-def advise(run: Run, verdict: Verdict, lines: Sequence[Line]) -> Advice:
+def advise(run: Run, verdict: Verdict, findings: Sequence[Finding]) -> Advice:
     """Return the sentence that says what to change, or that there is nothing to do.
 
-    A line that explains the verdict comes first, then the verdict's own action, then any other line.
+    A finding that explains the verdict comes first, then the verdict's own action, then any other finding.
     """
     action = ACTIONS.get(verdict.kind)
-    if action is None and any(line.name == LARGE_STEP for line in lines):
-        return wording_of(run).bounded_step().followed_by(", since steps are too large").as_a_change()
     if action is not None:
-        causes = [line for line in lines if rule_of(line).cause and not is_a_symptom(line, verdict)]
-        return action(Situation(run, verdict, min(causes, key=lambda line: rule_of(line).cause, default=None)))
+        cause = first_cause(finding for finding in findings if not is_a_symptom(finding, verdict))
+        return action(Situation(run, verdict, cause))
+    if any(finding.name == LARGE_STEP for finding in findings):
+        return wording_of(run).bounded_step().followed_by(", since steps are too large").sentence()
     yet = " yet" * (verdict.kind.is_undecided)
     unseen = _what_one_reward_hides(run, verdict)
-    if lines:
-        change = lines[0].advice.as_a_change("To change because of what stands out")
-        return Advice.to_do(f"About entropy there is nothing to do{yet}. {change.text}{unseen}", change)
-    start = "About entropy there is nothing to do" if hindrance(run) else "There is nothing to do"
-    return Advice.to_do(f"{start}{yet}: {verdict.nothing_to_do}.{unseen}")
+    if findings:
+        first = findings[0].proposal.sentence(to_change="To change because of what stands out")
+        return Advice.of(f"About entropy there is nothing to do{yet}. {first.text}{unseen}", first)
+    start = "About entropy there is nothing to do" if why_no_predictions(run) else "There is nothing to do"
+    return Advice.of(f"{start}{yet}: {verdict.nothing_to_do}.{unseen}")
 
 
 def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
@@ -92,12 +93,12 @@ def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
     )
 
 
-def is_a_symptom(line: Line, verdict: Verdict) -> bool:
-    """Return whether a line tells only what came of the verdict: equal rewards, long after reward or entropy was lost.
+def is_a_symptom(finding: Finding, verdict: Verdict) -> bool:
+    """Return whether a finding only follows from the verdict: equal rewards, long after reward or entropy was lost.
 
     Where all responses fail, are right, or are alike, they earn the same.
     """
-    return rule_of(line).is_symptom and line.since >= verdict.kind.equal_rewards_from(verdict.story)
+    return rule_of(finding).is_symptom and finding.since >= verdict.kind.equal_rewards_from(verdict.story)
 
 
 def _go_back(situation: Situation) -> Advice:
@@ -106,8 +107,9 @@ def _go_back(situation: Situation) -> Advice:
     Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of the latter, and of how
     far to go back, is in docs/explanation/how_often_right.md.
     """
-    verdict, cause = situation.verdict, situation.cause
-    if cause is not None and not cause.advice.is_setting:
+    verdict = situation.verdict
+    cause = situation.cause
+    if cause is not None and isinstance(cause.proposal, Task):
         return _do_first(cause)
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
@@ -116,10 +118,10 @@ def _go_back(situation: Situation) -> Advice:
     before = _checkpoint_before(situation, since)
     start = f"To change: go back to {before.text}, and train on"
     if cause is None and verdict.kind.is_gone and PSR not in situation.set_up.interventions:
-        change = situation.wording.positive_only()
-        return Advice.to_do(f"{start} positive advantages only (PSR): {change.text}. {PSR_KEPT}", before, change)
-    change = cause.advice if cause else situation.wording.bounded_step()
-    return Advice.to_do(f"{start} with {change.text}.", before, change)
+        psr = situation.wording.positive_only()
+        return Advice.of(f"{start} positive advantages only (PSR): {psr.text}. {PSR_KEPT}", before, psr)
+    change = situation.wording.bounded_step() if cause is None else cause.proposal
+    return Advice.of(f"{start} with {change.text}.", before, change)
 
 
 def _checkpoint_before(situation: Situation, step: int) -> Advice:
@@ -143,7 +145,7 @@ def _stop_the_hack(situation: Situation) -> Advice:
     earned = f"earn {' and '.join(risen)}" if risen else "earn the most"
     before = _checkpoint_before(situation, verdict.since)
     weights = situation.wording.reward_weights()
-    return Advice.to_do(
+    return Advice.of(
         f"To change: read responses after step {verdict.since} that {earned}, and correct what pays for them or its "
         f"weight ({weights.text}); go back to {before.text}.",
         weights,
@@ -154,7 +156,7 @@ def _stop_the_hack(situation: Situation) -> Advice:
 def _stop_overfitting(situation: Situation) -> Advice:
     """Advise on training reward that held-out prompts do not earn."""
     before = _checkpoint_before(situation, situation.verdict.since)
-    return Advice.to_do(
+    return Advice.of(
         f"To change: use {before.text}; train on more prompts, and read training responses after step "
         f"{situation.verdict.since}: do they earn their reward?",
         before,
@@ -169,33 +171,36 @@ def _keep_entropy(situation: Situation) -> Advice:
     if situation.cause:
         return _do_first(situation.cause)
     effects = effects_of(situation.run)
-    chosen = halving(effects) or keeping(effects)
+    measured = [situation.wording.intervention(effect) for effect in halving(effects) or keeping(effects)]
     if PSR in situation.set_up.interventions:
-        change = situation.wording.intervention(chosen[0]) if chosen else situation.wording.bounded_step()
-        return change.followed_by(", beside PSR").as_a_change()
-    saved = checkpoints_of(situation.run.folder)
-    change = situation.wording.positive_only()
-    branch = situation.wording.branch_from(saved[-1]) if saved else ""
-    if branch:
-        change = Advice(f"{branch} {change.text}", (branch, *change.settings))
-    start = f"To change: in a branch, train on positive advantages only (PSR): {change.text}. {PSR_KEPT}"
-    if chosen:
-        second = situation.wording.intervention(chosen[0])
+        change = measured[0] if measured else situation.wording.bounded_step()
+        return change.followed_by(", beside PSR").sentence()
+    psr = _psr_in_a_branch(situation)
+    start = f"To change: in a branch, train on positive advantages only (PSR): {psr.text}. {PSR_KEPT}"
+    if measured:
         why = "the cheapest measured intervention, there hardly better than no change"
-        return Advice.to_do(f"{start} Second try: {second.text}, {why}.", change, second)
+        return Advice.of(f"{start} Second try: {measured[0].text}, {why}.", psr, measured[0])
     if not effects and not predictions_fail(situation.run):
         probes = situation.wording.probes("interventions")
-        return Advice.to_do(f"{start} To measure others: {probes.text}.", change, probes)
-    return Advice.to_do(start, change)
+        return Advice.of(f"{start} To measure others: {probes.text}.", psr, probes)
+    return Advice.of(start, psr)
+
+
+def _psr_in_a_branch(situation: Situation) -> Advice:
+    """Return what trains with PSR, after the setting that branches off from the last checkpoint if there is one."""
+    psr = situation.wording.positive_only()
+    saved = checkpoints_of(situation.run.folder)
+    branch = situation.wording.branch_from(saved[-1]) if saved else ""
+    return Advice(f"{branch} {psr.text}", (branch, *psr.settings)) if branch else psr
 
 
 def _bound(situation: Situation) -> Advice:
-    return (situation.cause.advice if situation.cause else situation.wording.smaller_steps()).as_a_change()
+    return (situation.cause.proposal if situation.cause else situation.wording.smaller_steps()).sentence()
 
 
 def _give_harder_prompts(situation: Situation) -> Advice:
     """Advise on a task that was solved from the first step, or on a reward that anything earns."""
-    return Advice.to_do(
+    return Advice.of(
         "To do: read responses. If they are right, the task is too easy: give prompts nearer to a reward of one half. "
         "If not, correct the reward function, which pays for them all the same."
     )
@@ -210,18 +215,18 @@ def _let_it_learn(situation: Situation) -> Advice:
     reward, effect = story.reward, story.whole_effect
     assert reward is not None
     if reward.now < HARDLY_EARNED * reward.top:
-        return Advice.to_do(
+        return Advice.of(
             "To look at first: hardly any response earns a reward. Give easier prompts, or a reward for a part of it."
         )
     if mixed < MIXED_ENOUGH:
-        return Advice.to_do(
+        return Advice.of(
             f"To look at first: only {percent(mixed)} of the prompts have responses with unequal rewards, and the "
             "others teach nothing. Give prompts nearer to a reward of one half."
         )
     if effect is None:
         probes = situation.wording.probes("measured")
         start = "To look at first: what a step does to reward. To measure it"
-        return Advice.to_do(f"{start}: {probes.text}.", probes)
+        return Advice.of(f"{start}: {probes.text}.", probes)
     over = of_steps(effect, "of all steps")
     measured = f"the measured effects {over} add up to {format_estimate(effect, signed=True)}"
     if effect.bounds()[0] > 0:
@@ -230,15 +235,12 @@ def _let_it_learn(situation: Situation) -> Advice:
     else:
         cause = "noise"
         change = situation.wording.larger_batch(2)
-    return Advice.to_do(f"To look at first: the {cause} of the steps; {measured}. To change: {change.text}.", change)
+    return Advice.of(f"To look at first: the {cause} of the steps; {measured}. To change: {change.text}.", change)
 
 
-def _do_first(cause: Line) -> Advice:
-    """Return what to do about a line, before anything else."""
-    text = cause.advice.text
-    if cause.advice.is_setting:
-        return cause.advice.as_a_change("To change first")
-    return Advice.to_do(f"To do first: {text[:1].lower()}{text[1:]}", cause.advice)
+def _do_first(cause: Finding) -> Advice:
+    """Return what to do about a finding, before anything else."""
+    return cause.proposal.sentence(to_change="To change first", to_do="To do first")
 
 
 ACTIONS: Mapping[Kind, Callable[[Situation], Advice]] = {

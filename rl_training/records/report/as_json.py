@@ -17,17 +17,17 @@ VERSION = 1
 def first_lines(run: Run) -> dict[str, Any]:
     """Return the verdict on a run, what to change, and what stands out, without control characters."""
     first = opening(run)
-    lines = [
-        {"name": line.name, "since": line.since, "evidence": line.evidence, "advice": line.advice.sentence,
-         "settings": [*line.advice.settings]}
-        for line in first.lines
+    findings = [
+        {"name": finding.name, "since": finding.since, "evidence": finding.evidence, "advice": finding.advice.text,
+         "settings": [*finding.advice.settings]}
+        for finding in first.findings
     ]  # fmt: skip
     written: dict[str, Any] = all_printable({
         "schema": "rl_training.report", "version": VERSION, "run": run.name,
         "steps": {"first": run.steps[0], "last": run.last_step, "logged": len(run.steps)},
         "verdict": {"kind": first.kind, "since": first.since, "headline": first.headline,
                     "evidence": first.evidence.strip(" :")},
-        "advice": first.advice, "settings": [*first.settings],
-        "stands_out": lines, "predictions": first.further,
+        "advice": first.advice.text, "settings": [*first.advice.settings],
+        "stands_out": findings, "predictions": first.further,
     })  # fmt: skip
     return written

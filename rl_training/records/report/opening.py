@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from rl_training.records.failure import FAILURE_FILE, read_failure
 from rl_training.records.files.printable import escape_surrogates
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.pages.writing import non_empty_lines, on_one_line
+from rl_training.records.pages.writing import capitalized, non_empty_lines, on_one_line, uncapitalized
 from rl_training.records.report.advice import advise, is_a_symptom
-from rl_training.records.report.predictions import hindrance, whether_they_hold
+from rl_training.records.report.predictions import agreement_with_measurements, why_no_predictions
+from rl_training.records.report.proposals import Advice
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import JUMP, Line
+from rl_training.records.report.standing_out.finding import JUMP, Finding
 from rl_training.records.report.verdict import Verdict, judge
-from rl_training.records.report.wording import Advice
 from rl_training.records.table.series import Run
-
-SYMPTOM = Advice.to_do("This follows from what the first line says.")
 
 
 @dataclass(frozen=True)
@@ -24,73 +22,67 @@ class Opening:
     """The first lines of a report.
 
     Args:
-        kind: The kind of the verdict; or, if a line that stands out says all there is, its name.
+        kind: The kind of the verdict; or, if a finding says all there is, its name.
         since: Step since which that holds.
         headline: What reward and entropy have done; or, if measuring ended early, that.
         evidence: The rest of that sentence.
         advice: The one thing to change.
-        settings: The parts of it that can be pasted.
         further: A sentence on the predictions, and one on bounded steps.
-        lines: What stands out.
+        findings: What stands out.
     """
 
     kind: str
     since: int
     headline: str
     evidence: str
-    advice: str
-    settings: tuple[str, ...]
+    advice: Advice
     further: list[str]
-    lines: list[Line]
+    findings: list[Finding]
 
 
 def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict = judge(run)
-    lines = [replace(line, advice=SYMPTOM) if is_a_symptom(line, verdict) else line for line in standing_out(run)]
-    further = non_empty_lines(hindrance(run) or whether_they_hold(run), _bound(run))
-    leading = next((line for line in lines if _comes_first(line, run, verdict)), None)
+    findings = [replace(finding, follows_from_verdict=is_a_symptom(finding, verdict)) for finding in standing_out(run)]
+    further = non_empty_lines(why_no_predictions(run) or agreement_with_measurements(run), _bounded_steps(run))
+    leading = next((finding for finding in findings if _comes_first(finding, run, verdict)), None)
     if leading is None:
-        kind = verdict.kind.name
-        since = verdict.since
-        headline, evidence = verdict.headline, verdict.evidence
-        change = advise(run, verdict, lines)
+        advice = advise(run, verdict, findings)
+        first = Opening(verdict.kind.name, verdict.since, verdict.headline, verdict.evidence, advice, further, findings)
     else:
-        kind = leading.name
-        since = leading.since
-        headline, evidence = (
-            _until(run, leading) if leading.name == JUMP else (leading.headline, f": {leading.evidence}")
-        )
-        change = leading.advice.as_a_change()
-    others = [line for line in lines if line is not leading]
-    first = Opening(kind, since, headline, evidence, change.text, change.settings, further, others)
-    ended = on_one_line(_early_end(run))
-    return replace(first, headline=ended, evidence=f" {first.headline}{first.evidence}") if ended else first
+        headline, evidence = _first_sentence(leading, run)
+        others = [finding for finding in findings if finding is not leading]
+        advice = leading.proposal.sentence()
+        first = Opening(leading.name, leading.since, headline, evidence, advice, further, others)
+    end = on_one_line(_early_end(run))
+    return replace(first, headline=end, evidence=f" {first.headline}{first.evidence}") if end else first
 
 
-def _comes_first(line: Line, run: Run, verdict: Verdict) -> bool:
-    """Return whether a line says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
-    if line.name == JUMP:
+def _comes_first(finding: Finding, run: Run, verdict: Verdict) -> bool:
+    """Return whether it says more than the verdict: it holds of the whole run, or rewards cannot be compared."""
+    if finding.name == JUMP:
         return not verdict.kind.is_fall
-    return bool(line.headline) and line.since <= run.steps[0] and not is_a_symptom(line, verdict)
+    return bool(finding.headline) and finding.since <= run.steps[0] and not finding.follows_from_verdict
+
+
+def _first_sentence(finding: Finding, run: Run) -> tuple[str, str]:
+    """Return headline and evidence of a run of which a finding says more than the verdict."""
+    if finding.name != JUMP:
+        return finding.headline, f": {finding.evidence}"
+    last = finding.since - 1
+    before = judge(run.until(last))
+    until_then = f"Up to step {last}: {uncapitalized(before.headline)}{before.evidence}"
+    return f"Reward cannot be compared across step {finding.since}", f": {finding.evidence} {until_then}"
 
 
 def _early_end(run: Run) -> str:
     """Return why measuring ended early, or "". A report says it first."""
     failure = str(escape_surrogates(read_failure(run.folder)))
-    return f"{failure[:1].upper()}{failure[1:]}: see {LOGS_FOLDER}/{FAILURE_FILE}." if failure else ""
+    return f"{capitalized(failure)}: see {LOGS_FOLDER}/{FAILURE_FILE}." if failure else ""
 
 
-def _until(run: Run, jump: Line) -> tuple[str, str]:
-    """Return headline and evidence of a run whose reward jumped without a step that did it: what was so before that."""
-    before = judge(run.until(jump.since - 1))
-    until_then = f"{before.headline[:1].lower()}{before.headline[1:]}{before.evidence}"
-    headline = f"Reward cannot be compared across step {jump.since}"
-    return headline, f": {jump.evidence} Up to step {jump.since - 1}: {until_then}"
-
-
-def _bound(run: Run) -> str:
-    """Describe how the KL bound has shortened steps, if there was one."""
+def _bounded_steps(run: Run) -> str:
+    """Describe how the KL bound has shortened steps; "" without one."""
     kl, tries, rates = (run.finite_rows(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
     if kl.empty:
         return ""

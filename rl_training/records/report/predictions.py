@@ -1,4 +1,4 @@
-"""Whether a run has predictions, or what prevents them, and whether they agree with what was measured."""
+"""Whether a run has predictions, or why not, and whether they agree with what was measured."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
 FORWARD = "delta_h/forward"
-# Codes of reasons that begin with what the sentence says itself: "no error bar: …"
-FEW = ("few_folds", "few_prompts")  # of statistics/jackknife.py, which imports torch
+FEW = ("few_folds", "few_prompts")  # codes of reasons in statistics/jackknife.py, which imports torch
+NO_BAR = "no error bar: "  # with which reasons may begin
 
 
-def hindrance(run: Run) -> str:
+def why_no_predictions(run: Run) -> str:
     """Return why no prediction has a value or an error bar; "" without such a problem."""
     rows = run.rows(FORWARD)
     if rows.empty or rows["stderr"].notna().any():
         return ""
-    reason, code = rows[["reason", "code"]].iloc[-1]
-    reason = str(reason) or "too few prompts in a step"
-    # What the sentence says itself, which other reasons have as a prefix.
-    reason = (reason.partition(": ")[2] or reason) if code in FEW else reason.removeprefix("no error bar: ")
+    last = last_of(rows)
+    assert last is not None
     what = "No step has a prediction" if finite(rows).empty else "No prediction has an error bar"
-    return f"{what}: {reason}."
+    reason = (last.fix or last.message) if last.code in FEW else last.reason.removeprefix(NO_BAR)
+    return f"{what}: {reason or 'too few prompts in a step'}."
 
 
 def sums_of_changes(run: Run) -> tuple[Estimate, Estimate] | None:
@@ -42,8 +41,8 @@ def predictions_fail(run: Run) -> bool:
     return sums is not None and is_significant(difference(*sums))
 
 
-def whether_they_hold(run: Run) -> str:
-    """Compare the sums of predicted and measured changes at the last step that has both."""
+def agreement_with_measurements(run: Run) -> str:
+    """Say whether the sums of predicted and measured changes agree at the last step that has both; "" without one."""
     sums = sums_of_changes(run)
     if sums is None:
         return ""

@@ -23,7 +23,7 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
     columns = ["value", "stderr", "num_samples", "reason", "code", "is_interval", "low", "high"]
     return {
         int(step): Estimate(
-            value, stderr, int(num), Unavailable(code, reason) if code else reason,
+            value, stderr, int(num), Unavailable.recorded(code, reason) if code else reason,
             interval=(low, high) if is_interval else None,
         )
         for step, value, stderr, num, reason, code, is_interval, low, high in zip(

@@ -29,4 +29,4 @@ def of_one_step(run: Run, name: str) -> pd.DataFrame:
 
 def of_steps(total: Estimate, of_all: str) -> str:
     """Return what a sum of measured effects is over: by its remark, such as "over 4 of 9 steps", or `of_all`."""
-    return total.reason.partition(":")[0] if total.code == SOME_STEPS else of_all
+    return total.message if total.code == SOME_STEPS else of_all

@@ -52,7 +52,7 @@ def test_a_run_without_a_signal_is_alerted_once_in_the_reports_words_and_trains_
     with attach(trainer, tmp_path / "run", "ess", alerts=True):
         assert differing(outcome(trainer), expected) == []
     assert not any(isinstance(callback, alerts.Alerts) for callback in trainer.callback_handler.callbacks)
-    of_report = [line.text.split(" Since step")[1] for line in standing_out(read_run(tmp_path / "run"))]
+    of_report = [finding.text.split(" Since step")[1] for finding in standing_out(read_run(tmp_path / "run"))]
     assert of_report
     for sent in trackers.values():
         titles, texts = zip(*sent, strict=True)

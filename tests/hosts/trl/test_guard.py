@@ -332,4 +332,4 @@ def test_the_report_of_a_run_with_too_few_prompts_names_the_fix_below_the_verdic
     first = opening(read_run(tmp_path / "run"))
     assert first.further[0].startswith("No step has a prediction: a step has only one fold")
     assert "gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)" in first.further[0]
-    assert first.advice.startswith("About entropy there is nothing to do")
+    assert first.advice.text.startswith("About entropy there is nothing to do")

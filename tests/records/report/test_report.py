@@ -39,7 +39,7 @@ from rl_training.records.pages.preview import preview
 from rl_training.records.pages.writing import MISSING, format_estimate, milli, normal_milli, percent, size_and_side
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
-from rl_training.records.report.predictions import hindrance
+from rl_training.records.report.predictions import why_no_predictions
 from rl_training.records.report.sections.appendix import gaps
 from rl_training.records.report.sections.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.sections.sampler import sampler_and_trainer
@@ -229,7 +229,7 @@ def test_every_setting_is_in_one_piece_in_a_terminal_of_any_width(tmp_path, caps
     Records(folder / "logs").write_estimates(1, 1, "simple", {"delta_h/forward": Estimate(-1e-3, 1e-4, 8)})
     (folder / "training_state" / "checkpoint-20").mkdir(parents=True)
     run = read_run(folder)
-    settings = {setting for row in summarize(run) for setting in row.settings} | {*opening(run).settings}
+    settings = {setting for row in summarize(run) for setting in row.settings} | {*opening(run).advice.settings}
     assert len(settings) == 3
     print_summary(run)
     printed = capsys.readouterr().out
@@ -545,7 +545,7 @@ def test_too_few_prompts_for_an_error_bar_are_said_once_in_the_opening(tmp_path:
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
         records.write_estimates(step, 1, "simple", {"delta_h/forward": Estimate(-1e-3, num_samples=2, reason=few)})
     said = "No prediction has an error bar: it needs 4 folds of whole prompts, the step has 2."
-    assert hindrance(read_run(tmp_path)) == said
+    assert why_no_predictions(read_run(tmp_path)) == said
 
 
 def test_the_summary_is_one_table_above_the_charts_below_the_first_screen(tmp_path: Path) -> None:
@@ -739,7 +739,7 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     """Entropy falls from 5 by 1 per step, and forward is −0.9 at each. Four steps of reward are too few for a line."""
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
     assert first.headline == "What the run does cannot be told yet"
-    assert first.advice == "There is nothing to do yet: more steps are needed to tell."
+    assert first.advice.text == "There is nothing to do yet: more steps are needed to tell."
     assert first.further == [
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
@@ -747,7 +747,7 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     print_summary(tmp_path)
     for shown in (text, " ".join(capsys.readouterr().out.split())):
         assert first.headline + first.evidence in shown
-        assert first.advice in shown
+        assert first.advice.text in shown
         assert first.further[0] in shown
 
 
@@ -982,7 +982,7 @@ def test_reasons_are_compared_by_their_codes_whatever_their_words(tmp_path: Path
         })  # fmt: skip
     run = read_run(tmp_path)
     assert run.last("delta_h/forward").code == FEW_FOLDS.code
-    assert hindrance(run) == f"No prediction has an error bar: {told}."
+    assert why_no_predictions(run) == f"No prediction has an error bar: {told}."
     notes = {row.label: row.note for row in summarize(run)}
     assert "the measured effects over one add up to" in notes["reward a"]
     assert f"The mean ratio is 0.500 ± 0.024, {told}." in sampler_and_trainer(run)

@@ -233,7 +233,7 @@ def test_the_row_on_interventions_has_their_prices_and_agrees_with_the_verdict(t
         if "none needed" in found.value:
             first = opening(run)
             why = judge(run).nothing_to_do
-            assert why in first.advice
+            assert why in first.advice.text
             assert told(folder).sentences[0] == f"None is needed: {why}. What each would do:"
             assert "Try them, and compare:" not in told(folder).sentences
         assert bool(told(folder).commands) == ("lr" in found.value)

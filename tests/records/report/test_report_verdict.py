@@ -18,7 +18,7 @@ from rl_training import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.pages.writing import plus_minus
 from rl_training.records.report.advice import ACTIONS
-from rl_training.records.report.opening import SYMPTOM, opening
+from rl_training.records.report.opening import opening
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.curves import Reward
 from rl_training.records.report.story.reward_functions import highest_reward
@@ -262,11 +262,11 @@ def test_little_entropy_is_left_and_one_reward_cannot_show_a_hack_of_itself(tmp_
         run = log_run(tmp_path / name, entropy=noisy(entropy, 0.0005, 1), reward=noisy(solved, 0.002, 2), **others)
         first = opening(read_run(run))
         assert first.kind in (LEARNED.name, STEADY.name)
-        assert first.advice.startswith("There is nothing to do: ")
-        assert (said in first.advice) is expected, name
+        assert first.advice.text.startswith("There is nothing to do: ")
+        assert (said in first.advice.text) is expected, name
     learning = log_run(tmp_path / "learning", entropy=noisy(gone, 0.0005, 1), reward=noisy(rising, 0.002, 2))
     assert opening(read_run(learning)).kind == STEADY.name
-    assert said in opening(read_run(learning)).advice
+    assert said in opening(read_run(learning)).advice.text
 
 
 def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_has_an_action(tmp_path: Path) -> None:
@@ -276,9 +276,9 @@ def test_a_run_that_is_learned_or_spent_has_nothing_to_do_and_every_bad_verdict_
     for name, (kind, entropy, reward) in CASES.items():
         folder = log_run(tmp_path / name, entropy=noisy(entropy, 0.002, 1), reward=noisy(reward, 0.01, 2))
         first = opening(read_run(folder))
-        assert first.advice.startswith("There is nothing to do") == (kind not in ACTIONS), (name, first)
+        assert first.advice.text.startswith("There is nothing to do") == (kind not in ACTIONS), (name, first)
         if kind not in ACTIONS:
-            assert judge(read_run(folder)).nothing_to_do in first.advice
+            assert judge(read_run(folder)).nothing_to_do in first.advice.text
 
 
 def test_a_task_that_was_solved_from_the_first_step_is_not_called_learned(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_task_that_was_solved_from_the_first_step_is_not_called_learned(tmp_pa
     for name, curves in (("same", same), ("nearly", nearly)):
         first = opening(read_run(log_run(tmp_path / name, entropy=noisy(level, 0.01, 1), **curves)))
         assert first.headline == "Solved from the first step, if the reward is right"
-        assert "prompts nearer to a reward of one half" in first.advice
-        assert [line.advice for line in first.lines] == [SYMPTOM]
+        assert "prompts nearer to a reward of one half" in first.advice.text
+        assert [finding.follows_from_verdict for finding in first.findings] == [True]
     assert "reward 1.00 → 1.00, now it is flat" in opening(read_run(tmp_path / "same")).evidence
 
 
@@ -300,13 +300,13 @@ def test_reward_of_two_scales_has_the_verdict_of_the_first_one(tmp_path: Path) -
     first = opening(
         read_run(log_run(tmp_path / "up", estimates=measured, entropy=noisy(falling, 0.01, 1), reward=rise))
     )
-    assert (first.kind, first.since, first.lines) == ("jump", 21, [])
+    assert (first.kind, first.since, first.findings) == ("jump", 21, [])
     assert first.headline == "Reward cannot be compared across step 21"
     assert "Up to step 20: entropy is being spent on reward: reward 0.3" in first.evidence
-    assert first.advice == "Find what changed at step 21: the reward function, its service or the data."
+    assert first.advice.text == "Find what changed at step 21: the reward function, its service or the data."
     down = opening(read_run(log_run(tmp_path / "down", estimates=measured, reward=after(21, 0.6, 0.1))))
     assert down.headline == "Reward has fallen"
-    assert down.advice.startswith("To do first: find what changed at step 21")
+    assert down.advice.text.startswith("To do first: find what changed at step 21")
 
 
 @pytest.mark.parametrize(
@@ -328,10 +328,10 @@ def test_a_reward_that_has_not_risen_names_what_to_look_at_first(
     run = read_run(log_run(tmp_path / "long", estimates=sums if effect else None, **flat))
     assert opening(run).headline == "Reward has hardly risen"
     assert opening(run).evidence.startswith(" in 40 steps: 0.")
-    assert told in opening(run).advice
+    assert told in opening(run).advice.text
     assert judge(run.until(19)).kind != FLAT
     cut = read_run(log_run(tmp_path / "cut", settings={"top_p": 0.7}, **flat))
-    assert opening(cut).advice == "To change first: GRPOConfig(top_p=1.0)."
+    assert opening(cut).advice.text == "To change first: GRPOConfig(top_p=1.0)."
 
 
 def test_a_long_run_has_a_verdict_whatever_its_noise_may_hide(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_s
     folder = log_run(tmp_path, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
     for step in (10, 20, 30):
         (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
-    assert opening(read_run(folder)).advice == (
+    assert opening(read_run(folder)).advice.text == (
         'To change: go back to checkpoint-20, and train on with attach(…, target_kl_share="auto").'
     )
 
@@ -370,7 +370,7 @@ def test_a_policy_that_its_first_step_broke_has_lost_reward_and_is_advised_to_st
     first = opening(read_run(folder))
     assert first.headline == "Reward has fallen"
     assert "since step 2: from 0.48 at its best" in first.evidence
-    assert "go back to the start (no checkpoint before step 2 was kept)" in first.advice
+    assert "go back to the start (no checkpoint before step 2 was kept)" in first.advice.text
 
 
 def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_train_on_with_psr(tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_tra
         for step in (5, 15, 30):
             (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
         first = opening(read_run(folder))
-        assert told in first.advice
-        is_effect = [line.advice == SYMPTOM for line in first.lines]
+        assert told in first.advice.text
+        is_effect = [finding.follows_from_verdict for finding in first.findings]
         assert is_effect == [since == 40]
 
 
@@ -423,7 +423,7 @@ def test_bounded_steps_that_lose_reward_are_not_advised_the_bound_that_they_have
         "bound/tries": lambda step: Estimate(0.0), "bound/learning_rate": lambda step: Estimate(1e-4),
     }  # fmt: skip
     folder = log_run(tmp_path, estimates=targets, others=others, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
-    assert opening(read_run(folder)).advice.endswith(f"and train on with {advised}")
+    assert opening(read_run(folder)).advice.text.endswith(f"and train on with {advised}")
 
 
 def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Path) -> None:
@@ -486,8 +486,9 @@ def test_the_current_change_ignores_predictions_where_forward_and_backward_disag
     run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 1e-3 * step, 0.01)))
     assert entropy_now(run)[2] == "line through the logged steps"
     first = opening(run)
-    assert first.lines[0].evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
-    assert first.advice == 'To change first: attach(…, target_kl_share="auto").'
+    (finding, *_) = first.findings
+    assert finding.evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
+    assert first.advice.text == 'To change first: attach(…, target_kl_share="auto").'
 
 
 def test_half_a_difference_has_half_its_error(tmp_path: Path) -> None:
@@ -545,7 +546,7 @@ def test_the_advice_for_lost_entropy_is_psr_in_a_branch_and_then_the_cheapest_in
     first = PSR_FIRST.format(how="PositiveOnly(GRPOTrainer) of docs/how_to/keep_entropy_up.md")
     page = (Path(__file__).parents[3] / "docs" / "how_to" / "keep_entropy_up.md").read_text(encoding="utf-8")
     assert "class PositiveOnly(GRPOTrainer):" in page
-    assert opening(read_run(folder)).advice == f'{first} To measure others: probes=["simple", "interventions"].'
+    assert opening(read_run(folder)).advice.text == f'{first} To measure others: probes=["simple", "interventions"].'
     effect, plain = Estimate(1e-3, 1e-4, 8, detail={"measured_steps": 3}), Estimate(-9e-3, 1e-4, 8)
     priced = {
         name: {"mean_delta_h": effect, "mean_delta_h_kept": effect, "mean_price": Estimate(price, 0.1, 8),
@@ -554,7 +555,7 @@ def test_the_advice_for_lost_entropy_is_psr_in_a_branch_and_then_the_cheapest_in
     }  # fmt: skip
     told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
-    assert opening(read_run(folder)).advice == (
+    assert opening(read_run(folder)).advice.text == (
         f"{first} Second try: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention, there hardly better "
         "than no change."
     )
@@ -568,7 +569,7 @@ def test_a_run_that_trains_with_psr_is_not_advised_psr(tmp_path: Path) -> None:
             "job": {"others": {"intervention": ["psr"]}},
             "class": {"settings": {"class": "PositiveOnly"}},
         }.items():
-            told = opening(read_run(log_run(tmp_path / name / kind, **curves, **recorded))).advice
+            told = opening(read_run(log_run(tmp_path / name / kind, **curves, **recorded))).advice.text
             assert told.startswith("To change: ")
             assert "(PSR)" not in told
 
@@ -591,7 +592,7 @@ def test_lost_entropy_whose_predictions_do_not_hold_is_advised_a_setting_and_no_
     told = {f"delta_h/cumulative_{kind}": lambda step, size=size: Estimate(size * step / 40, 0.02, 20)
             for kind, size in sums.items()}  # fmt: skip
     first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
-    assert first.advice == PSR_FIRST.format(how="PositiveOnly(GRPOTrainer) of docs/how_to/keep_entropy_up.md")
+    assert first.advice.text == PSR_FIRST.format(how="PositiveOnly(GRPOTrainer) of docs/how_to/keep_entropy_up.md")
     assert [sentence.partition(":")[0] for sentence in first.further] == ["The predictions do not hold here"]
 
 
@@ -609,7 +610,7 @@ def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) ->
     told = {name: lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
     first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
     assert first.headline == "Entropy has been lost"
-    assert first.advice == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
+    assert first.advice.text == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
 
 
 def test_where_entropy_needs_nothing_the_advice_is_to_fix_the_anomaly(tmp_path: Path) -> None:
@@ -618,7 +619,7 @@ def test_where_entropy_needs_nothing_the_advice_is_to_fix_the_anomaly(tmp_path: 
         folder = log_run(tmp_path / str(steps), steps, entropy=noisy(lambda step: 0.5, 0.01, 1),
                          reward=noisy(rising, 0.03, 2), settings={"top_p": 0.7})  # fmt: skip
         told = f"About entropy there is {nothing} To change because of what stands out: GRPOConfig(top_p=1.0)."
-        assert opening(read_run(folder)).advice == told
+        assert opening(read_run(folder)).advice.text == told
 
 
 def test_the_page_on_falling_entropy_has_a_row_for_each_verdict() -> None:
@@ -636,7 +637,7 @@ def test_runs_of_the_job_are_advised_with_overrides(tmp_path: Path) -> None:
         "made_by: job\ntrainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n"
     )
     first = PSR_FIRST.format(how="intervention=psr")
-    assert opening(read_run(tmp_path)).advice == f"{first} To measure others: 'probe=[simple,interventions]'."
+    assert opening(read_run(tmp_path)).advice.text == f"{first} To measure others: 'probe=[simple,interventions]'."
 
 
 def test_the_highest_reward_is_the_sum_of_the_weights_also_of_a_single_function() -> None:

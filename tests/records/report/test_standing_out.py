@@ -21,15 +21,15 @@ from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
 from rl_training.records.report.set_up import SetUp, set_up_of
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.report.standing_out.line import Line
+from rl_training.records.report.standing_out.finding import Finding
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
 from rl_training.records.table.series import read_run
 from rl_training.records.table.trends import share_of
 from rl_training.step.residual import NOT_DRAWN
 
 
-def lines(folder: Path, **logged: Any) -> dict[str, Line]:
-    return {line.name: line for line in standing_out(read_run(log_run(folder, **logged)))}
+def findings(folder: Path, **logged: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in standing_out(read_run(log_run(folder, **logged)))}
 
 
 def constant(value: float, error: float = 0.0, about: int = 0) -> Callable[[int], Estimate]:
@@ -128,7 +128,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_anomaly_gives_its_line_and_no_other(tmp_path: Path, planted: str) -> None:
     name, logged, evidence = PLANTED[planted]
-    by_rule = lines(tmp_path, **logged)
+    by_rule = findings(tmp_path, **logged)
     assert [*by_rule] == [name]
     assert evidence in by_rule[name].evidence
 
@@ -142,7 +142,7 @@ def test_only_a_reward_that_is_known_to_be_unpaid_is_advised_to_be_paid(
 ) -> None:
     logged = {"rewards__right__mean": 0.5, "rewards__right__std": 0.5, "rewards__gold__mean": 0.5,
               "rewards__gold__std": 0.5}  # fmt: skip
-    by_rule = lines(tmp_path, settings={"reward_weights": weights}, estimates=HACK, **logged)
+    by_rule = findings(tmp_path, settings={"reward_weights": weights}, estimates=HACK, **logged)
     assert then in by_rule["loophole"].advice.text
 
 
@@ -199,7 +199,7 @@ NEAR: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("near", NEAR)
 def test_values_near_an_anomaly_give_no_line(tmp_path: Path, near: str) -> None:
-    assert not lines(tmp_path, **NEAR[near])
+    assert not findings(tmp_path, **NEAR[near])
 
 
 @pytest.mark.parametrize(("rate", "names"), [(1e-5, []), (0.0, ["no_step"])])
@@ -210,7 +210,7 @@ def test_the_learning_rate_that_a_loop_logs_is_no_fault_unless_it_is_0(tmp_path,
     (folder / "logs" / "settings.json").write_text(json.dumps(settings))
     run = read_run(folder)
     assert set_up_of(run).kind == "loop"
-    assert [line.name for line in standing_out(run)] == names
+    assert [finding.name for finding in standing_out(run)] == names
 
 
 def test_a_warm_up_that_goes_on_is_named_with_a_shorter_one(tmp_path: Path) -> None:
@@ -223,11 +223,11 @@ def test_a_warm_up_that_goes_on_is_named_with_a_shorter_one(tmp_path: Path) -> N
         ({"warmup_steps": 41}, "Wait until step 41, where the warm-up ends."),
     ):
         settings = {"max_steps": 410 if warm_up.get("warmup_steps") == 41 else 400, **warm_up}
-        (line,) = lines(tmp_path / str(warm_up), settings=settings, **still).values()
-        assert (line.name, line.advice.sentence) == ("no_step", advised)
-        assert "The warm-up takes " in line.evidence
+        (finding,) = findings(tmp_path / str(warm_up), settings=settings, **still).values()
+        assert (finding.name, finding.advice.text) == ("no_step", advised)
+        assert "The warm-up takes " in finding.evidence
     never = {"settings": {"warmup_steps": 10**9, "max_steps": 400}, "learning_rate": 1e-13}
-    assert lines(tmp_path / "never", **never)["no_step"].advice.text == "GRPOConfig(warmup_steps=40)"
+    assert findings(tmp_path / "never", **never)["no_step"].proposal.text == "GRPOConfig(warmup_steps=40)"
 
 
 def test_a_sampler_that_drifts_away_is_not_said_to_leave_tokens_out(tmp_path: Path) -> None:
@@ -237,23 +237,23 @@ def test_a_sampler_that_drifts_away_is_not_said_to_leave_tokens_out(tmp_path: Pa
         "sampler/ess": lambda step: Estimate(max(1 - 0.03 * step, 0.1), 0.05, 20),
         "sampler/mean_ratio": lambda step: Estimate(1.0 if step < 10 else 0.7, 0.05, 20),
     }
-    line = lines(tmp_path / "drift", estimates=drift)["sampler"]
-    assert line.evidence.startswith("The sampler drifts away from the policy that is trained: 0.0355 ± ")
-    assert "steps 31–40, from 0.001 at first." in line.evidence
-    assert line.advice.text == "copy the weights to the sampler more often"
-    again = lines(tmp_path / "again", estimates=drift, settings={"num_iterations": 4})["sampler"]
-    assert again.advice.text == "GRPOConfig(num_iterations=1)"
+    finding = findings(tmp_path / "drift", estimates=drift)["sampler"]
+    assert finding.evidence.startswith("The sampler drifts away from the policy that is trained: 0.0355 ± ")
+    assert "steps 31–40, from 0.001 at first." in finding.evidence
+    assert finding.proposal.text == "copy the weights to the sampler more often"
+    again = findings(tmp_path / "again", estimates=drift, settings={"num_iterations": 4})["sampler"]
+    assert again.proposal.text == "GRPOConfig(num_iterations=1)"
     cut = {**drift, "sampler/mean_ratio": constant(0.7)}
-    assert "leaves tokens out" in lines(tmp_path / "cut", estimates=cut)["sampler"].evidence
+    assert "leaves tokens out" in findings(tmp_path / "cut", estimates=cut)["sampler"].evidence
 
 
 def test_a_samplers_own_setting_is_corrected_where_it_was_set(tmp_path: Path) -> None:
     """As the reason for missing predictions says; other fields of generation_kwargs stay."""
     own = {"settings": {"generation_kwargs": {"temperature": 0.5, "repetition_penalty": 1.1}}}
-    told = lines(tmp_path / "temperature", **own)["sampler"].advice.text
+    told = findings(tmp_path / "temperature", **own)["sampler"].proposal.text
     assert told == "GRPOConfig(generation_kwargs={'temperature': 1.0, 'repetition_penalty': 1.1})"
     both = {"settings": {"top_k": 5, "generation_kwargs": {"top_p": 0.7}}}
-    told = lines(tmp_path / "both", **both)["sampler"].advice.text
+    told = findings(tmp_path / "both", **both)["sampler"].proposal.text
     assert told == "GRPOConfig(top_k=0, generation_kwargs={'top_p': 1.0})"
     job = JobWording(SetUp("job", {"trainer": {"generation_kwargs": {"top_p": 0.7}}}))
     assert job.sample_with(top_p=1.0, top_k=0).text == "trainer.top_k=0 trainer.generation_kwargs.top_p=1.0"
@@ -261,16 +261,16 @@ def test_a_samplers_own_setting_is_corrected_where_it_was_set(tmp_path: Path) ->
 
 def test_a_rate_of_0_or_nan_rewards_from_the_start_are_the_verdict(tmp_path: Path) -> None:
     still = opening(read_run(log_run(tmp_path / "rate", 5, learning_rate=0.0)))
-    assert (still.headline, still.lines) == ("Nothing is trained", [])
-    assert "nothing to do" not in still.advice
+    assert (still.headline, still.findings) == ("Nothing is trained", [])
+    assert "nothing to do" not in still.advice.text
     missing = opening(read_run(log_run(tmp_path / "nan", 5, **EQUAL, rewards__right__mean=float("nan"))))
     assert missing.headline == "Nothing has been learned from rewards"
-    assert missing.advice == "Correct what right returns."
+    assert missing.advice.text == "Correct what right returns."
 
 
 def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
     measured = {"measured/delta_reward": constant(0.001, 0.02, about=1)}
-    by_rule = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
+    by_rule = findings(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
     assert by_rule["jump"].since == 20
     assert by_rule["jump"].evidence.startswith(
         "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22): 0.600 ± "
@@ -281,16 +281,16 @@ def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
 def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
     """The KL measured at step 8 is that of step 7."""
     far = {"measured/kl": lambda step: Estimate(2.0 if step == 8 else 1e-4, 1e-5, 8, about_step=step - 1)}
-    line = lines(tmp_path, estimates=far)["large_step"]
-    assert line.since == 7
-    assert line.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
+    finding = findings(tmp_path, estimates=far)["large_step"]
+    assert finding.since == 7
+    assert finding.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
 
 
 @pytest.mark.parametrize("curve", [rising, early])
 def test_a_length_that_moves_with_the_reward_is_reported(tmp_path: Path, curve: Curve) -> None:
     """Whether both rise all the time or level off after ten steps; the length by 40 tokens for a reward of 1."""
     together = noisy(curve, 0.03, 3)
-    by_rule = lines(tmp_path, reward=together, completions__mean_length=lambda step: 10 + 40 * together(step))
+    by_rule = findings(tmp_path, reward=together, completions__mean_length=lambda step: 10 + 40 * together(step))
     assert [*by_rule] == ["length"]
     assert "correlation 1.0" in by_rule["length"].evidence
 
@@ -302,32 +302,32 @@ def test_of_two_far_steps_the_one_that_moved_the_policy_far_more_is_named(tmp_pa
         "measured/kl": lambda step: Estimate(moved.get(step, 1e-4), 1e-5, 8, about_step=step - 1),
         "measured/ess": constant(0.6, about=1),
     }
-    told = lines(tmp_path / "two", **{**BROKEN, "entropy": 0.5, "estimates": estimates})
+    told = findings(tmp_path / "two", **{**BROKEN, "entropy": 0.5, "estimates": estimates})
     assert told["large_step"].since == 9
     del moved[10]
-    assert lines(tmp_path / "one", **{**BROKEN, "entropy": 0.5, "estimates": estimates})["large_step"].since == 19
+    assert findings(tmp_path / "one", **{**BROKEN, "entropy": 0.5, "estimates": estimates})["large_step"].since == 19
 
 
 def test_a_lost_reward_with_changed_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
     gone = {"reward": noisy(lambda step: 0.5 if step < 5 else 0.05, 0.01)}
-    by_rule = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
-    assert (by_rule["large_step"].since, [*lines(tmp_path / "reward alone", **gone)]) == (4, [])
+    by_rule = findings(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
+    assert (by_rule["large_step"].since, [*findings(tmp_path / "reward alone", **gone)]) == (4, [])
 
 
 def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Path) -> None:
     everything = {**FAR, **SCALE, **STALE}
-    by_rule = lines(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
+    by_rule = findings(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
     assert [*by_rule] == ["large_step", "equal", "endless"]
 
 
 def test_anomaly_lines_are_in_the_page_and_the_terminal(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     run = read_run(log_run(tmp_path, completions__clipped_ratio=1.0))
-    (line,) = standing_out(run)
+    (finding,) = standing_out(run)
     page = write_report(run).read_text(encoding="utf-8")
     print_summary(run)
-    assert line.text in capsys.readouterr().out
-    assert line.evidence in page
+    assert finding.text in capsys.readouterr().out
+    assert finding.evidence in page
     assert "What stands out</h2>" in page
 
 
@@ -365,10 +365,10 @@ def test_rewards_that_differ_within_prompts_as_if_by_lot_are_named_before_a_larg
     a = 0.5 * (1 / correlation - 1) if correlation else math.inf
     chances = draw.beta(a, a, (41, 16)) if correlation else np.full((41, 16), 0.5)
     right = draw.binomial(8, chances)
-    (line,) = lines(tmp_path, estimates=SCALE, reward=lambda step: right[step].mean() / 8,
+    (finding,) = findings(tmp_path, estimates=SCALE, reward=lambda step: right[step].mean() / 8,
                     frac_reward_zero_std=lambda step: np.isin(right[step], (0, 8)).mean()).values()  # fmt: skip
-    assert line.name == "noise"
-    assert ("order of the completions" in line.advice.text) == named
+    assert finding.name == "noise"
+    assert ("order of the completions" in finding.advice.text) == named
 
 
 def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
@@ -392,9 +392,9 @@ def test_a_report_of_always_equal_rewards_opens_with_that(
 ) -> None:
     run = read_run(log_run(tmp_path, steps, **EQUAL, completions__clipped_ratio=cut_off))
     first = opening(run)
-    assert (first.headline, first.lines) == ("Nothing has been learned from rewards", [])
+    assert (first.headline, first.findings) == ("Nothing has been learned from rewards", [])
     assert first.evidence.startswith(": Every response earns the same reward, 0: all advantages are 0.")
-    assert first.advice == change
+    assert first.advice.text == change
 
 
 def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_a_report_of_rewards_that_became_equal_opens_with_entropy(tmp_path: Path
 
     logged = {"reward": 0.0, "reward_std": lambda step: 1.0 - later(step), "frac_reward_zero_std": later}
     first = opening(read_run(log_run(tmp_path, **logged)))
-    assert first.lines[0].name == "equal"
+    assert first.findings[0].name == "equal"
     assert first.headline == "Reward has hardly risen"
 
 
@@ -416,21 +416,21 @@ def test_the_change_of_many_steps_is_not_taken_for_that_of_one(tmp_path: Path) -
     }
     for span, names in ((4, []), (1, ["large_step"])):
         spanned = {**together, "measured/steps": lambda step, span=span: Estimate(span, num_samples=8, reason="exact")}
-        by_rule = lines(tmp_path / str(span), estimates=spanned, reward=noisy(lambda step: 0.5, 0.02))
+        by_rule = findings(tmp_path / str(span), estimates=spanned, reward=noisy(lambda step: 0.5, 0.02))
         assert [*by_rule] == names, span
     spanned = {**together, "measured/steps": lambda step: Estimate(4, num_samples=8, reason="exact")}
-    jumped = lines(tmp_path / "jump", estimates=spanned, reward=lambda step: 0.8 if step < 20 else 0.2)
+    jumped = findings(tmp_path / "jump", estimates=spanned, reward=lambda step: 0.8 if step < 20 else 0.2)
     assert "jump" not in jumped
 
 
 @pytest.mark.parametrize("spread", [0.4, math.nan])
 def test_jumps_and_falls_are_told_without_a_logged_spread_of_rewards(tmp_path: Path, spread: float) -> None:
     jumped = noisy(lambda step: 0.2 if step < 20 else 0.9, 0.01)
-    assert "jump" in lines(tmp_path / "jump", reward=jumped, reward_std=spread, estimates=SMALL_KL)
+    assert "jump" in findings(tmp_path / "jump", reward=jumped, reward_std=spread, estimates=SMALL_KL)
     fallen = noisy(lambda step: 0.8 if step < 20 else 0.1, 0.01)
-    lost = lines(tmp_path / "fall", reward=fallen, reward_std=spread, entropy=lambda step: 0.5 if step < 20 else 2.0)
+    lost = findings(tmp_path / "fall", reward=fallen, reward_std=spread, entropy=lambda step: 0.5 if step < 20 else 2.0)
     assert "large_step" in lost
-    steady = lines(tmp_path / "steady", reward=noisy(lambda step: 0.5, 0.01), reward_std=spread, estimates=SMALL_KL)
+    steady = findings(tmp_path / "steady", reward=noisy(lambda step: 0.5, 0.01), reward_std=spread, estimates=SMALL_KL)
     assert not {"jump", "large_step"} & {*steady}
 
 
@@ -443,5 +443,5 @@ def test_the_share_that_decay_takes_does_not_depend_on_how_often_the_rate_is_log
         for step in range(1, 401):
             rate = {"learning_rate": 1e-2} if step % every == 0 else {}
             records.write_metrics(step, {"reward": 0.5, "entropy": 1.0, **rate})
-        [line] = standing_out(read_run(folder))
-        assert (line.name, "has taken 33% of the weights" in line.evidence) == ("decay", True)
+        [finding] = standing_out(read_run(folder))
+        assert (finding.name, "has taken 33% of the weights" in finding.evidence) == ("decay", True)

@@ -108,6 +108,16 @@ def test_trl_is_advised_with_arguments_that_python_reads() -> None:
         assert {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords} == arguments
 
 
+def test_a_change_has_one_target_in_the_words_of_every_trainer() -> None:
+    """Of findings with one target a report keeps the first, however each is worded."""
+    for wording in (Wording(SetUp("loop", {})), TrlWording(SetUp("trl", {})), JobWording(SetUp("job", {}))):
+        assert wording.fields(beta=0.1, top_p=1.0).target == "beta, top_p"
+        assert wording.smaller_steps().text != wording.bounded_step().text
+        assert wording.smaller_steps().target == wording.bounded_step().target == "target_kl_share"
+        assert wording.longer_responses().target == "max_completion_length"
+    assert VerlWording(SetUp("verl", {})).bounded_step().target == "learning_rate"
+
+
 def test_only_what_can_be_pasted_is_a_setting() -> None:
     loop, trl = Wording(SetUp("loop", {})), TrlWording(SetUp("trl", {"trainer": {"class": "GRPOTrainer"}}))
     assert trl.positive_only().settings == trl.reward_weights().settings == trl.longer_responses().settings == ()

@@ -2,18 +2,33 @@
 
 They state what was measured and do not guess at causes. A line that explains others comes before them.
 
-line.py                                             a line, and the records that rules look at
-noise.py                                            how noisy rewards are
-rewards.py, objective.py, sampling.py, steps.py     the rules
+finding.py                                           a line, and the anomaly that it tells of
+run_records.py, noise.py                             the records that rules look at, and how noisy rewards are
+rewards.py, reward_jump.py, reward_hacks.py          anomalies of the rewards,
+objective.py                                         of weight decay, the KL term and the entropy bonus,
+responses.py, sampler.py                             of the responses and of what draws them,
+no_step.py, large_step.py, small_batch.py            and of the steps
+
+A new anomaly is a class in one of these files, and stands in the list of a rule below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rl_training.records.report.standing_out import objective, rewards, sampling, steps
-from rl_training.records.report.standing_out.line import (
+from rl_training.records.report.standing_out import (
+    large_step,
+    no_step,
+    objective,
+    responses,
+    reward_hacks,
+    reward_jump,
+    rewards,
+    sampler,
+    small_batch,
+)
+from rl_training.records.report.standing_out.finding import (
     BONUS,
     CUT_OFF,
     DECAY,
@@ -29,79 +44,129 @@ from rl_training.records.report.standing_out.line import (
     REFERENCE,
     SAMPLER,
     UNMIXED,
-    Line,
-    RunRecords,
+    Anomaly,
+    Finding,
 )
-from rl_training.records.report.wording import Advice
+from rl_training.records.report.standing_out.run_records import RunRecords
 from rl_training.records.table.series import Run, once_per_run
 
-MAX_LINES = 3
-# Consequences of large or wrong steps: left out if a line explains them.
+MAX_FINDINGS = 3
+# Consequences of large or wrong steps: left out if a finding explains them.
 EFFECTS = (LARGE_STEP, EQUAL, UNMIXED, ENDLESS, CUT_OFF, NOISE)
+# Findings that explain a bad verdict. What to do about the first of these comes before a change of the loss.
+CAUSES = (
+    # One term of the update outweighs the reward, so that nothing else matters.
+    DECAY, BONUS,
+    # After one event, nothing is as it was before.
+    LARGE_STEP, JUMP,
+    # Nothing can be learned: steps do not move, or no advantage differs from 0.
+    NO_STEP, EQUAL,
+    # Little can be learned, from responses that are cut off or earn the same.
+    ENDLESS, CUT_OFF, UNMIXED,
+    # Something is learned, by a gradient that is off, noisy or held back.
+    SAMPLER, NOISE, REFERENCE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and what its line means for the rest of the report.
+    """What a rule looks for, and what its finding means for the rest of the report.
 
     Args:
-        name: Of its line.
-        detect: Returns the line, or None.
-        explains: Names of later lines that this one explains. They are left out.
-        of_whole_run: Whether it explains them whenever they began: settings and rewards come before all steps.
-        cause: Its place among the lines that explain a bad verdict, whose settings come before a change of the loss; 0
-            if it explains none.
+        name: Of its finding.
+        anomalies: What it looks for; the first that a run has is the finding.
+        explains: Names of later findings that this one explains. They are left out.
+        is_of_whole_run: Whether it explains them whenever they began: settings and rewards come before all steps.
         is_symptom: Whether it is no cause, but an effect, once reward or entropy was lost.
         precedes_batch_size: Whether it comes before the size of the batch.
     """
 
     name: str
-    detect: Callable[[RunRecords], Line | None]
+    anomalies: tuple[type[Anomaly], ...]
     explains: tuple[str, ...] = ()
-    of_whole_run: bool = False
-    cause: int = 0
+    is_of_whole_run: bool = False
     is_symptom: bool = False
     precedes_batch_size: bool = False
 
+    def find(self, records: RunRecords) -> Finding | None:
+        """Return the finding; None if the records show no anomaly of this rule."""
+        for anomaly in self.anomalies:
+            found = anomaly.find(records)
+            if found is not None:
+                return Finding.of(self.name, found, records.wording)
+        return None
 
-# In the order in which lines are shown.
+
+# In the order in which findings are shown.
 RULES = (
-    Rule(NOT_A_NUMBER, rewards.not_a_number, (*EFFECTS, NO_STEP), of_whole_run=True, precedes_batch_size=True),
-    Rule(LOOPHOLE, rewards.another_reward_falls),
-    Rule(DECAY, objective.decay_wins, EFFECTS, of_whole_run=True, cause=1),
-    Rule(BONUS, objective.bonus_wins, EFFECTS, of_whole_run=True, cause=2),
-    Rule(JUMP, rewards.jump, EFFECTS, cause=4, precedes_batch_size=True),
-    Rule(LARGE_STEP, steps.too_large, (*EFFECTS, JUMP), cause=3, precedes_batch_size=True),
-    Rule(EQUAL, rewards.all_equal, cause=6, is_symptom=True, precedes_batch_size=True),
-    Rule(ENDLESS, sampling.no_end, cause=7),
-    Rule(CUT_OFF, sampling.most_cut_off, cause=8),
-    Rule(UNMIXED, rewards.hardly_mixed, cause=9, is_symptom=True),
-    Rule(SAMPLER, sampling.other_sampler, cause=10),
-    Rule(NO_STEP, steps.moves_nothing, cause=5, precedes_batch_size=True),
-    Rule(REFERENCE, objective.reference_wins, cause=12),
-    Rule(NOISE, steps.follows_noise, cause=11),
-    Rule(LENGTH, rewards.length_with_reward),
+    Rule(
+        NOT_A_NUMBER,
+        (rewards.NotANumber,),
+        explains=(*EFFECTS, NO_STEP),
+        is_of_whole_run=True,
+        precedes_batch_size=True,
+    ),
+    Rule(LOOPHOLE, (reward_hacks.FunctionLowered,)),
+    Rule(DECAY, (objective.WeightDecayWins,), explains=EFFECTS, is_of_whole_run=True),
+    Rule(BONUS, (objective.BonusWins,), explains=EFFECTS, is_of_whole_run=True),
+    Rule(JUMP, (reward_jump.RewardJumps,), explains=EFFECTS, precedes_batch_size=True),
+    Rule(
+        LARGE_STEP,
+        (
+            large_step.StepBreaksReward,
+            large_step.StepExceedsEntropy,
+            large_step.ManyLargeSteps,
+            large_step.FirstOrderFails,
+            large_step.RewardIsGone,
+        ),
+        explains=(*EFFECTS, JUMP),
+        precedes_batch_size=True,
+    ),
+    Rule(EQUAL, (rewards.AllEqual,), is_symptom=True, precedes_batch_size=True),
+    Rule(ENDLESS, (responses.NoResponseEnds,)),
+    Rule(CUT_OFF, (responses.MostCutOff,)),
+    Rule(UNMIXED, (rewards.HardlyMixed,), is_symptom=True),
+    Rule(
+        SAMPLER,
+        (
+            sampler.OtherTemperature,
+            sampler.TokensLeftOut,
+            sampler.NotDrawn,
+            sampler.SamplerLeavesOut,
+            sampler.SamplerIsBehind,
+        ),
+    ),
+    Rule(NO_STEP, (no_step.NoRate, no_step.LostToRounding, no_step.HardlyMoves), precedes_batch_size=True),
+    Rule(REFERENCE, (objective.ReferenceWins,)),
+    Rule(NOISE, (small_batch.StepFollowsNoise,)),
+    Rule(LENGTH, (reward_hacks.LengthGrows,)),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
 
 
 @once_per_run
-def standing_out(run: Run) -> list[Line]:
-    """Return what stands out, explanations first, without what they explain. One line is kept of each advice."""
+def standing_out(run: Run) -> list[Finding]:
+    """Return what stands out, explanations first, without what they explain; of one target, the first finding alone."""
     records = RunRecords.of(run)
-    by_advice = dict[Advice, Line]()
+    by_target = dict[str, Finding]()
     for rule in RULES:
-        line = rule.detect(records)
-        if line is not None and not any(_explains(first, line) for first in by_advice.values()):
-            by_advice.setdefault(line.advice, line)
-    return list(by_advice.values())[:MAX_LINES]
+        finding = rule.find(records)
+        if finding is not None and not any(_explains(first, finding) for first in by_target.values()):
+            by_target.setdefault(finding.proposal.target, finding)
+    return list(by_target.values())[:MAX_FINDINGS]
 
 
-def rule_of(line: Line) -> Rule:
-    """Return the rule that has found a line."""
-    return BY_NAME[line.name]
+def rule_of(finding: Finding) -> Rule:
+    """Return the rule of a finding."""
+    return BY_NAME[finding.name]
 
 
-def _explains(cause: Line, line: Line) -> bool:
+def _explains(cause: Finding, finding: Finding) -> bool:
     rule = rule_of(cause)
-    return line.name in rule.explains and (rule.of_whole_run or cause.since < line.since)
+    return finding.name in rule.explains and (rule.is_of_whole_run or cause.since < finding.since)
+
+
+def first_cause(findings: Iterable[Finding]) -> Finding | None:
+    """Return the finding that explains a bad verdict before the others; None without one."""
+    causes = [finding for finding in findings if finding.name in CAUSES]
+    return min(causes, key=lambda finding: CAUSES.index(finding.name), default=None)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import betaln
 
-from rl_training.records.report.standing_out.line import RunRecords, recent
+from rl_training.records.report.standing_out.run_records import RunRecords, recent
 from rl_training.records.table.trends import MIN_STEPS
 from rl_training.statistics.estimate import Z_95, Estimate
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rl_training.records.pages.writing import MISSING, percent, steps_of
 from rl_training.records.report.standing_out import rule_of, standing_out
-from rl_training.records.report.standing_out.line import NOISE
+from rl_training.records.report.standing_out.finding import NOISE
 from rl_training.records.report.standing_out.rewards import FEW_MIXED
 from rl_training.records.report.summary.row import Row, how_to
 from rl_training.records.report.verdict import Verdict
@@ -39,10 +39,10 @@ def noise_scale(run: Run, verdict: Verdict) -> Iterator[Row]:
 def _nothing_to_gain(run: Run, verdict: Verdict) -> str:
     """Return why no batch is called for: nothing is left to learn, or something else is in the way of it; else ""."""
     mixed = 1 - run.logged("frac_reward_zero_std").tail(RECENT).mean()
-    lines = standing_out(run)
-    is_noisy = any(line.name == NOISE for line in lines)
+    findings = standing_out(run)
+    is_noisy = any(finding.name == NOISE for finding in findings)
     kind_precedes = verdict.kind.precedes_batch_size and not (verdict.kind.may_come_of_noise and is_noisy)
-    if kind_precedes or any(rule_of(line).precedes_batch_size for line in lines):
+    if kind_precedes or any(rule_of(finding).precedes_batch_size for finding in findings):
         return "what the first lines say comes before the size of the batch"
     if verdict.kind.is_learned:
         return "it grows as the reward's highest value is reached, and calls for no other batch"

@@ -1,4 +1,4 @@
-"""A line of "What stands out", and the records that its rules look at."""
+"""The records of a run, as the rules of "What stands out" look at them."""
 
 from __future__ import annotations
 
@@ -8,56 +8,20 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rl_training.records.pages.writing import on_one_line
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.story.broken_line import rise_of
 from rl_training.records.report.story.reward_functions import spreads
-from rl_training.records.report.wording import Advice, Wording, wording_of
+from rl_training.records.report.wording import Wording, wording_of
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT, share_of
 from rl_training.statistics.estimate import Estimate
-
-# Names of lines, which the JSON of a report has too, and what each says.
-NOT_A_NUMBER = "nan"  # the reward, or a reward function, is nan
-LOOPHOLE = "loophole"  # steps raise the reward that is paid, and lower a reward function
-DECAY = "decay"  # weight decay outweighs the gradients
-BONUS = "bonus"  # the entropy bonus outweighs the reward
-REFERENCE = "reference"  # the KL term allows next to no gain in reward
-JUMP = "jump"  # the reward has jumped
-EQUAL = "equal"  # all responses to every prompt earn the same
-UNMIXED = "unmixed"  # responses to few prompts only earn unequal rewards
-LENGTH = "length"  # responses grow with the reward
-LARGE_STEP = "large_step"  # one step, or many, moved the policy too far
-NO_STEP = "no_step"  # steps move nothing, or next to nothing
-NOISE = "noise"  # the batch is far below the gradient's noise scale
-ENDLESS = "endless"  # no response ends by itself
-CUT_OFF = "cut_off"  # most responses are cut off at the maximum length
-SAMPLER = "sampler"  # another policy than the trained one draws the responses
 
 FEW_STEPS = 3  # logged steps from which something is said to last
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a run shows: the evidence with its interval, the step since when, and what to do.
-
-    `headline` is set if a run of which this holds from its first step has no other verdict.
-    """
-
-    name: str
-    since: int
-    evidence: str
-    advice: Advice
-    headline: str = ""
-
-    @property
-    def text(self) -> str:
-        return on_one_line(f"{self.evidence} Since step {self.since}. {self.advice.sentence}")
-
-
-@dataclass(frozen=True)
 class RunRecords:
-    """The records of a run, as the rules need them. `recent` takes the last ten logged steps."""
+    """The records of a run, as the rules need them."""
 
     run: Run
     wording: Wording
@@ -127,6 +91,7 @@ def _share(shares: pd.Series[float], number: float) -> Estimate:
 
 
 def recent(values: pd.Series[float]) -> pd.Series[float]:
+    """Return the values of the last ten logged steps."""
     return values.tail(RECENT)
 
 
