@@ -25,7 +25,8 @@ ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
-SIZES, PRECONDITIONED = ("B_E", "N_E", "B_U", "G"), ("name", "delta_h1", "delta_h1_same_gain")
+SIZES = ("B_E", "N_E", "B_U", "G")
+PRECONDITIONED = ("name", "delta_h1", "delta_h1_same_gain")
 NO_NUMBERS = ("name", "update_filtered")  # columns of its tables that hold other types
 LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # proportional to the size of the step
 ANALYSIS_COLUMNS = [
@@ -92,7 +93,9 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
 
 def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the table rows of the result.json at this path: the analysis itself, then its variations."""
-    results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
+    results = content["results"]
+    settings = content["settings"]["offline"]
+    tables = content["tables"]
     whole = {
         "analysis": escape_surrogates(path.resolve().parents[1].name), "checkpoint": content["checkpoint"],
         "step": content["step"], "kind": "whole", "evaluation_size": results["N_E"], "eta": 1.0,
@@ -168,7 +171,8 @@ def _tables_in(content: dict[str, Any]) -> dict[str, pd.DataFrame]:
 
 
 def _results(content: dict[str, Any]) -> pd.DataFrame:
-    numbers, reasons = content.get("results", content["core"]), content["reasons"]
+    numbers = content.get("results", content["core"])
+    reasons = content["reasons"]
     rows = [
         {"name": name, "value": value, "stderr": numbers.get(f"{name}_se"), "reason": reasons.get(name, "")}
         for name, value in numbers.items()

@@ -139,14 +139,10 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return one metric's entry, each field checked and converted. Raises Python's own errors if one is malformed."""
-    value, stderr = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
-    counted = checked_count(row["num_prompts"])
-    reason = checked_text(row["reason"])
     return {
-        "value": value,
-        "stderr": stderr,
-        "num_prompts": counted,
-        "reason": reason,
+        **{key: math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr")},
+        "num_prompts": checked_count(row["num_prompts"]),
+        "reason": checked_text(row["reason"]),
         "interval": _pair(row["interval"]),
     }
 

@@ -37,7 +37,8 @@ def first_order_verdict(
         reasons: Why numbers are not available, by key.
     """
     numbers = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
-    predicted, error = numbers["deltaH1"], numbers["paired_error"]
+    predicted = numbers["deltaH1"]
+    error = numbers["paired_error"]
     size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
     if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
         return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from rl_training.records.compare.groups import Member
 from rl_training.records.table.series import Run
@@ -98,17 +99,18 @@ def path_of(run: Run) -> RewardPath | None:
     if len(rewards) < MIN_PATH_STEPS:
         return None
     window = max(MIN_WINDOW, len(rewards) // SMOOTHED // 2 * 2 + 1)
-    smooth_rewards, smooth_entropies = (
-        series.rolling(window, center=True).mean().dropna() for series in (rewards, entropies)
-    )
     return RewardPath(
-        rewards.index.to_numpy(dtype=float),
-        rewards.to_numpy(dtype=float),
-        entropies.to_numpy(dtype=float),
-        smooth_rewards.to_numpy(dtype=float),
-        smooth_entropies.to_numpy(dtype=float),
-        window,
+        steps=rewards.index.to_numpy(dtype=float),
+        rewards=rewards.to_numpy(dtype=float),
+        entropies=entropies.to_numpy(dtype=float),
+        smooth_rewards=_running_mean(rewards, window),
+        smooth_entropies=_running_mean(entropies, window),
+        window=window,
     )
+
+
+def _running_mean(values: pd.Series[float], window: int) -> np.ndarray:
+    return values.rolling(window, center=True).mean().dropna().to_numpy(dtype=float)
 
 
 def entropy_at(path: RewardPath, level: float) -> Estimate:
@@ -120,25 +122,33 @@ def entropy_at(path: RewardPath, level: float) -> Estimate:
         return Estimate.missing(BEGINS_ABOVE.formatted(first=first, level=level))
     if level > path.smooth_rewards.max():
         return Estimate.missing(NOT_REACHED.formatted(level=level))
-    end = int(np.argmax(path.smooth_rewards >= level)) + path.window
-    length = 2 * path.window
-    while True:
-        chosen = slice(max(end - length, 0), end)
-        steps, rewards, entropies = (curve[chosen] for curve in (path.steps, path.rewards, path.entropies))
-        count = len(steps)
-        rise = fit_line(steps, rewards)
-        independent = math.sqrt(float(rise.residuals @ rise.residuals) / (count - 2) / rise.squares)
-        if rise.slope > RISES * independent:
-            break
-        if count == end:
-            return Estimate.missing(NO_RISE)
-        length *= 2
-    fall = fit_line(steps, entropies)
+    window = _rising_window(path, int(np.argmax(path.smooth_rewards >= level)) + path.window)
+    if window is None:
+        return Estimate.missing(NO_RISE)
+    rewards = path.rewards[window]
+    entropies = path.entropies[window]
+    rise = fit_line(path.steps[window], rewards)
+    fall = fit_line(path.steps[window], entropies)
     slope = fall.slope / rise.slope
     scatter = scatter_of(fall.residuals - slope * rise.residuals)
-    away = level - float(rewards.mean())
-    variance = scatter.variance * (1 / count + away**2 / (rise.slope**2 * rise.squares))
-    return Estimate(float(entropies.mean()) + slope * away, math.sqrt(variance), scatter.num_samples)
+    distance = level - float(rewards.mean())
+    variance = scatter.variance * (1 / len(rewards) + distance**2 / (rise.slope**2 * rise.squares))
+    return Estimate(float(entropies.mean()) + slope * distance, math.sqrt(variance), scatter.num_samples)
+
+
+def _rising_window(path: RewardPath, end: int) -> slice | None:
+    """Return the shortest window of 2, 4, 8, … running means up to a place in which reward rises; None without one."""
+    length = 2 * path.window
+    while True:
+        window = slice(max(end - length, 0), end)
+        rise = fit_line(path.steps[window], path.rewards[window])
+        count = len(rise.residuals)
+        independent_error = math.sqrt(float(rise.residuals @ rise.residuals) / (count - 2) / rise.squares)
+        if rise.slope > RISES * independent_error:
+            return window
+        if count == end:
+            return None
+        length *= 2
 
 
 def at_equal_reward(first: Sequence[Member], second: Sequence[Member]) -> EqualReward:
@@ -157,7 +167,8 @@ def at_equal_reward(first: Sequence[Member], second: Sequence[Member]) -> EqualR
         if math.isnan(entropy.value):
             reason = _about(member, entropy.reason)
             return EqualReward(level, (reason, reason), reason)
-    before, after = (_pooled([entropy for _, entropy in group]) for group in entropies)
+    before = _pooled([entropy for _, entropy in entropies[0]])
+    after = _pooled([entropy for _, entropy in entropies[1]])
     return EqualReward(level, (before, after), difference(after, before))
 
 

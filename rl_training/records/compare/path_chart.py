@@ -12,7 +12,9 @@ from rl_training.records.pages.charts import Chart, Series
 from rl_training.records.pages.drawing import draw
 from rl_training.records.table.estimates import to_rows
 
-END, EQUAL = "circle", "square"
+# Marks of points:
+END = "circle"  # of a run
+EQUAL = "square"  # entropy at equal reward
 
 
 def draw_paths(groups: Sequence[Group], looks: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -39,14 +41,13 @@ def draw_paths(groups: Sequence[Group], looks: Mapping[str, tuple[str, tuple[int
     marked = next((pair for pair in pairs if not math.isnan(pair.equal_reward.gap.value)), None)
     if marked:
         for group, entropy in zip((marked.first, marked.second), marked.equal_reward.entropies, strict=True):
-            at = [marked.equal_reward.level]
-            series.append(Series.cloud(group.name, looks[group.letter][0], EQUAL, at, to_rows({0: entropy})))
-    level = {"x": [marked.equal_reward.level]} if marked else {}
-    return draw("path", series, missing, rules=level, is_marked=marked is not None)
+            level = [marked.equal_reward.level]
+            series.append(Series.cloud(group.name, looks[group.letter][0], EQUAL, level, to_rows({0: entropy})))
+    rules = {"x": [marked.equal_reward.level]} if marked else {}
+    return draw("path", series, missing, rules=rules, is_marked=marked is not None)
 
 
 def _path(label: str, color: str, stroke: tuple[int, ...], path: RewardPath) -> list[Series]:
     """Return a run's path, and the dot at its end."""
-    rewards, entropies = path.smooth_rewards, path.smooth_entropies
-    line = Series(label, color, rewards, entropies, dash=stroke)
-    return [line, Series.cloud(label, color, END, rewards[-1:], entropies[-1:])]
+    line = Series(label, color, path.smooth_rewards, path.smooth_entropies, dash=stroke)
+    return [line, Series.cloud(label, color, END, path.smooth_rewards[-1:], path.smooth_entropies[-1:])]

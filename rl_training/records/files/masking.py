@@ -32,8 +32,12 @@ VALUE = re.compile(
     r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[\[{][^\]}]*[\]}]|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\]'"]+?(?=:?(?:[\s,;&}\]'"]|$))"""
 )
 LIKE_A_LINE = re.compile(r"""['"]?([\[{]|[A-Za-z][A-Za-z0-9+.-]*://)""")  # a value that may contain names
-LABELS, VALUES = {"name", "key", "header", "field"}, {"value", "val", "content", "default"}  # of {name: …, value: …}
-FLAG, PAIR_NAME = re.compile(r"--?[A-Za-z][\w.-]*"), re.compile(r"[A-Za-z][\w.-]*")  # what names the next element
+# Keys of {name: …, value: …}:
+LABELS = {"name", "key", "header", "field"}
+VALUES = {"value", "val", "content", "default"}
+# What names the next element:
+FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
+PAIR_NAME = re.compile(r"[A-Za-z][\w.-]*")
 MIN_SECRET_LENGTH = 6  # of a secret that is searched for by value: a shorter one would match parts of other words
 
 

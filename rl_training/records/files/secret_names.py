@@ -81,21 +81,21 @@ def _says_so(words: Sequence[str]) -> bool:
 
 
 def _is_key(words: Sequence[str]) -> bool:
-    kinds, last = words[:-1], words[-1]
+    *kinds, last = words
     if last == "key":
         return bool(kinds) and kinds[-1] not in OF_DATA
     return last.endswith("key") and last.removesuffix("key") in OF_KEYS
 
 
 def _is_password(words: Sequence[str]) -> bool:
-    kinds, last = words[:-1], words[-1]
+    *kinds, last = words
     if last == "pass":
         return not kinds or kinds[-1] not in OF_PASSES
     return last.endswith("pass") and last not in NO_PASSWORDS
 
 
 def _is_token(words: Sequence[str]) -> bool:
-    kinds, last = words[:-1], words[-1]
+    *kinds, last = words
     if last == "tokens":
         return bool(kinds) and kinds[-1] in TOKENS_OF_ACCESS
     if last == "token":

@@ -32,7 +32,8 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         UserError: If a line has more than MAX_LINE_BYTES, or a gzip member other than the last is damaged.
     """
     with _opened(path) as file:
-        rest, number = b"", 1
+        rest = b""  # of a line whose end has not been read
+        number = 1  # of that line
         for part in _members(path, file) if path.suffix == ".gz" else iter(lambda: file.read(1 << 20), b""):
             *lines, rest = (rest + part).split(b"\n")
             yield from lines

@@ -21,9 +21,14 @@ import yaml
 from rl_training.records.pages.environment import ENVIRONMENT
 
 # Okabe and Ito's colours, safe for colour-blind readers. TEXT is black on a light page and white on a dark one.
-TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
+TEXT = "currentColor"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+GREY = "#8C8C8C"
 NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # names in charts.yaml
-WIDTH, HEIGHT = 640, 280
+WIDTH = 640  # pixels
+HEIGHT = 280
 MAX_MARKS = 20  # a line with more points has no marks
 MAX_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page

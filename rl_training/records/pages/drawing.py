@@ -129,7 +129,8 @@ def axis_limits(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) 
         typical = reach[np.isfinite(reach)].median() if np.isfinite(reach).any() else 0.0
         room = max(min(typical, most or typical), 0.1 * span, floor * values.abs().median())
         rooms.append(room or abs(values.iloc[0]) or 1.0)
-    low, high = values.min() - rooms[0], values.max() + rooms[1]
+    low = values.min() - rooms[0]
+    high = values.max() + rooms[1]
     if is_share:
         return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)
     return low, high

@@ -27,18 +27,19 @@ def label_offsets(points: Mapping[str, tuple[float, float]], height: float) -> d
     placed: list[tuple[float, float, float]] = []  # left, right and middle of each label, in pixels
     offsets = {}
     for text, (across, down) in sorted(points.items(), key=lambda item: item[1][1]):
-        point, middle = PHONE_WIDTH * across, height * down
+        point = PHONE_WIDTH * across
+        middle = height * down
         left, right = sorted((point, point + side(across) * LETTER_WIDTH * len(text)))
-        taken = [other for start, end, other in placed if left < end and start < right]
-        placed_at = _nearest(middle, taken, height)
+        occupied = [other for start, end, other in placed if left < end and start < right]
+        placed_at = _nearest(middle, occupied, height)
         placed.append((left, right, placed_at))
         offsets[text] = placed_at - middle
     return offsets
 
 
-def _nearest(middle: float, taken: list[float], height: float) -> float:
-    """Return the height nearest to `middle` that is at least a line from all in `taken`, if possible in the chart."""
-    places = [middle, *(other + side * LINE_HEIGHT for other in taken for side in (-1, 1))]
-    free = [place for place in places if all(abs(place - other) >= LINE_HEIGHT - 1e-9 for other in taken)]
+def _nearest(middle: float, occupied: list[float], height: float) -> float:
+    """Return the height nearest to `middle` that is at least a line from all `occupied`, if possible in the chart."""
+    places = [middle, *(other + side * LINE_HEIGHT for other in occupied for side in (-1, 1))]
+    free = [place for place in places if all(abs(place - other) >= LINE_HEIGHT - 1e-9 for other in occupied)]
     within = [place for place in free if 0.5 * LINE_HEIGHT <= place <= height - 0.5 * LINE_HEIGHT or place == middle]
     return min(within or free, key=lambda place: abs(place - middle))

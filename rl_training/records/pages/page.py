@@ -31,7 +31,9 @@ from rl_training.records.pages.environment import ENVIRONMENT
 from rl_training.records.pages.preview import preview
 from rl_training.version import REPOSITORY, VERSION
 
-CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering
+# Placeholders, replaced after rendering:
+CONTENTS = Markup("<!-- contents -->")
+SCRIPTS = Markup("<!-- scripts -->")
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
 DOCS_PAGE = re.compile(r"\b(docs/[\w/]+\.md)\b")
 VEGA_LITE = "6.1"  # one that vl-convert bundles; 6.4 breaks tooltips of points
@@ -104,8 +106,10 @@ def _with_links(text: str) -> Markup:
     return Markup("").join(link.format(REPOSITORY, part, part) if n % 2 else part for n, part in enumerate(parts))
 
 
-PAGES.filters["with_settings"], PAGES.filters["preview"] = _with_settings, preview
-PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
+PAGES.filters["with_settings"] = _with_settings
+PAGES.filters["preview"] = preview
+PAGES.filters["as_json"] = _as_json
+PAGES.globals["marks"] = STROKES
 
 
 def _with_contents(page: str) -> str:
@@ -144,13 +148,13 @@ def javascript() -> str:
     Bundling takes vl-convert two seconds. A cache that cannot be read or written to, as in a full home, costs no more.
     """
     name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
-    kept = cache_folder() / name
+    cached = cache_folder() / name
     try:
-        return kept.read_text(encoding="utf-8")
+        return cached.read_text(encoding="utf-8")
     except OSError:
         text = _run(BUNDLE).replace("</script", "<\\/script")
         with suppress(UserError):
-            write_atomically({kept: text.encode()})
+            write_atomically({cached: text.encode()})
         return text
 
 

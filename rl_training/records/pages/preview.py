@@ -8,7 +8,11 @@ from markupsafe import Markup
 
 from rl_training.records.pages.charts import WIDTH, Chart
 
-LEFT, RIGHT, TOP, BOTTOM = 48, 8, 6, 42  # pixels around the curves, as Vega leaves them for axes
+# Pixels around the curves, as Vega leaves them for axes:
+LEFT = 48
+RIGHT = 8
+TOP = 6
+BOTTOM = 42
 
 
 def preview(chart: Chart) -> Markup:

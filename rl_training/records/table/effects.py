@@ -63,27 +63,31 @@ def effects_of(run: Run) -> list[Effect]:
     Interventions that keep entropy significantly come first, those that spend significantly more come last; each group
     is sorted by price.
     """
-    effects = []
-    falls = is_falling(run)
-    for name in (match[1] for match in map(NAMES.match, run.names()) if match):
-        numbers = {
-            field: last_of(run.rows(f"intervention/{name}/{metric}")) or Estimate.missing("it was not recorded")
-            for field, metric in METRICS.items()
-        }
-        if math.isfinite(numbers["halves_at"].value) and not falls:
+    names = [match[1] for match in map(NAMES.match, run.names()) if match]
+    return sorted((_effect_of(run, name) for name in names), key=_rank)
+
+
+def _effect_of(run: Run, name: str) -> Effect:
+    """Return the effect of an intervention. No strength halves a fall that is not there, or without an effect."""
+    numbers = {
+        field: last_of(run.rows(f"intervention/{name}/{metric}")) or Estimate.missing("it was not recorded")
+        for field, metric in METRICS.items()
+    }
+    if math.isfinite(numbers["halves_at"].value):
+        if not is_falling(run):
             numbers["halves_at"] = Estimate.missing(NO_FALL)
-        elif math.isfinite(numbers["halves_at"].value) and not is_significant(numbers["delta_h"]):
+        elif not is_significant(numbers["delta_h"]):
             numbers["halves_at"] = Estimate.missing(NO_EFFECT)
-        mean = f"intervention/{name}/{METRICS['delta_h']}"
-        strengths = run.rows(mean)["strength"].dropna()
-        strength = float(strengths.iloc[-1]) if len(strengths) else math.nan
-        effects.append(Effect(name, **numbers, steps=run.measured_steps(mean), strength=strength))
-    return sorted(effects, key=_place)
+    mean = f"intervention/{name}/{METRICS['delta_h']}"
+    strengths = run.rows(mean)["strength"].dropna()
+    strength = float(strengths.iloc[-1]) if len(strengths) else math.nan
+    return Effect(name, **numbers, steps=run.measured_steps(mean), strength=strength)
 
 
-def _place(effect: Effect) -> tuple[int, bool, float]:
-    low, high = effect.delta_h.bounds()
-    return 0 if low > 0 else 2 if high < 0 else 1, math.isnan(effect.price.value), effect.price.value
+def _rank(effect: Effect) -> tuple[int, bool, float]:
+    (low, high) = effect.delta_h.bounds()
+    side = 0 if low > 0 else 2 if high < 0 else 1
+    return side, math.isnan(effect.price.value), effect.price.value
 
 
 def halving(effects: Sequence[Effect]) -> list[Effect]:
@@ -102,7 +106,8 @@ def earned_per_nat(run: Run) -> float:
 
     nan unless both are significant: their ratio could be anything.
     """
-    fall, gain = (run.last(f"intervention/plain_{quantity}") for quantity in ("mean_delta_h", "mean_delta_reward"))
+    fall = run.last("intervention/plain_mean_delta_h")
+    gain = run.last("intervention/plain_mean_delta_reward")
     if fall is None or gain is None or not (fall.bounds()[1] < 0 and gain.bounds()[0] > 0):
         return math.nan
     return -gain.value / fall.value

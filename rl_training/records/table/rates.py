@@ -45,8 +45,8 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
 
 def _first_recent_step(run: Run) -> int:
     """Return the first of the steps that count as now: of those with a log line or an entropy."""
-    known = sorted({*run.steps, *run.token_entropy().index})
-    return int(known[-max(len(known) // 2, MIN_RECENT_STEPS) :][0])
+    steps = sorted({*run.steps, *run.token_entropy().index})
+    return int(steps[-max(len(steps) // 2, MIN_RECENT_STEPS) :][0])
 
 
 def predictions_disagree(run: Run) -> bool:
@@ -65,7 +65,8 @@ def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
     steps = forward.index.intersection(backward.index)[-MIN_RECENT_STEPS:]
     if steps.empty:
         return None
-    ahead, behind = (mean_of_rows(rows.loc[steps]) for rows in (forward, backward))
+    ahead = mean_of_rows(forward.loc[steps])
+    behind = mean_of_rows(backward.loc[steps])
     assert ahead is not None
     assert behind is not None
     stderr = 0.5 * math.hypot(ahead.stderr, behind.stderr)

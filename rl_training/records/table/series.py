@@ -50,7 +50,8 @@ class Source(NamedTuple):
         return f"{EVALUATIONS}/{self.evaluation}" if self.evaluation == IN_TRAINING else self.evaluation
 
 
-LOGGED, MEASURED = Source(METRICS_FILE), Source(PROBES_FILE)
+LOGGED = Source(METRICS_FILE)
+MEASURED = Source(PROBES_FILE)
 TRAINERS_EVALUATION = Source(EVALUATIONS_FILE)
 
 
@@ -152,7 +153,8 @@ class Run:
     def with_interval(self, name: str) -> pd.DataFrame:
         """Return this metric's rows with the intervals that were recorded separately, as NAME_low and NAME_high."""
         rows = self.rows(name)
-        low, high = (self.rows(f"{name}_{end}")["value"].reindex(rows.index) for end in ("low", "high"))
+        low = self.rows(f"{name}_low")["value"].reindex(rows.index)
+        high = self.rows(f"{name}_high")["value"].reindex(rows.index)
         beside = low.notna() & high.notna()
         ends = {"low": low.where(beside, rows["low"]), "high": high.where(beside, rows["high"])}
         return rows.assign(**ends, is_interval=beside | rows["is_interval"])
@@ -232,7 +234,8 @@ def read_run(folder: Path) -> Run:
     table = table.drop_duplicates(["file", "evaluation", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
-    table["reason"], table["code"] = table["reason"].fillna(""), table["code"].fillna("")
+    table["reason"] = table["reason"].fillna("")
+    table["code"] = table["code"].fillna("")
     table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = NO_REASON
     half = half_widths(table["num_samples"].to_numpy(), table["stderr"].to_numpy())
     table["is_interval"] = table["low"].notna() & table["high"].notna()

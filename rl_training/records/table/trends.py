@@ -27,7 +27,8 @@ def line_through(values: pd.Series[float]) -> Estimate:
     count = len(values)
     if count < MIN_STEPS:
         return Estimate.missing(f"a line needs {MIN_STEPS} logged steps, there are {count}")
-    steps, levels = values.index.to_numpy(dtype=float), values.to_numpy(dtype=float)
+    steps = values.index.to_numpy(dtype=float)
+    levels = values.to_numpy(dtype=float)
     with np.errstate(over="ignore"):
         deviations = levels - levels.mean()
     size = float(np.abs(deviations).max())
@@ -41,8 +42,8 @@ def line_through(values: pd.Series[float]) -> Estimate:
 def times(estimate: Estimate, factor: float) -> Estimate:
     """Return an estimate times a factor, for another unit or for several steps."""
     ends = estimate.interval and (factor * estimate.interval[0], factor * estimate.interval[1])
-    value, stderr = factor * estimate.value, abs(factor) * estimate.stderr
-    return Estimate(value, stderr, estimate.num_samples, estimate.reason, interval=ends)
+    stderr = abs(factor) * estimate.stderr
+    return Estimate(factor * estimate.value, stderr, estimate.num_samples, estimate.reason, interval=ends)
 
 
 def mean_of_recent(values: pd.Series[float], steps: int = RECENT) -> Estimate:

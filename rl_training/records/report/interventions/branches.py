@@ -37,21 +37,25 @@ def branch_commands(run: Run) -> list[str]:
     names = [name for name, _ in preferred_interventions(run)]
     if not checkpoints or not names:
         return []
-    already = set_up.interventions
-    first = [] if set_up.has_sign_intervention else [PSR]
-    names = [name for name in dict.fromkeys([*first, *names]) if name not in already][:MAX_PROPOSALS]
+    if not set_up.has_sign_intervention:
+        names = [PSR, *names]
+    names = [name for name in dict.fromkeys(names) if name not in set_up.interventions][:MAX_PROPOSALS]
     if not names:
         return []
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
-        folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
-        branches[folder] = f"intervention={quote_list(set_up.interventions_with(name))}"
+        branches[_branch_folder(run, name)] = f"intervention={quote_list(set_up.interventions_with(name))}"
     start = ["rl-training", "train", f"branch={quote_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
     trainings = [
         [*start, f"run_dir={quote_value(str(folder))}", *([setting] if setting else [])]
         for folder, setting in branches.items()
     ]
     return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
+
+
+def _branch_folder(run: Run, intervention: str) -> Path:
+    """Return the folder, beside the run's, of a branch with this intervention."""
+    return Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', intervention)}")
 
 
 def _attached_branches(run: Run, wording: Wording) -> list[str]:
@@ -63,8 +67,6 @@ def _attached_branches(run: Run, wording: Wording) -> list[str]:
     set_up = wording.set_up
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
-    plain, positive = f"{run.folder}_plain", f"{run.folder}_{PSR}"
-    changed = f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}"
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
     if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
         factor = name.partition(":")[2]
@@ -74,11 +76,11 @@ def _attached_branches(run: Run, wording: Wording) -> list[str]:
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
-    tries = {plain: "without a change"}
+    tries = {f"{run.folder}_plain": "without a change"}
     if not set_up.has_sign_intervention:
-        tries[positive] = f"with {wording.positive_only().text}"
+        tries[f"{run.folder}_{PSR}"] = f"with {wording.positive_only().text}"
     if effect.bare_name != PSR:
-        tries[changed] = f"with {change}"
+        tries[str(_branch_folder(run, name))] = f"with {change}"
     lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}."]
     for folder, how in tries.items():
         lines += [f"# One {how}:", f'with attach(trainer, "{folder}"):', f"    {resume}"]
@@ -90,9 +92,11 @@ def preferred_interventions(run: Run) -> list[tuple[str, Effect]]:
 
     There are none if entropy does not fall.
     """
-    chosen = dict[str, Effect]()
+    if not is_falling(run):
+        return []
+    effects = dict[str, Effect]()
     set_up = wording_of(run).set_up
-    for effect in effects_of(run) if is_falling(run) else ():
+    for effect in effects_of(run):
         if math.isfinite(effect.halves_at.value) or effect.delta_h.bounds()[0] > 0:
-            chosen.setdefault(set_up.name_as_configured(effect), effect)
-    return [*chosen.items()][:MAX_PROPOSALS]
+            effects.setdefault(set_up.name_as_configured(effect), effect)
+    return [*effects.items()][:MAX_PROPOSALS]

@@ -60,8 +60,8 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
         CAVEAT,
         TRY if commands else "",
     )
-    drawn = plane(effects, earned_per_nat(run))
-    return Section("interventions", sentences, [HEADINGS, _plain_cells(run), *map(_cells, effects)], [drawn], commands)
+    table = [HEADINGS, _plain_cells(run), *map(_cells, effects)]
+    return Section("interventions", sentences, table, [plane(effects, earned_per_nat(run))], commands)
 
 
 def is_fine(run: Run, verdict: Verdict) -> bool:
@@ -86,13 +86,14 @@ def _whether_needed(run: Run, verdict: Verdict) -> str:
 
 def _plain_step(run: Run, steps: int) -> str:
     """Say what effects are measured against, the mean over `steps` measured steps, and whether entropy falls now."""
-    fall, gain = (run.last(f"intervention/plain_mean_delta_{of}") for of in ("h", "reward"))
+    fall = run.last("intervention/plain_mean_delta_h")
+    gain = run.last("intervention/plain_mean_delta_reward")
     if fall is None:
         return "What the step as it is does to entropy is not known here."
-    at = run.finite_rows("intervention/plain_mean_delta_h").index.max()
+    last = run.finite_rows("intervention/plain_mean_delta_h").index.max()
     sentence = f"The step as it is changes entropy by {milli(fall)} thousandths of a nat"
     sentence += f" and reward by {milli(gain)} thousandths" if gain else ""
-    sentence += f": the mean over the measured steps up to step {at} ({steps}), of which the latest count most."
+    sentence += f": the mean over the measured steps up to step {last} ({steps}), of which the latest count most."
     if is_falling(run):
         return f"{sentence} Effects are differences from it."
     now, since, source = entropy_now(run)
@@ -101,18 +102,26 @@ def _plain_step(run: Run, steps: int) -> str:
 
 
 def _halving(effects: Sequence[Effect]) -> str:
-    chosen = halving(effects)
-    strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in chosen)
-    order = certain_order({effect.bare_name: effect.price for effect in chosen})
-    what = "By one step, extrapolated, these strengths would halve entropy's fall once the momentum has adapted"
-    return f"{what}, in order of price: {strengths}. {order}" if chosen else ""
+    with_strength = halving(effects)
+    if not with_strength:
+        return ""
+    strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in with_strength)
+    order = certain_order({effect.bare_name: effect.price for effect in with_strength})
+    return (
+        "By one step, extrapolated, these strengths would halve entropy's fall once the momentum has adapted, in order "
+        f"of price: {strengths}. {order}"
+    )
 
 
 def _keeping(effects: Sequence[Effect]) -> str:
-    chosen = keeping(effects)
-    how = "as set, per step, in order of price, in thousandths of a nat"
-    order = certain_order({effect.name: effect.price for effect in chosen})
-    return f"Keeps entropy significantly (95 %) {how}: {_with_prices(chosen)}. {order}" if chosen else ""
+    keepers = keeping(effects)
+    if not keepers:
+        return ""
+    order = certain_order({effect.name: effect.price for effect in keepers})
+    return (
+        "Keeps entropy significantly (95 %) as set, per step, in order of price, in thousandths of a nat: "
+        f"{_with_prices(keepers)}. {order}"
+    )
 
 
 def _yardstick(run: Run) -> str:
@@ -134,9 +143,11 @@ def _undecided(run: Run, effects: Sequence[Effect]) -> str:
     parts = []
     for effect in effects:
         if effect.delta_h.half_width() > 0 and not is_significant(effect.delta_h):
-            steps, most = _needed(run, effect)
-            why = f"too small an effect for a mean that remembers {most:.0f} measured steps"
-            parts.append(f"{effect.name} ({why if steps is None else f'needs about {steps} more measured steps'})")
+            (steps, most) = _further_steps(run, effect)
+            remark = f"needs about {steps} more measured steps"
+            if steps is None:
+                remark = f"too small an effect for a mean that remembers {most:.0f} measured steps"
+            parts.append(f"{effect.name} ({remark})")
     return f"No significant effect on entropy: {'; '.join(parts)}." if parts else ""
 
 
@@ -161,11 +172,11 @@ def certain_order(prices: Mapping[str, Estimate]) -> str:
     if not pairs:
         return "The intervals of these prices all overlap: their order is not certain."
     is_whole = 2 * sum(map(len, dearer.values())) == len(ends) * (len(ends) - 1)
-    rest = "" if is_whole else " The rest of their order is not certain."
-    return f"Prices whose intervals do not overlap: {pairs}.{rest}"
+    remark = "" if is_whole else " The rest of their order is not certain."
+    return f"Prices whose intervals do not overlap: {pairs}.{remark}"
 
 
-def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
+def _further_steps(run: Run, effect: Effect) -> tuple[int | None, float]:
     """Return how many more measured steps would make the present effect significant, and how many the mean can hold.
 
     The first is None if more would be needed than the mean remembers.
@@ -181,8 +192,9 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
 def _plain_cells(run: Run) -> list[str]:
     """Return the table row of the step that interventions are compared with, under HEADINGS."""
-    names = (f"intervention/plain_{quantity}" for quantity in ("mean_delta_h", "mean_delta_reward", "delta_h"))
-    fall, gain, latest = (last_of(run.rows(name)) for name in names)
+    fall = last_of(run.rows("intervention/plain_mean_delta_h"))
+    gain = last_of(run.rows("intervention/plain_mean_delta_reward"))
+    latest = last_of(run.rows("intervention/plain_delta_h"))
     reason = on_one_line(fall.reason) if fall else ""
     return [PLAIN, MISSING, MISSING, milli(fall), MISSING, milli(latest), milli(gain), reason]
 

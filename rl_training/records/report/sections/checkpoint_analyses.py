@@ -23,7 +23,8 @@ from rl_training.records.table.series import Run
 from rl_training.records.table.trends import MIN_POINTS, constants, scaled
 from rl_training.statistics.estimate import Z_95
 
-SWEEP_TABLE_FILE, ANALYSES_PAGE_FILE = "sweep.csv", "analyses.html"
+SWEEP_TABLE_FILE = "sweep.csv"
+ANALYSES_PAGE_FILE = "analyses.html"
 RESULT_STYLES = {  # by key of a result: label, colour and marker
     "deltaH1": ("predicted", BLUE, "circle"),
     "deltaH_true": ("measured", TEXT, "diamond"),
@@ -114,7 +115,8 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
 
 def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
     """Return the numbers of a column with their 95 % intervals, nan if the error is unknown."""
-    value, half = table[key], Z_95 * table.get(f"{key}_se", math.nan)
+    value = table[key]
+    half = Z_95 * table.get(f"{key}_se", math.nan)
     return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
 
@@ -128,7 +130,8 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
     columns = {"measured change": "deltaH_true", "prediction": "deltaH1", "−Cov(log π, A)": "covariance"}
     same = constants({name: rows[key].to_numpy() for name, key in columns.items()}) if len(rows) >= MIN_POINTS else []
     if len(rows) >= MIN_POINTS and not same:
-        x, y = rows["deltaH_true"].to_numpy(), rows["covariance"].to_numpy()
+        x = rows["deltaH_true"].to_numpy()
+        y = rows["covariance"].to_numpy()
         r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
         label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
@@ -158,7 +161,8 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
     >>> round(slope, 6), round(fit, 6)
     (1.0, 1.0)
     """
-    x, y = np.log(etas), np.log(np.abs(changes))
+    x = np.log(etas)
+    y = np.log(np.abs(changes))
     return float(np.polyfit(x, y, 1)[0]), float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
@@ -171,7 +175,8 @@ def _step_size(table: pd.DataFrame) -> Chart:
         for key in ("deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd"):
             label, color, mark = RESULT_STYLES[key]
             rows = of_step.dropna(subset=[key])
-            etas, changes = rows["eta"].to_numpy(), rows[key].to_numpy()
+            etas = rows["eta"].to_numpy()
+            changes = rows[key].to_numpy()
             if first and len(rows) >= MIN_POINTS and key != "deltaH1":
                 label = "{}: slope {:.3f}, R² {:.6f}".format(label, *log_slope(etas, changes))
             elif not first:

@@ -143,23 +143,26 @@ def _entropy(run: Run) -> Chart:
 
 def _delta_h(run: Run) -> Chart:
     quantities = {name: run.rows(f"delta_h/{name}") for name in ("forward", "backward")}
-    forward, backward = map(by_about_step, quantities.values())
-    shown = len(finite(forward)) or len(finite(backward))
+    forward = by_about_step(quantities["forward"])
+    backward = by_about_step(quantities["backward"])
+    has_predictions = len(finite(forward)) or len(finite(backward))
     series = [
         *points("forward, from this step's batch", forward, BLUE, "circle", -OFFSET),
         *points("backward, from the next step's batch", backward, GREEN, "square", OFFSET),
         *points("true, on a separate buffer", run.rows("delta_h/true"), TEXT, "diamond"),
     ]
-    return draw("delta_h", series if shown else [], missing_notes(quantities))
+    return draw("delta_h", series if has_predictions else [], missing_notes(quantities))
 
 
 def _calibration(run: Run) -> list[Chart]:
     """Return the chart of true against predicted (forward) changes of entropy; [] if none were measured."""
-    forward, true = run.finite_rows("delta_h/forward"), run.finite_rows("delta_h/true")
+    forward = run.finite_rows("delta_h/forward")
+    true = run.finite_rows("delta_h/true")
     steps = forward.index.intersection(true.index)
     if steps.empty:
         return []
-    predictions, truths = to_estimates(forward.loc[steps]), to_estimates(true.loc[steps])
+    predictions = to_estimates(forward.loc[steps])
+    truths = to_estimates(true.loc[steps])
     fit = calibration([(predictions[step], truths[step]) for step in steps])
     labels = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     parts = [
@@ -199,9 +202,7 @@ def _noise_scale(run: Run) -> Chart:
         return draw("noise_scale", [], missing)
     batch = finite_rows["value"] * run.rows("gns/batch_ratio")["value"].reindex(finite_rows.index)
     top = 1.5 * max(finite_rows["value"].iloc[len(finite_rows) // 4 :].max(), batch.max())
-    finite_rows[["low", "high"]] = finite_rows[["low", "high"]].clip(
-        upper=2 * top
-    )  # cuts off an infinite end of the band
+    finite_rows[["low", "high"]] = finite_rows[["low", "high"]].clip(upper=2 * top)  # a band may have an infinite end
     series = [
         Series.of_rows("noise scale, running average", BLUE, finite_rows, "circle"),
         Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
@@ -214,11 +215,13 @@ def _predictors(run: Run) -> Chart:
     truth, source = _measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
-    clouds, missing = [], []
+    clouds = list[Series]()
+    missing = list[str]()
     for label, (metric, color, mark) in looks.items():
         predicted, true = run.values(metric).align(truth, join="inner")
         if len(predicted) >= MIN_POINTS:
-            x, y = true.to_numpy(), predicted.to_numpy()
+            x = true.to_numpy()
+            y = predicted.to_numpy()
             if same := constants({source: x, label: y}):
                 missing += [f"{name} – the same at every step" for name in same]
                 continue

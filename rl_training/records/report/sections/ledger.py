@@ -41,7 +41,6 @@ FIRST_ORDER = "first order"  # where the causes are not known
 SECOND_ORDER = "second order"
 REST = "not explained"
 MEASURED = "measured"
-PREDICTIONS = ("delta_h/forward", "delta_h/backward")
 MIN_PREDICTED_STEPS = 2  # predicted steps of a ledger
 MIN_BATCHES = 8  # for a variance from the differences between neighbouring batches
 ROW_HEIGHT = 24  # pixels
@@ -84,20 +83,24 @@ class Ledger:
 
 def ledger_of(run: Run) -> Ledger | None:
     """Return the ledger of a run; None if fewer than MIN_PREDICTED_STEPS steps have both predictions."""
-    levels, forward, backward = (run.finite_rows(name) for name in ("entropy/token", *PREDICTIONS))
-    backward = by_about_step(backward)
+    levels = run.finite_rows("entropy/token")
+    forward = run.finite_rows("delta_h/forward")
+    backward = by_about_step(run.finite_rows("delta_h/backward"))
     steps = forward.index.intersection(backward.index).intersection(levels.index)
     steps = steps[steps + 1 <= max(levels.index, default=0)]
     if len(steps) < MIN_PREDICTED_STEPS:
         return None
-    first, last = int(levels.index[0]), int(levels.index[-1])
+    first = int(levels.index[0])
+    last = int(levels.index[-1])
     measured = _measured(run, levels, first, last)
-    forward, backward = forward.loc[steps], backward.loc[steps]
+    forward = forward.loc[steps]
+    backward = backward.loc[steps]
     second_order = _second_order(forward, backward)
     first_order = _sum(forward["value"], forward["stderr"] ** 2, forward)
     causes, groups = _entries(run, steps)
     if any(math.isnan(entry.change.value) for entry in causes):  # a split is missing at a step
-        causes, groups = [Entry(FIRST_ORDER, "", first_order, BLUE)], []
+        causes = [Entry(FIRST_ORDER, "", first_order, BLUE)]
+        groups = []
     explained = sum(entry.change.value for entry in causes) + second_order.value
     rest = difference(measured, Estimate(explained, _stderr_of_trapezoids(forward, backward), measured.num_samples))
     return Ledger(first, last, len(steps), measured, first_order, causes, groups, second_order, rest)
@@ -126,21 +129,24 @@ def _second_order(forward: pd.DataFrame, backward: pd.DataFrame) -> Estimate:
     """Return Σ ½(B_{s+1} − F_s) over the steps s that are the index of both."""
     halves = 0.5 * (backward["value"] - forward["value"])
     independent = _sum(halves, 0.25 * (forward["stderr"] ** 2 + backward["stderr"] ** 2), forward)
-    of_next = backward.set_axis(backward.index + 1)  # by batch
-    both = forward.index.intersection(of_next.index)
+    backward_by_batch = backward.set_axis(backward.index + 1)
+    both = forward.index.intersection(backward_by_batch.index)  # batches with both predictions
     if len(both) < MIN_BATCHES or not math.isfinite(independent.stderr):
         return independent  # an upper bound
-    by_batch = 0.5 * (of_next["value"] - forward["value"]).loc[both].to_numpy()
-    alone = [rows["stderr"].drop(both) for rows in (forward, of_next)]  # of batches with one of the two
-    variance = 0.5 * len(both) * float(np.mean(np.diff(by_batch) ** 2)) + 0.25 * sum(float((e**2).sum()) for e in alone)
+    by_batch = 0.5 * (backward_by_batch["value"] - forward["value"]).loc[both].to_numpy()
+    variance = 0.5 * len(both) * float(np.mean(np.diff(by_batch) ** 2))
+    for rows in (forward, backward_by_batch):  # batches with one of the two
+        variance += 0.25 * float((rows["stderr"].drop(both) ** 2).sum())
     return Estimate(float(halves.sum()), math.sqrt(variance), 1 + 2 * (len(both) - 1) // 3)
 
 
 def _stderr_of_trapezoids(forward: pd.DataFrame, backward: pd.DataFrame) -> float:
     """Return the standard error of Σ ½(F_s + B_{s+1}) if F_s and B_s of a batch have the same noise."""
-    after = backward["stderr"].set_axis(backward.index + 1)
-    by_batch = pd.concat([forward["stderr"], after], axis=1).fillna(0.0).sum(axis=1)
-    return math.nan if forward["stderr"].isna().any() or after.isna().any() else 0.5 * float(np.linalg.norm(by_batch))
+    if forward["stderr"].isna().any() or backward["stderr"].isna().any():
+        return math.nan
+    backward_by_batch = backward["stderr"].set_axis(backward.index + 1)
+    by_batch = pd.concat([forward["stderr"], backward_by_batch], axis=1).fillna(0.0).sum(axis=1)
+    return 0.5 * float(np.linalg.norm(by_batch))
 
 
 def _entries(run: Run, steps: pd.Index[int]) -> tuple[list[Entry], list[Entry]]:
@@ -156,7 +162,8 @@ def _entries(run: Run, steps: pd.Index[int]) -> tuple[list[Entry], list[Entry]]:
             label = name.removeprefix(prefix)
             where = OUTSIDE if label == "outside" else f"layer{'s' * ('-' in label)} {label}"
             groups.append(Entry(words, where, _sum_of(run, name, steps), color))
-    causes, groups = ([entry for entry in entries if entry.change.value] for entries in (causes, groups))
+    causes = [entry for entry in causes if entry.change.value]
+    groups = [entry for entry in groups if entry.change.value]
     return causes, groups if all(math.isfinite(entry.change.value) for entry in groups) else []
 
 
@@ -170,10 +177,10 @@ def _sum_of(run: Run, name: str, steps: pd.Index[int]) -> Estimate:
 def waterfall(account: Ledger) -> Chart:
     """Return the chart of a ledger: each row starts where the one above it ends; the last one is the whole."""
     series = []
-    at = 0.0
+    start = 0.0
     for entry in account.entries:
-        series.append(_bar(entry.name, entry.color, at, entry.change))
-        at += entry.change.value
+        series.append(_bar(entry.name, entry.color, start, entry.change))
+        start += entry.change.value
     series.append(_bar(MEASURED, TEXT, 0.0, account.measured))
     names = [bar.label for bar in series]
     height = 10 + ROW_HEIGHT * len(series)
@@ -181,8 +188,9 @@ def waterfall(account: Ledger) -> Chart:
 
 
 def _bar(name: str, color: str, start: float, change: Estimate) -> Series:
-    low, high = (start + end for end in change.bounds())
-    return Series(name, color, [start + change.value], [name], left=[low], right=[high], base=[start], line=False)
+    (low, high) = change.bounds()
+    end = start + change.value
+    return Series(name, color, [end], [name], left=[start + low], right=[start + high], base=[start], line=False)
 
 
 def table(account: Ledger) -> list[list[str]]:
@@ -205,7 +213,8 @@ def table(account: Ledger) -> list[list[str]]:
 def _table_row(name: str, entries: Sequence[Entry], columns: Sequence[str]) -> list[str]:
     """Return a row of the table; the error of its sum is at most the sum of its errors, which share batches."""
     by_cause = {entry.cause: entry.change for entry in entries}
-    value, stderr = (sum(getattr(entry.change, field) for entry in entries) for field in ("value", "stderr"))
+    value = sum(entry.change.value for entry in entries)
+    stderr = sum(entry.change.stderr for entry in entries)
     units = min((entry.change.num_samples for entry in entries), default=0)
     cells = [milli(by_cause[cause]) if cause in by_cause else "0" for cause in columns]
     return [name, *cells, milli(Estimate(value, stderr, units, "no error bar" * math.isnan(stderr)))]
@@ -215,12 +224,14 @@ def caption(account: Ledger) -> str:
     """Say what the rows mean, how many steps are predicted, and whether anything is left to explain."""
     count = account.last - account.first
     missing = count - account.num_predicted
-    left = "more than its error" if is_significant(account.rest) else "within its error"
-    lacking = f" It includes {missing} of {count} steps, which have no prediction." if missing else ""
-    both = "" if missing else " All layers and the second order together are the predicted ΔH of the summary."
+    size = "more than its error" if is_significant(account.rest) else "within its error"
+    if missing:
+        remark = f" It includes {missing} of {count} steps, which have no prediction."
+    else:
+        remark = " All layers and the second order together are the predicted ΔH of the summary."
     return (
         "± half of the 95 % interval; the variances of the steps add up, and the error of a group's sum is the sum of "
         "its errors, which is the most it can be. Momentum is what gradients of earlier steps "
         "still do. Second order is half of backward minus forward: what a straight line misses. The part that is not "
-        f"explained makes the sum exact; it is {left}.{lacking}{both}"
+        f"explained makes the sum exact; it is {size}.{remark}"
     )

@@ -20,9 +20,15 @@ from rl_training.statistics.welch import is_significant
 
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
-CHANGE, NOTE = "1e-3 nats per step", "note"
-MAYBE_0, UNSEEN = "the interval contains 0", "not seen in these steps"
-TITLE, ANCHOR = "Which tokens change entropy", "tokens"  # of the section
+# Headings of columns:
+CHANGE = "1e-3 nats per step"
+NOTE = "note"
+# Notes:
+MAYBE_0 = "the interval contains 0"
+UNSEEN = "not seen in these steps"
+# Of the section:
+TITLE = "Which tokens change entropy"
+ANCHOR = "tokens"
 
 
 def token_classes(run: Run) -> tuple[list[list[str]], int]:

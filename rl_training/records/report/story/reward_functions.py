@@ -10,7 +10,9 @@ from rl_training.records.report.set_up import set_up_of
 from rl_training.records.table.series import LOGGED, Run
 from rl_training.records.table.trends import MIN_STEPS
 
-MEAN, STD = "rewards/{}/mean", "rewards/{}/std"  # what TRL logs of a reward function
+# What TRL logs of a reward function:
+MEAN = "rewards/{}/mean"
+STD = "rewards/{}/std"
 
 
 def function_names(run: Run, logged: str = MEAN) -> list[str]:
@@ -60,7 +62,8 @@ def is_penalty(run: Run, name: str) -> bool:
     spread = run.logged(STD.format(name)).head(MIN_STEPS)
     if spread.empty:
         return True
-    mean, deviation = float(means.head(MIN_STEPS).mean()), float(spread.mean())
+    mean = float(means.head(MIN_STEPS).mean())
+    deviation = float(spread.mean())
     return mean + 2 * deviation <= 0 or deviation**2 <= 1.1 * -mean * (1 + mean)
 
 

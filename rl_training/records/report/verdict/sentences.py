@@ -15,14 +15,16 @@ NO_ENTROPY = "entropy was 0 from the first step: every response to a prompt is t
 
 def so_far(story: Story) -> str:
     """Say what a run too short for a verdict has logged."""
-    few = f"{story.logged} step{'s are' if story.logged > 1 else ' is'} logged, and a verdict needs {MIN_STEPS}"
-    few = few if story.logged < MIN_STEPS else f"fewer than {MIN_STEPS} steps have a reward or an entropy"
-    reward, entropy = story.reward_levels, story.entropy_levels
-    known = [levels for levels in (reward, entropy) if levels]
-    if not known:
+    few = f"fewer than {MIN_STEPS} steps have a reward or an entropy"
+    if story.logged < MIN_STEPS:
+        few = f"{story.logged} step{'s are' if story.logged > 1 else ' is'} logged, and a verdict needs {MIN_STEPS}"
+    reward = story.reward_levels
+    entropy = story.entropy_levels
+    first = reward or entropy
+    if first is None:
         return f": {few}."
     texts = [f"reward {reward.text}" if reward else "", f"token entropy {entropy.text} nats" if entropy else ""]
-    return f": {few}. So far: {', '.join(filter(None, texts))} ({known[0].window.text})."
+    return f": {few}. So far: {', '.join(filter(None, texts))} ({first.window.text})."
 
 
 def why_unknown(story: Story) -> str:
@@ -33,20 +35,21 @@ def why_unknown(story: Story) -> str:
     elif holds.entropy_falls(story):
         what = "entropy falls; whether that buys reward is not certain yet"
     else:
-        what = _hidden(story.entropy)
-    return f": {what}. {_both(story)}"
+        what = _noise_hides(story.entropy)
+    return f": {what}. {_describe_curves(story)}"
 
 
 def fall(story: Story) -> str:
     reward = story.reward
     assert reward is not None
     parts = [f"{part.name} {format_level(part.best)} → {part.levels.text_now}" for part in story.parts if part.fall]
-    of_parts = f" ({'; '.join(parts)})" if parts else ""
-    return f" {_how_it_fell(reward)}{of_parts}. {_of_entropy(story.entropy)}"
+    fallen_parts = f" ({'; '.join(parts)})" if parts else ""
+    return f" {_describe_fall(reward)}{fallen_parts}. {_describe_entropy(story.entropy)}"
 
 
 def held_out_fall(story: Story) -> str:
-    return f" {_how_it_fell(max(story.held_out, key=holds.relative_fall))}. {_both(story, 'Training reward')}"
+    largest = max(story.held_out, key=holds.relative_fall)
+    return f" {_describe_fall(largest)}. {_describe_curves(story, 'Training reward')}"
 
 
 def part_fall(story: Story) -> str:
@@ -54,78 +57,83 @@ def part_fall(story: Story) -> str:
     assert part is not None
     others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {other.levels.text}" for other in story.parts
               if other is not part and not other.fall]  # fmt: skip
-    return f" {_how_it_fell(part)}{', while ' * bool(others)}{'; '.join(others)}. {_both(story)}"
+    return f" {_describe_fall(part)}{', while ' * bool(others)}{'; '.join(others)}. {_describe_curves(story)}"
 
 
 def what_is_left(story: Story) -> str:
-    reward, entropy = story.reward, story.entropy
+    reward = story.reward
+    entropy = story.entropy
     assert entropy is not None
     sentence = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
     sentence += f"{format_level(entropy.start)} nats is left"
     if reward is None:
         return f"{sentence}."
     little = "and it bought next to nothing: " if holds.gained_little(story) else ""
-    return f"{sentence}, {little}reward {reward.levels.text}, {_of_reward_now(reward)}."
+    return f"{sentence}, {little}reward {reward.levels.text}, {_reward_now(reward)}."
 
 
 def loss(story: Story) -> str:
-    reward, entropy = story.reward, story.entropy
+    reward = story.reward
+    entropy = story.entropy
     assert reward is not None
     assert entropy is not None
     since = reward.flat_since
     lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
-    return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_of_entropy(entropy)}"
+    return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_describe_entropy(entropy)}"
 
 
 def after_colon(story: Story) -> str:
-    return f": {_both(story)[:1].lower()}{_both(story)[1:]}"
+    return f": {_describe_curves(story)[:1].lower()}{_describe_curves(story)[1:]}"
 
 
 def over_all_steps(story: Story) -> str:
     """Say that reward is where it was, and after how many steps."""
     reward = story.reward
     assert reward is not None
-    entropy = (
-        f"{NO_ENTROPY[0].upper()}{NO_ENTROPY[1:]}." if story.starts_without_entropy else _of_entropy(story.entropy)
-    )
+    entropy = f"{_capitalized(NO_ENTROPY)}." if story.starts_without_entropy else _describe_entropy(story.entropy)
     return f" in {story.last - story.first + 1} steps: {reward.levels.text}. {entropy}".rstrip()
+
+
+def _capitalized(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def at_its_level(story: Story) -> str:
     """Say of a steady entropy how much of it is left, before anything else."""
-    reward, entropy = story.reward, story.entropy
+    reward = story.reward
+    entropy = story.entropy
     assert entropy is not None
-    of_reward = f"reward {reward.levels.text}, {_of_reward_now(reward)}. " if reward else ""
-    aside = f" ({_hidden(entropy)})" * (entropy.reach >= STEADY_WITHIN)
-    return f", at {share_left(entropy.left)} of its start: {of_reward}Entropy {entropy.levels.text} nats{aside}."
+    reward_text = f"reward {reward.levels.text}, {_reward_now(reward)}. " if reward else ""
+    remark = f" ({_noise_hides(entropy)})" if entropy.reach >= STEADY_WITHIN else ""
+    return f", at {share_left(entropy.left)} of its start: {reward_text}Entropy {entropy.levels.text} nats{remark}."
 
 
-def _hidden(entropy: Entropy) -> str:
+def _noise_hides(entropy: Entropy) -> str:
     """Say how large a change of entropy its noise could hide."""
     size = percent(entropy.reach) if entropy.reach < 1 else "as much as its level"
     return f"noise could hide a change by {size}"
 
 
-def _both(story: Story, name: str = "Reward") -> str:
+def _describe_curves(story: Story, name: str = "Reward") -> str:
     """Say how far both axes have come over the run, and which way they go now."""
     reward = story.reward
     if reward is None:
-        return _of_entropy(story.entropy)
-    entropy = _of_entropy(story.entropy)
-    return f"{name} {reward.levels.text}, {_of_reward_now(reward)}. {entropy}".strip()
+        return _describe_entropy(story.entropy)
+    entropy = _describe_entropy(story.entropy)
+    return f"{name} {reward.levels.text}, {_reward_now(reward)}. {entropy}".strip()
 
 
-def _how_it_fell(reward: Reward) -> str:
+def _describe_fall(reward: Reward) -> str:
     return f"since step {reward.since}: from {format_level(reward.best)} at its best to {reward.levels.text_now}"
 
 
-def _of_reward_now(reward: Reward) -> str:
+def _reward_now(reward: Reward) -> str:
     if reward.fall:
         return "now it has fallen"
-    return _now_or_as_a_whole(reward.line, 1, "rises") if reward.rises else "now it is flat"
+    return _direction(reward.line, 1, "rises") if reward.rises else "now it is flat"
 
 
-def _of_entropy(entropy: Entropy | None) -> str:
+def _describe_entropy(entropy: Entropy | None) -> str:
     if entropy is None:
         return ""
     levels = f"Entropy {entropy.levels.text} nats"
@@ -135,11 +143,11 @@ def _of_entropy(entropy: Entropy | None) -> str:
     now = "now it is flat"
     if entropy.change:
         falls = entropy.change < 0
-        now = _now_or_as_a_whole(entropy.line, -1 if falls else 1, "falls" if falls else "rises")
+        now = _direction(entropy.line, -1 if falls else 1, "falls" if falls else "rises")
     return f"{levels}{left}, {now}."
 
 
-def _now_or_as_a_whole(line: BrokenLine, sign: float, verb: str) -> str:
+def _direction(line: BrokenLine, sign: float, verb: str) -> str:
     """Say that a curve rises or falls: now, or over the steps of its last piece if the last quarter does not show it.
 
     Example: "now it rises", "it rises over steps 1–40 as a whole".
