@@ -59,7 +59,7 @@ class StepContext:
 
     @property
     def reasons(self) -> Reasons:
-        """What cannot be measured at this step: `step.reasons`."""
+        """What cannot be measured at this step, as in `step.reasons`."""
         return self.step.reasons
 
     @property

@@ -22,13 +22,12 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from rl_training.engine.context import StepContext
 from rl_training.entropy.data import EntropySettings
-from rl_training.errors import UserError
 from rl_training.options import check_whole, refuse_other_arguments
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
@@ -129,14 +128,14 @@ class Probe(ABC):
         """
         return 0.0
 
-    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to be used as a trainer callback: transformers calls this on every callback of a new trainer."""
-        call = f"{type(self).__name__}(...)"
-        raise UserError(
-            f"{type(self).__name__} is a probe, not a callback: use attach(trainer, FOLDER, [{call}]), not callbacks="
-        )
+    if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
 
-    on_train_begin = on_init_end  # transformers calls this if a callback is added later
+        def __getattr__(self, name: str) -> Any:
+            """Say where a probe belongs, to a trainer that was given one as a callback."""
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}: a probe is no callback. Give it to attach or measured_loop, "
+                f"as in attach(trainer, FOLDER, [{type(self).__name__}(...)])"
+            )
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:

@@ -25,11 +25,7 @@ REASONS_ELSEWHERE = {
     "sampling_mismatch": SAMPLING_MISMATCH.prefixed("on another process"),  # another sampler
     "sample": SAMPLING_MISMATCH.prefixed("on another process"),  # responses that are no sample
     "groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
-    "no_fresh_responses": Unavailable(
-        "no_sample_elsewhere",
-        "another process cannot sample fresh responses",
-        fix="give sample=... to measured_loop on all",
-    ),
+    "no_fresh_responses": Unavailable("no_sample_elsewhere", "another process cannot sample fresh responses"),
 }
 
 
@@ -52,8 +48,8 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
     here = {name: bool(reason) for name, reason in reasons.items()} | _facts(step, loop, seen_prompts)
     anywhere = loop.ranks.anywhere(here, step.rollouts[0].prompt_index.device)
 
-    def reason_of(name: str) -> Unavailable | None:
-        return reasons[name] or (REASONS_ELSEWHERE[name] if anywhere[name] else None)
+    def reason_of(name: str, fix_elsewhere: str = "") -> Unavailable | None:
+        return reasons[name] or (REASONS_ELSEWHERE[name].with_fix(fix_elsewhere) if anywhere[name] else None)
 
     def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
         return reason if anywhere[name] else None
@@ -65,7 +61,7 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
     own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
     return Reasons(
         sampling_mismatch=mismatch or reason_of("sample"),
-        no_fresh_responses=mismatch or reason_of("no_fresh_responses"),
+        no_fresh_responses=mismatch or reason_of("no_fresh_responses", fixes.fresh_responses),
         reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
         split_prompts=split,
         no_baseline=ONE_RESPONSE if step.responses_per_prompt == 1 else split,

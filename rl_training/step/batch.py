@@ -70,7 +70,7 @@ class LossSettings:
     epsilon_high: float
     hides_truncated: bool  # the loss leaves truncated responses out
     correction: Correction | None = None  # for a sampler other than the policy; None: no ratios to the sampler
-    differs: frozenset[str] = frozenset()  # names of the TRL settings that differ from Dr-GRPO's
+    differs: frozenset[str] = frozenset()  # names of the host's settings that differ from Dr-GRPO's
 
     @property
     def is_dr_grpo(self) -> bool:
@@ -128,8 +128,8 @@ class Batch:
     def log_ratios(self) -> Tensor | None:
         """Return log π − log μ per token, (B, T) fp64, 0 off the mask. None if unknown.
 
-        All are 0 if the policy itself sampled. A token of which the sampler gave no log-probability (nan) has 0, as in
-        TRL's loss, whose ratio is then 1.
+        All are 0 if the policy itself sampled. A token of which the sampler gave no log-probability (nan) has 0: losses
+        take its ratio for 1.
         """
         rollout, scores = self.rollout, self.scores
         if rollout.sampling_logps is None:

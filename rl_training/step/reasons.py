@@ -13,8 +13,8 @@ from rl_training.statistics.unavailable import Unavailable
 
 REUSED = Unavailable(
     "reused",
-    "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
-    "they are not a fresh sample, and the optimizer's momentum holds their noise",
+    "an earlier step has trained on these responses, so they are not a fresh sample, and the optimizer's momentum "
+    "holds their noise",
 )
 SAMPLING_MISMATCH = Unavailable("sampling_mismatch", "the responses are not samples of the scored policy")
 SPLIT_PROMPTS = Unavailable(
@@ -66,6 +66,7 @@ class Fixes:
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
     dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
     no_reuse: str = "learn from each response once"
+    fresh_responses: str = ""  # how every process can sample fresh responses
     own_forward_pass: str = "compute the loss from the log-probabilities that probes are given"
 
 

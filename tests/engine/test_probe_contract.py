@@ -14,6 +14,7 @@ import torch
 from layouts import OPTIONS, model_of
 from plain_loop import CLIP, Action, no_action
 from shared_rollouts import MICROBATCH, G
+from transformers.trainer_callback import CallbackHandler
 
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
 from rl_training.engine.driver import StepDriver
@@ -193,6 +194,12 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_with_the_name_of_its_pro
 
     with pytest.raises(UserError, match=r"^probe 'listing': .* list$"):
         ProbeStates([Listing("listing")])
+
+
+def test_a_trainer_that_is_given_a_probe_as_a_callback_says_where_it_belongs() -> None:
+    callbacks: Any = CallbackHandler([SimpleEntropyProbe()], None, None, None, None)
+    with pytest.raises(AttributeError, match=r"SimpleEntropyProbe has no on_\w+: a probe is no callback.*attach"):
+        callbacks.call_event("on_init_end", None, None, None)
 
 
 def test_states_of_a_loop_are_loaded_before_it_begins() -> None:

@@ -39,6 +39,7 @@ FIXES = Fixes(
     batch_setting="measured_loop(microbatch_size={size}, microbatches={count})",
     steps_setting="measured_loop(microbatches={count})",
     num_folds_setting="{probe}(num_folds={folds})",
+    fresh_responses="give sample=... to measured_loop on all",
 )
 
 

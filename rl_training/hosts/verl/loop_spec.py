@@ -27,6 +27,7 @@ FIXES = Fixes(
     batch_setting=f"{ACTOR}.ppo_micro_batch_size_per_gpu={{size}} {STEPS_FIX}",
     steps_setting=STEPS_FIX,
     num_folds_setting="probes.{name}.num_folds={folds}",
+    no_reuse=f"learn from each response once ({ACTOR}.ppo_epochs=1)",
     dr_grpo="set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff",
 )
