@@ -102,7 +102,6 @@ def attach(
 
     # Imported here, so that importing `attach` stays fast.
     from rl_training.hosts.probes import as_probes
-    from rl_training.hosts.trl.alerts import Alerts
     from rl_training.hosts.trl.attachment import Attachment
     from rl_training.hosts.trl.options import Options
     from rl_training.hosts.trl.output.attached_run import AttachedRun
@@ -121,11 +120,8 @@ def attach(
             f"folder={folder!r}: give a folder, such as 'runs/my_run', or Records(FOLDER); probes go by name, "
             "attach(trainer, FOLDER, probes=...)"
         )
-    if metrics not in ("core", "all"):
-        raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
-    destination = AttachedRun(folder) if isinstance(folder, str | Path) else destination_of(folder)
-    callback = Alerts(destination) if alerts else None
     options = Options(
-        whole_prompts=whole_prompts, metrics=metrics, target_kl_share=target_kl_share, strict=strict, callback=callback
+        metrics=metrics, target_kl_share=target_kl_share, whole_prompts=whole_prompts, strict=strict, alerts=alerts
     )
+    destination = AttachedRun(folder) if isinstance(folder, str | Path) else destination_of(folder)
     return Attachment(trainer, as_probes(probes), destination, options)

@@ -32,6 +32,7 @@ from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements
+from rl_training.hosts.trl.alerts import Alerts
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.compatibility import check_version
 from rl_training.hosts.trl.guard import Guard
@@ -101,6 +102,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             destination,
             options,
         )
+        self._alerts = Alerts(destination) if options.alerts else None
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self._is_removed = False
         self._undo = self._install()
@@ -137,7 +139,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
                     wrap(callback, "on_log", self._log.on_print, undo)
                 elif is_dashboard(callback):
                     wrap(callback, "on_log", self._log.on_send, undo)
-            for added in filter(None, (self._training, self._options.callback)):
+            for added in filter(None, (self._training, self._alerts)):
                 trainer.add_callback(added)
                 undo.callback(trainer.remove_callback, added)
             return undo.pop_all()

@@ -21,6 +21,7 @@ from typing import Any
 
 from rl_training.errors import UserError
 from rl_training.hosts.after_import import after_import
+from rl_training.hosts.trl.options import Options, options_of_attach
 from rl_training.hosts.trl.run_script import run_module, run_script
 
 TRAINER_MODULE = "trl.trainer.grpo_trainer"
@@ -32,7 +33,6 @@ OWN_PROBES = (
     "rl-training: the script says itself what its {} measures, by attach or by probes= and records=, so --folder, "
     "--probes and the other options of this command are not used for it"
 )
-BOOLEANS = {"true": True, "false": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,11 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", help="where records and report go; default: runs/ and the script's name")
     parser.add_argument("--probes", default="simple,ess", help="names of probes, with commas; default: %(default)s")
-    parser.add_argument("--metrics", choices=["core", "all"], default="core", help="numbers for the trainer's log")
-    parser.add_argument("--target-kl-share", help="set each step's rate by its KL: auto, or a share of entropy")
-    parser.add_argument("--whole-prompts", choices=BOOLEANS, help="keep responses to a prompt in consecutive rows")
-    parser.add_argument("--strict", action="store_true", default=None, help="let an error in a probe end training")
-    parser.add_argument("--alerts", action="store_true", help="send what stands out through W&B or trackio")
+    for option in options_of_attach():
+        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     return parser
@@ -89,13 +86,7 @@ class Trainings:
         self._parser = parser
         self._folder = Path(options.folder or Path("runs") / name).expanduser().absolute()  # the script may leave it
         self._probes = [probe for probe in options.probes.split(",") if probe]
-        self._options = {
-            "metrics": options.metrics,
-            "target_kl_share": options.target_kl_share,
-            "whole_prompts": BOOLEANS.get(options.whole_prompts),
-            "strict": options.strict,
-            "alerts": options.alerts,
-        }
+        self._options = {option.name: getattr(options, option.name) for option in options_of_attach()}
         self.count = 0
 
     def watch(self, _: types.ModuleType) -> None:
@@ -113,12 +104,11 @@ class Trainings:
 
     def _refuse_mistakes(self) -> None:
         """End the process if the options are wrong, while the script has done no more than import TRL."""
-        from rl_training.engine.kl_bound import share_of_entropy
         from rl_training.hosts.probes import as_probes
 
         try:
             as_probes(self._probes)
-            share_of_entropy(self._options["target_kl_share"])
+            Options(**self._options)
             self._refuse_folder()
         except UserError as error:
             self._parser.error(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import rl_training
 import rl_training.hosts.trl
 from rl_training.hosts.after_import import after_import
+from rl_training.hosts.trl import launcher
 from rl_training.hosts.trl.launcher import OWN_PROBES
+from rl_training.hosts.trl.options import options_of_attach
 from rl_training.models.load import TINY_PATH
 from rl_training.records.jsonl import read_estimates
 
@@ -154,6 +157,17 @@ def test_attach_stays_the_function_when_the_module_of_this_name_is_imported() ->
     from rl_training import attach
 
     assert module is attach is rl_training.attach is rl_training.hosts.trl.attach
+
+
+def test_attach_and_its_command_have_the_same_options_with_the_same_defaults() -> None:
+    """Options and the folder and probes are given; the trainer is the script's."""
+    parameters = {name: p.default for name, p in inspect.signature(rl_training.attach).parameters.items()}
+    assert {option.name: option.default for option in options_of_attach()} == {
+        name: default for name, default in parameters.items() if name not in ("trainer", "folder", "probes")
+    }
+    given = launcher._parser().parse_args(["--strict", "--whole-prompts", "false", "script.py", "--strict"])
+    assert (given.strict, given.whole_prompts, given.metrics, given.alerts) == (True, False, "core", False)
+    assert given.script == ["script.py", "--strict"]
 
 
 # --- what is attached -----------------------------------------------------------------------------------------------
