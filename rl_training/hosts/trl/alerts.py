@@ -75,7 +75,8 @@ def _logged_errors() -> Iterator[None]:
 
 def senders() -> dict[str, Send]:
     """Return the functions that send an alert, by tracker: W&B and trackio if they have a run here, else the log."""
-    wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
+    wandb = sys.modules.get("wandb")
+    trackio = sys.modules.get("trackio")
     by_tracker: dict[str, Send] = {}
     if wandb is not None and wandb.run is not None:
         by_tracker["wandb"] = wandb.run.alert

@@ -53,10 +53,15 @@ def _versions() -> str:
 
 
 def how_to_resume(trainer: GRPOTrainer) -> str:
-    """Return what continues a training that ended early from its newest checkpoint, after "; ". "" without one."""
-    folder, taken = Path(trainer.args.output_dir or "."), trainer.state.global_step
-    saved = [path for path in checkpoints_in(folder) if 0 < step_of(path) <= taken]
-    if not saved or 0 < trainer.state.max_steps <= taken:
+    """Return the call that continues a training from its newest checkpoint, for the end of the closing line.
+
+    Returns:
+        It begins with "; ". Empty if there is no checkpoint, or if training has taken its last step.
+    """
+    num_steps = trainer.state.global_step
+    folder = Path(trainer.args.output_dir or ".")
+    saved = [path for path in checkpoints_in(folder) if 0 < step_of(path) <= num_steps]
+    if not saved or 0 < trainer.state.max_steps <= num_steps:
         return ""
     return f"; to continue from step {step_of(saved[-1])}: trainer.train(resume_from_checkpoint={str(saved[-1])!r})"
 

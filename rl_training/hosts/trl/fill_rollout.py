@@ -68,7 +68,8 @@ def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
         The group of each slot, (num_slots,), and the number of slots without a mixed group.
     """
     groups = torch.arange(num_slots)
-    empty, later = (~mixed[:num_slots]).nonzero().flatten(), mixed[num_slots:].nonzero().flatten()
+    empty = (~mixed[:num_slots]).nonzero().flatten()
+    later = mixed[num_slots:].nonzero().flatten()
     filled = min(len(empty), len(later))
     groups[empty[:filled]] = num_slots + later[:filled]
     return groups, len(empty) - filled
@@ -86,9 +87,12 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         generate: Returns TRL's output for some rows, and the rewards of all ranks.
         num_rows: Sequences of the rollout on this rank.
     """
-    size, world, rank = trainer.num_generations, trainer.accelerator.num_processes, trainer.accelerator.process_index
+    size = trainer.num_generations
+    world = trainer.accelerator.num_processes
+    rank = trainer.accelerator.process_index
     num_slots = num_rows // size
-    mixed, empty = torch.zeros(world, 0, dtype=torch.bool), [num_slots] * world
+    mixed = torch.zeros(world, 0, dtype=torch.bool)  # (ranks, groups so far)
+    empty = [num_slots] * world  # slots of each rank without a mixed group
     outputs: list[dict[str, Any]] = []
     metrics: list[Metrics] = []
     tried: list[int] = []
@@ -99,7 +103,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         prompts = buffer.draw(most_empty * world, tried)
         output, rewards, logged = _attempt(trainer, generate, prompts[rank * most_empty : (rank + 1) * most_empty])
         rewards = rewards.view(world, most_empty, size)
-        output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
+        batches.add_choice(output, rewards[rank].flatten())
         buffer.learn(prompts, rewards.flatten(0, 1))
         mixed = torch.cat([mixed, are_mixed(rewards).cpu()], dim=1)
         empty = [fill_slots(mixed_of_rank, num_slots)[1] for mixed_of_rank in mixed]
@@ -120,11 +124,13 @@ def _attempt(
 ) -> tuple[dict[str, Any], Tensor, Metrics]:
     """Generate a group for each of these prompts: return what `generate` returns, and what TRL has logged of it."""
     rows = [dict(trainer.train_dataset[prompt]) for prompt in prompts for _ in range(trainer.num_generations)]
-    earlier, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
+    earlier = trainer._metrics["train"]
+    logged: Metrics = defaultdict(list)
+    trainer._metrics["train"] = logged
     try:
         output, rewards = generate(rows)
     finally:
-        logged, trainer._metrics["train"] = trainer._metrics["train"], earlier
+        trainer._metrics["train"] = earlier
     return output, rewards, logged
 
 

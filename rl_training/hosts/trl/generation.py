@@ -54,7 +54,8 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Generate a response to each prompt as TRL does, cut after the first end-of-sequence token."""
-    pad, ends = tokenizer_of(trainer).pad_token_id, of_trainer(trainer, "eos_token_ids")
+    pad = tokenizer_of(trainer).pad_token_id
+    ends = of_trainer(trainer, "eos_token_ids")
     config = None if trainer.use_vllm else trainer.generation_config
     if config is None:  # vLLM's settings are neutral too: otherwise sampling_reason rules out fresh samples
         config = GenerationConfig(

@@ -39,7 +39,8 @@ class TrainerPolicy(Policy):
     """
 
     def __init__(self, trainer: GRPOTrainer, call_head: bool = False) -> None:
-        self._trainer, self._call_head = trainer, call_head
+        self._trainer = trainer
+        self._call_head = call_head
         self._reference: tuple[nn.Module, Scorer] | None = None  # the reference model and its scorer
         super().__init__(trainer.model, self._scorer_of(trainer.model), trainer.args.per_device_train_batch_size)
 
@@ -87,7 +88,8 @@ class TrainerPolicy(Policy):
             own_scores = Scores.unknown(rollout.completion_mask)
             if is_needed:
                 own_scores = self.score_rollout(rollout, as_training=True, dropout=True)
-            logps, entropies = own_scores.logps if logps is None else logps, own_scores.entropies
+            logps = own_scores.logps if logps is None else logps
+            entropies = own_scores.entropies
         return Scores(logps, entropies, rollout.completion_mask)
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
@@ -101,11 +103,13 @@ class TrainerPolicy(Policy):
         Returns:
             Scores without graph. Those of hidden rows are computed as in training.
         """
-        logps, entropies = scores.logps.detach().clone(), scores.entropies.detach().clone()
+        logps = scores.logps.detach().clone()
+        entropies = scores.entropies.detach().clone()
         rows = hidden.nonzero().squeeze(1)
         batches = self.batches_of(rows)  # none on a rank whose rows are all scored
         fresh = self.score_rollout(rollout, as_training=True, dropout=True, batches=batches)
-        logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
+        logps[rows] = fresh.logps.to(logps)
+        entropies[rows] = fresh.entropies.to(entropies)
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
@@ -114,7 +118,8 @@ class TrainerPolicy(Policy):
         Prompts are drawn with replacement, so the sequences are independent. `prompt_index` numbers the draws over all
         ranks: rank r has the draws r, r + ranks, ...
         """
-        trainer, accelerator = self._trainer, self._trainer.accelerator
+        trainer = self._trainer
+        accelerator = trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
             raise UserError(STREAM)
         local_draws = draws_of_rank(num_sequences, all_ranks())

@@ -29,7 +29,8 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
     refuse_devices_without_float64(trainer.accelerator.device, "use_cpu=True")
-    args, state = trainer.args, trainer.accelerator.state
+    args = trainer.args
+    state = trainer.accelerator.state
     if why := cannot_train(trainer.accelerator.device):
         raise UserError(why)
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):

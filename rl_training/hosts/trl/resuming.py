@@ -30,11 +30,13 @@ class SaveBetweenRollouts(TrainerCallback):
         self.steps_per_rollout = steps_per_rollout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        every, notes = self.steps_per_rollout, []
+        every = self.steps_per_rollout
+        notes = []
         if state.global_step % every:
             notes.append(f"step {state.global_step}, where this run resumes, is inside one")
         if args.save_strategy == SaveStrategy.STEPS:
-            requested, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
+            requested = state.save_steps
+            state.save_steps = math.ceil(requested / every) * every
             if state.save_steps != requested:
                 notes.append(f"checkpoints are written every {state.save_steps} steps, not every {requested}")
             if state.max_steps % every:
@@ -67,7 +69,8 @@ def keep_settings(trainer: GRPOTrainer, spelling: Spelling) -> Iterator[None]:
             f"{spelling.setting('lr_scheduler_type', kind.value)} take them from the checkpoint: "
             f"{spelling.continue_itself}"
         )
-    base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
+    base = schedule.base_lrs
+    groups = [dict(group) for group in trainer.optimizer.param_groups]
     yield
     rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(base, schedule.lr_lambdas, strict=True)]
     schedule.load_state_dict(schedule.state_dict() | {"base_lrs": base, "_last_lr": rates})

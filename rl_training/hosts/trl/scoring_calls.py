@@ -1,4 +1,4 @@
-"""Finds the forward pass from whose scores a loss is computed: a subclass's loss may run several."""
+"""Finds the forward pass from whose scores a loss is computed, of which a subclass's loss may run several."""
 
 from __future__ import annotations
 
@@ -83,11 +83,18 @@ def _read_scores(output: Any, shape: torch.Size, with_entropies: bool) -> LossSc
     scores = f"GRPOTrainer.{FORWARD_PASS}"
     is_complete = isinstance(output, tuple) and len(output) == NUM_SCORES
     require(is_complete, f"{scores} does not return {NUM_SCORES} values")
-    named = {"log-probabilities": output[0], **({"entropies": output[1]} if with_entropies else {})}
-    for name, values in named.items():
-        returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
-        require(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
-    return output[0], output[1] if with_entropies else None
+    logps = output[0]
+    entropies = output[1] if with_entropies else None
+    _require_shape(logps, shape, f"the log-probabilities of {scores}")
+    if with_entropies:
+        _require_shape(entropies, shape, f"the entropies of {scores}")
+    return logps, entropies
+
+
+def _require_shape(values: Any, shape: torch.Size, what: str) -> None:
+    """Raise UserError unless values of the forward pass are a tensor of a shape."""
+    require(isinstance(values, Tensor), f"{what} are no tensor")
+    require(values.shape == shape, f"{what} are of shape {tuple(values.shape)}")
 
 
 def _require_graph(loss: Tensor) -> None:

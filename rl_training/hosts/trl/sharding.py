@@ -92,7 +92,8 @@ class Zero(Shard):
 
     def entry_range(self, name: str, rank: int) -> tuple[int, int]:
         position = self._positions[name]
-        width, entries = self._flats[position.flat].numel(), self.numel(name)
+        width = self._flats[position.flat].numel()
+        entries = self.numel(name)
         start = position.start + (self.rank - rank) * width
         return min(entries, max(0, -start)), min(entries, max(0, width - start))
 
@@ -123,7 +124,8 @@ class Zero3(Zero):
     supports_retain_graph = False  # weights are released in the backward
 
     def _find_positions(self) -> dict[str, Position]:
-        zero, positions = self._zero, {}
+        zero = self._zero
+        positions = {}
         for name, param in self.trained.items():
             flat, start, _ = zero.grad_position[zero.get_param_id(param)]
             positions[name] = Position(zero.sub_group_to_group_id[flat], flat, start)

@@ -92,7 +92,9 @@ class TrainedLoss:
         self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention], spelling: Spelling
     ) -> None:
         refuse_what_cannot_be_trained(trainer, policy, interventions, spelling)
-        self._trainer, self._policy, self._spelling = trainer, policy, spelling
+        self._trainer = trainer
+        self._policy = policy
+        self._spelling = spelling
         # Those that change the loss.
         self.interventions = [intervention for intervention in interventions if intervention.function is not None]
         self._zero_advantage_share = 0.0  # share of the rollout's prompts whose advantages are all 0

@@ -89,7 +89,9 @@ class DrGRPOConfig(GRPOConfig):
 
 def _refuse_few_prompts(trainer: GRPOTrainer, spelling: Spelling) -> None:
     """Raise UserError if the training set has fewer prompts than a rollout: TRL would silently train nothing."""
-    batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
+    batch = trainer.args.generation_batch_size
+    group = trainer.num_generations
+    rows = trainer.train_dataset
     if isinstance(rows, Sized) and len(rows) < batch // group:
         size, smaller = (spelling.size_of_rollout.format(sequences=n) for n in (batch, max(len(rows), 1) * group))
         raise UserError(
@@ -160,7 +162,8 @@ class DrGRPOTrainer(GRPOTrainer):
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
-        self._is_branch = self._has_own_rng = False
+        self._is_branch = False
+        self._has_own_rng = False
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer, self._spelling)
@@ -171,7 +174,8 @@ class DrGRPOTrainer(GRPOTrainer):
         Args:
             has_own_rng: Whether to ignore the checkpoint's RNG state, for a branch with another seed.
         """
-        self._is_branch, self._has_own_rng = True, has_own_rng
+        self._is_branch = True
+        self._has_own_rng = has_own_rng
 
     @property
     def loss_description(self) -> str:
@@ -196,7 +200,8 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(message) from error
 
     def _divergence_message(self, step: int, what: str) -> str:
-        spelling, trained_with = self._spelling, self._spelling.interventions(self.interventions)
+        spelling = self._spelling
+        trained_with = spelling.interventions(self.interventions)
         clip = f", and clip the gradient with {spelling.setting('max_grad_norm', 1)}"
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else clip
         or_intervention = f", or {trained_with} too strong" if self.interventions else ""

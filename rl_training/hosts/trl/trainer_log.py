@@ -34,7 +34,9 @@ class TrainerLog:
     """
 
     def __init__(self, trainer: GRPOTrainer, writer: EstimateWriter, shows_all: bool) -> None:
-        self._trainer, self._writer, self._shows_all = trainer, writer, shows_all
+        self._trainer = trainer
+        self._writer = writer
+        self._shows_all = shows_all
         # TRL's list of each metric, and how many values it had when the last step ended.
         self._seen: dict[str, tuple[list[float], int]] = {}
         self._line: dict[str, Any] = {}  # line of the last step, until it is written
@@ -42,7 +44,9 @@ class TrainerLog:
 
     def begin(self) -> None:
         """Start afresh when training begins."""
-        self._seen, self._line, self._step = {}, {}, 0
+        self._seen = {}
+        self._line = {}
+        self._step = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the probes' numbers of a step that has ended: values by name, nan where missing.
@@ -60,7 +64,8 @@ class TrainerLog:
             if not math.isnan(numbers[name]):
                 metrics[name].append(numbers[name])
         self._seen = {name: (values, len(values)) for name, values in metrics.items()}
-        self._line, self._step = line, step
+        self._line = line
+        self._step = step
 
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Write the line of a step that the trainer logs."""
@@ -77,7 +82,8 @@ class TrainerLog:
 
     def flush(self) -> None:
         """Write the line of the last step, unless it is already written."""
-        line, self._line = self._line, {}
+        line = self._line
+        self._line = {}  # before it is written: a line that cannot be written is not tried again
         if line and self._writer.records is not None:
             self._writer.records.write_metrics(self._step, line)
 

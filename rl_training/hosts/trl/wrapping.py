@@ -1,4 +1,4 @@
-"""Wraps a method of an object for a while."""
+"""Wraps a method of an object until it is given back."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ _ABSENT = object()  # stands for no attribute, since an attribute may be None
 
 
 class _Wrapped:
-    """A method that is wrapped, until `release`. It then is the original."""
+    """Calls a wrapper with the method that it wraps, until `release`. After that it calls the method alone."""
 
-    def __init__(self, method: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self._method: Callable[..., Any] | None = method
-        self._original = original
+    def __init__(self, wrapper: Callable[..., Any], method: Callable[..., Any]) -> None:
+        self._wrapper: Callable[..., Any] | None = wrapper
+        self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._method is None:
-            return self._original(*args, **kwargs)
-        return self._method(self._original, *args, **kwargs)
+        if self._wrapper is None:
+            return self._method(*args, **kwargs)
+        return self._wrapper(self._method, *args, **kwargs)
 
     def release(self) -> None:
-        self._method = None
+        self._wrapper = None
 
 
-def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
-    """Make owner.<name>(...) call method(original, ...), until `undo` is closed.
+def wrap(owner: object, name: str, wrapper: Callable[..., Any], undo: ExitStack) -> None:
+    """Make owner.<name>(...) call wrapper(method, ...), until `undo` is closed.
 
-    If someone else has wrapped it meanwhile, their wrapper stays, and calls the original through this one.
+    If someone else has wrapped the method meanwhile, their wrapper stays, and calls the method through this one.
+
+    Args:
+        owner: The object, a module for instance.
+        name: The name of the method.
+        wrapper: Gets the method, and the arguments of each call.
+        undo: Gives the method back when it is closed.
     """
     before = vars(owner).get(name, _ABSENT)
-    wrapped = _Wrapped(method, getattr(owner, name))
+    wrapped = _Wrapped(wrapper, getattr(owner, name))
 
     def unwrap() -> None:
         wrapped.release()

@@ -57,7 +57,8 @@ class AttachedRun(Destination):
     def begin(self, run_id: str, flush: Callable[[], str]) -> str:
         folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
         self.folder = Path(folder)
-        self._has_begun, self.has_report = True, False
+        self._has_begun = True
+        self.has_report = False
         if all_ranks().number == 0:
             self.records = self._run.records()
             termination = Termination(lambda: logger.warning(self._run.closing_line(flush())))

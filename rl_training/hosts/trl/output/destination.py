@@ -1,7 +1,7 @@
 """Where an attached training writes: nowhere, or to records without a report. attached_run.py has the run folder.
 
-An attachment calls `begin` when training begins, `trained` when `train()` returns or raises, and `end` when it writes
-what is left: then too, or at the end of its `with` block. It calls each of them on every rank.
+TrainingCallback calls `begin` when training begins, and `trained` when `train()` returns or raises. It calls `end` when
+it has written what is left: after `trained`, or at the end of a `with` block. It calls all of them on every rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from rl_training.records.jsonl import Records
 
 
 class Destination:
-    """Nowhere. Its subclasses write.
+    """Writes nothing. Its subclasses write to records, or to the folder of a run.
 
     Attributes:
-        records: What this rank writes to; None where it writes nothing.
-        folder: The run folder: the requested one, and once training has begun the one written to. None without one.
+        records: What this rank writes to. None if it writes nothing.
+        folder: The run folder: first the requested one, and from the beginning of a training the one it writes to. None
+            if there is none.
         has_own_folders: Whether each training of the trainer gets a folder of its own.
         has_report: Whether the latest training has ended with a report.
     """
@@ -80,8 +81,8 @@ class Destination:
         """Add a note to a KeyboardInterrupt that says where the measurements are, if no line of `end` says it."""
 
 
-class LockedRecords(Destination):
-    """Records in the folder of a command, which has chosen and locked it, and which writes the report."""
+class _RecordsAlone(Destination):
+    """Writes records, without config.yaml and report."""
 
     def __init__(self, records: Records) -> None:
         self.records = records if all_ranks().number == 0 else None
@@ -91,8 +92,12 @@ class LockedRecords(Destination):
         return None if self.records is None else self.records.folder
 
 
-class BareRecords(LockedRecords):
-    """Records without config.yaml and report, in a folder that is chosen and locked here while the trainer trains."""
+class LockedRecords(_RecordsAlone):
+    """Writes to the folder of a command, which has chosen and locked it, and which writes config.yaml and report."""
+
+
+class BareRecords(_RecordsAlone):
+    """Writes to a folder that is chosen and locked here, while the trainer trains."""
 
     def __init__(self, records: Records) -> None:
         super().__init__(records)
@@ -109,7 +114,7 @@ class BareRecords(LockedRecords):
 
 
 def destination_of(records: Records | None, is_locked: bool = False) -> Destination:
-    """Return where a training writes that has these records and no run folder of its own.
+    """Return the destination of a training that writes these records and has no run folder.
 
     Args:
         records: The records. None writes nothing.

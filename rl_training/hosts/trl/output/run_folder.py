@@ -42,7 +42,8 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, make_room: str = "make room, then go on with resume=latest") -> None:
-        self.folder, self._make_room = folder, make_room
+        self.folder = folder
+        self._make_room = make_room
         self._lock = contextlib.ExitStack()
 
     def lock(self, fix: str) -> None:

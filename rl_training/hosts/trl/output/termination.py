@@ -23,7 +23,8 @@ class Termination:
         self._write = write
         # Kept after `release`, because a later handler may still call this one.
         self._previous_handler: Callable[..., object] | int = signal.SIG_DFL
-        self._is_listening = self._is_handling = False
+        self._is_listening = False
+        self._is_handling = False
         self._listening_pid = 0  # its forks inherit the handler but must not write
 
     def listen(self) -> None:
@@ -31,7 +32,8 @@ class Termination:
         current = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread() or current in (None, signal.SIG_IGN):
             return
-        self._is_listening, self._listening_pid = True, os.getpid()
+        self._is_listening = True
+        self._listening_pid = os.getpid()
         if current != self._handle:
             self._previous_handler = current
             signal.signal(signal.SIGTERM, self._handle)

@@ -29,8 +29,23 @@ IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
-# TRL's own keys: log-probabilities of the trainer's policy at sampling time, and of a separate sampling engine.
-OLD_LOGPS, SAMPLING_LOGPS = "old_per_token_logps", "sampling_per_token_logps"
+# TRL's own keys.
+OLD_LOGPS = "old_per_token_logps"  # log-probabilities of the trainer's policy at sampling time
+SAMPLING_LOGPS = "sampling_per_token_logps"  # log-probabilities of a separate sampling engine
+
+
+def add_choice(output: dict[str, Any], rewards: Tensor) -> None:
+    """Add to a batch the rewards, (B,), by which a FilteredBuffer chooses its prompts, and that it does so.
+
+    Chosen by what was drawn, they are not tested as draws of the policy.
+    """
+    output[REWARD] = rewards.to(output["completion_ids"].device)
+    output[UNTESTED] = torch.ones_like(output[REWARD])
+
+
+def has_choice(output: Mapping[str, Any]) -> bool:
+    """Return whether a FilteredBuffer has chosen the prompts of a fresh batch, and added their rewards."""
+    return {REWARD, UNTESTED} <= output.keys()
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
@@ -88,7 +103,9 @@ def read_rollout(
         end_tokens: End-of-response tokens and the padding token: a response that ends with none of them is truncated.
             If empty, truncation is unknown.
     """
-    tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
+    tokens = inputs["completion_mask"]
+    advantages = inputs["advantages"]
+    old_logps = inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
     if pad_token_id is not None:
         hidden = are_hidden(inputs)

@@ -46,7 +46,8 @@ def match_rows(trainer: GRPOTrainer, generated: GeneratedResponses, output: Mapp
 
 def _are_placeholders(output: Mapping[str, Any]) -> Tensor:
     """Return whether the batch has a sampler's log-probabilities and all of them are 0: (), on the device."""
-    logps, tokens = output.get(batches.SAMPLING_LOGPS), output["completion_mask"]
+    logps = output.get(batches.SAMPLING_LOGPS)
+    tokens = output["completion_mask"]
     if logps is None:
         return tokens.new_zeros(())
     return (tokens.any() & ~(logps * tokens).any()).to(tokens)
@@ -70,10 +71,9 @@ def complete_batch(trainer: GRPOTrainer, generated: GeneratedResponses, output: 
     if trainer.mask_truncated_completions:
         _add_tool_masks(output, rows.responses)
     group_size = _add_prompts(trainer, output, rows, is_in_order=generated.matches_latest_order(rows.keys))
-    is_selected = bool(generated) and not generated.are_all(rows.keys)
-    if batches.REWARD in output or is_selected:  # FilteredBuffer selects rows too
-        output[batches.UNTESTED] = torch.ones(len(rows.keys), device=output["completion_ids"].device)
     is_rewarded = _add_rewards(output, rows.responses)
+    if generated and not generated.are_all(rows.keys):  # a subclass has selected rows
+        output[batches.UNTESTED] = torch.ones(len(rows.keys), device=output["completion_ids"].device)
     past = [response for response, fresh in zip(rows.responses, rows.is_fresh, strict=True) if not fresh]
     return BatchFacts(
         num_rows=len(rows.keys),
@@ -97,13 +97,10 @@ def _add_prompts(trainer: GRPOTrainer, output: dict, rows: MatchedRows, *, is_in
 
 
 def _add_rewards(output: dict, responses: Sequence[Response | None]) -> bool:
-    """Add the rewards of all rows, if they are known. Return whether the batch has them.
-
-    FilteredBuffer has already added the totals of its own.
-    """
+    """Add the rewards of all rows, if they are known. Return whether the batch has them."""
     device = output["completion_ids"].device
     rewards = [None if response is None else response.reward for response in responses]
-    if batches.REWARD not in output:
+    if not batches.has_choice(output):
         if not rewards or None in rewards:
             return False
         output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The rollouts of a trainer: what is known of the current one, from its generation to the steps that learn from it.
+"""Keeps what is known of a trainer's current rollout, from its generation to the steps that learn from it.
 
 TRL's settings predict what a batch should contain: how many rows, in which order, sampled by which policy, with which
 rewards. A subclass may have built something else, so each row is matched by its tokens with the generated responses
@@ -40,7 +40,7 @@ PLACEHOLDERS = Unavailable(
 
 
 class Rollouts:
-    """The current rollout, and what earlier ones leave: completes the batches that TRL makes of it, and reads them.
+    """Completes the batches that TRL makes of the current rollout, and reads them.
 
     Args:
         trainer: The trainer.
@@ -48,7 +48,8 @@ class Rollouts:
     """
 
     def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy) -> None:
-        self._trainer, self._policy = trainer, policy
+        self._trainer = trainer
+        self._policy = policy
         self._generated = GeneratedResponses()
         self.number = 0  # number of the current rollout, which training learns from
         self.responses_per_prompt = trainer.num_generations  # in the current rollout
@@ -95,7 +96,8 @@ class Rollouts:
         facts = gather_facts(local_facts, output["completion_ids"].device) if is_measured else [local_facts]
         has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
         self._take_kind(output, kind_of_batch(facts, self._trainer.num_generations, has_logps))
-        self.number, self._sampled_at = self.number + 1, self._trainer.state.global_step
+        self.number += 1
+        self._sampled_at = self._trainer.state.global_step
         mismatch = self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None)
         self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch, knows_sampler=True)
         self._generated.begin_next(rows.keys)
@@ -117,13 +119,16 @@ class Rollouts:
             self.old_logps.compare(self.read(output), hidden)
         are_needed = steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
         if self._trainer.mask_truncated_completions and are_needed:
-            rollout, logps = self.read(output), output[batches.OLD_LOGPS]
+            rollout = self.read(output)
+            logps = output[batches.OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
             output[batches.ALL_OLD_LOGPS] = self._policy.with_hidden(scores, rollout, hidden).logps
 
     def _take_kind(self, output: dict, kind: BatchKind) -> None:
         """Keep what the batch is, and remove its rewards unless all ranks have theirs."""
-        self.responses_per_prompt, self._is_fresh, self._origin = kind.responses_per_prompt, kind.is_fresh, kind.origin
+        self.responses_per_prompt = kind.responses_per_prompt
+        self._is_fresh = kind.is_fresh
+        self._origin = kind.origin
         if not kind.is_rewarded:
             output.pop(batches.REWARD, None)
             output.pop(batches.REWARDS_BY_FUNCTION, None)
@@ -136,8 +141,10 @@ class Rollouts:
         Args:
             inputs: TRL's dictionary of the step's first microbatch.
         """
-        trainer, size = self._trainer, len(inputs["completion_ids"])
-        count, first = trainer.current_gradient_accumulation_steps, trainer._step % trainer.args.steps_per_generation
+        trainer = self._trainer
+        size = len(inputs["completion_ids"])
+        count = trainer.current_gradient_accumulation_steps
+        first = trainer._step % trainer.args.steps_per_generation
         sampled = [len(batch["completion_ids"]) for batch in (trainer._buffered_inputs or [])[first : first + count]]
         return [size, *(sampled + [size] * count)[1:count]]
 

@@ -92,7 +92,8 @@ class GeneratedResponses:
             return
         values_of_rows = by_function or [()] * len(rewards)
         for key, response, reward, values in zip(self._order, self._latest, rewards, values_of_rows, strict=True):
-            response.reward, response.by_function = reward, tuple(values)
+            response.reward = reward
+            response.by_function = tuple(values)
             first = self._fresh[key]
             if first is not response and not _are_equal(first.reward, reward):
                 self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)
@@ -121,7 +122,9 @@ class GeneratedResponses:
                 self._past[key].learned = True
         for key in [*self._past][: max(0, len(self._past) - MAX_PAST_RESPONSES)]:
             del self._past[key]
-        self._fresh, self._order, self._latest = {}, [], []
+        self._fresh = {}
+        self._order = []
+        self._latest = []
         self._num_drawn.clear()
 
 

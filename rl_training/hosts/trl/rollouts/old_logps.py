@@ -96,7 +96,8 @@ def _own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool
         policy: The policy that is trained, with the weights that the old log-probabilities are meant to be of.
     """
     rows = torch.arange(min(ROWS, rollout.num_sequences), device=hidden.device)
-    rollout, draws = take_rows(rollout, rows), []
+    rollout = take_rows(rollout, rows)
+    draws = []
     for number in range(2):
         with preserve_rng(hidden.device):
             seed_torch(SEED, number, device=hidden.device)

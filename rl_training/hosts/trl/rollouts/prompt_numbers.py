@@ -52,10 +52,10 @@ def number_prompts(
 
 
 def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> list[int]:
-    """Return a number for each row, equal for responses to the same prompt, from 0.
+    """Return a number for each row, from 0. Responses to the same prompt have the same number.
 
-    A group of responses that occurs twice is two prompts, as in TRL's order. If that holds for any prompt, the rows of
-    every prompt are dealt into groups of `group_size`, equal responses in turn.
+    A batch may hold a group several times, as when a subclass fills it up with copies. Each copy is then numbered as a
+    prompt of its own, as TRL does where it draws a prompt twice.
 
     Args:
         prompts: Each row's prompt tokens.
@@ -65,21 +65,33 @@ def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size
     >>> number_by_tokens([b"p", b"q", b"p", b"q", b"p", b"p"], [b"1", b"3", b"1", b"4", b"2", b"2"], group_size=2)
     [0, 1, 2, 1, 0, 2]
     """
-    num_groups = {prompt: size // group_size for prompt, size in Counter(prompts).items()}
-    is_copied = {prompt: count > 1 for prompt, count in num_groups.items()}
-    prompt_of, occurrences = dict(zip(keys, prompts, strict=True)), Counter(keys)
-    for key, prompt in prompt_of.items():
-        is_copied[prompt] = is_copied[prompt] and occurrences[key] % num_groups[prompt] == 0
-    if len(prompts) != group_size * sum(num_groups.values()) or not any(is_copied.values()):
-        num_groups = dict.fromkeys(num_groups, 1)
-    place = {key: place for place, key in enumerate(prompt_of)}
-    num_earlier, number_of = Counter[bytes](), dict[tuple[bytes, int], int]()
+    num_groups = _groups_by_prompt(prompts, keys, group_size)
+    first_row = {key: row for row, key in reversed([*enumerate(keys)])}
+    num_earlier = Counter[bytes]()
     groups = [0] * len(prompts)
-    for row in sorted(range(len(prompts)), key=lambda row: place[keys[row]]):  # equal responses next to each other
+    # Copies of a response follow each other, so that each goes to another group of its prompt.
+    for row in sorted(range(len(prompts)), key=lambda row: first_row[keys[row]]):
         prompt = prompts[row]
         groups[row] = num_earlier[prompt] % num_groups[prompt]
         num_earlier[prompt] += 1
-    return [number_of.setdefault(group, len(number_of)) for group in zip(prompts, groups, strict=True)]
+    numbers: dict[tuple[bytes, int], int] = {}
+    return [numbers.setdefault(group, len(numbers)) for group in zip(prompts, groups, strict=True)]
+
+
+def _groups_by_prompt(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> dict[bytes, int]:
+    """Return the number of groups that the rows of each prompt are: 1, unless the batch holds copies of groups.
+
+    It does if all rows are whole groups, and if some prompt has several, of which each has the same responses.
+    """
+    num_groups = {prompt: num_rows // group_size for prompt, num_rows in Counter(prompts).items()}
+    is_copied = {prompt: count > 1 for prompt, count in num_groups.items()}
+    num_copies = Counter(keys)
+    for key, prompt in zip(keys, prompts, strict=True):
+        is_copied[prompt] = is_copied[prompt] and num_copies[key] % num_groups[prompt] == 0
+    are_whole_groups = len(prompts) == group_size * sum(num_groups.values())
+    if are_whole_groups and any(is_copied.values()):
+        return num_groups
+    return dict.fromkeys(num_groups, 1)
 
 
 def numbers_in_batch(inputs: Mapping[str, Any]) -> Tensor:

@@ -28,7 +28,9 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
         trainer: The trainer.
         attached: Settings of the attachment that affect training.
     """
-    args, processes, rows = trainer.args, all_ranks().count, trainer.train_dataset
+    args = trainer.args
+    processes = all_ranks().count
+    rows = trainer.train_dataset
     names = (field.name for field in dataclasses.fields(args))
     fields = {name: getattr(args, name) for name in names if not name.startswith(REPORTING_FIELDS)}
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper

@@ -63,7 +63,8 @@ class CommandLine(Spelling):
         return f"intervention={','.join(names)}"
 
 
-PYTHON, COMMAND_LINE = Spelling(), CommandLine()
+PYTHON = Spelling()
+COMMAND_LINE = CommandLine()
 
 # Where it is not known how the trainer was made.
 WITHOUT_PROBES = "train without probes (no attach; probe=none)"

@@ -57,7 +57,8 @@ def whole_prompts_only_reorder(trainer: GRPOTrainer) -> bool:
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
     """Raise UserError if an optimizer step or a generation of one rank does not hold whole prompts."""
-    args, group = trainer.args, trainer.num_generations
+    args = trainer.args
+    group = trainer.num_generations
     size = args.per_device_train_batch_size
     counts = {"an optimizer step": args.gradient_accumulation_steps, "a generation": args.steps_per_generation}
     for what, count in counts.items():
@@ -74,8 +75,10 @@ def whole_prompts_fix(trainer: GRPOTrainer) -> str:
 
     If a step has too few prompts for error bars, the advice includes settings that give it enough.
     """
-    args, group = trainer.args, trainer.num_generations
-    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    args = trainer.args
+    group = trainer.num_generations
+    size = args.per_device_train_batch_size
+    count = args.gradient_accumulation_steps
     settings = []
     if size * count % group or size * args.steps_per_generation % group:
         size = -(-size // group) * group
