@@ -40,7 +40,9 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
 
 def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> str:
     """Return what a full step is measured in, and what that costs."""
-    layout, least, most = loop.shard.layout, min(loop.sizes), max(loop.sizes)
+    layout = loop.shard.layout
+    least = min(loop.sizes)
+    most = max(loop.sizes)
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
@@ -82,7 +84,8 @@ def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *
         return [f"{', '.join(missing)}: {reason}"] if missing else []
     if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
         return []
-    no_stderr, more = stderr_reason(num_folds), more_folds_fix(loop, requirements.probes, can_recompute=can_recompute)
+    no_stderr = stderr_reason(num_folds)
+    more = more_folds_fix(loop, requirements.probes, can_recompute=can_recompute)
     if no_stderr is None:
         return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
     missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)

@@ -51,7 +51,8 @@ class StepBuilder:
             seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
             edit_reason: Set if the weights were changed since the step began.
         """
-        loop, ranks = self.loop, self.passes.ranks
+        loop = self.loop
+        ranks = self.passes.ranks
         rollout = open_step.join_on_all_ranks(ranks)
         mismatch = self.checks.sampling_reason(rollout, loop, edit_reason)
         reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)

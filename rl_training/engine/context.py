@@ -125,7 +125,8 @@ class StepContext:
             scores: Any policy's scores of these rows, with varentropies if `tests_sampling`.
             log_ratios: (rows, T), the log-probability by that policy minus that by the one that drew each token.
         """
-        test, rollout = self._residual_test, self.step.batch.rollout
+        test = self._residual_test
+        rollout = self.step.batch.rollout
         if test is None or scores.varentropies is None:
             return None
         test.add(rows, scores, log_ratios, rollout.untested)
@@ -136,7 +137,9 @@ class StepContext:
 
         The prediction is made of such scores, and a probe may make others.
         """
-        prediction, test, reasons = self.prediction_if_any, self._residual_test, self.reasons
+        prediction = self.prediction_if_any
+        test = self._residual_test
+        reasons = self.reasons
         seen = None
         if prediction is not None and prediction.is_seen_in_scores:
             seen = prediction.reason
@@ -183,13 +186,13 @@ class StepContext:
         return reward_gradient(self.step.batch, self.ranks, self.reasons)
 
     def reward_multiple_reason(self) -> Unavailable | None:
-        """Return why the step's gradient is no multiple of the reward's gradient, or None. Collective."""
+        """Return the reason why the step's gradient is no multiple of the reward's gradient, or None. Collective."""
         return reward_multiple_reason(self.step.batch, self.ranks, self.reasons)
 
     # --- what a changed step would do ---------------------------------------------------------------------------------
 
     def effects_reason(self, off_policy: Unavailable) -> Unavailable | None:
-        """Return why `effects`, `effect` and `gradient_shares` are unavailable at this step, or None.
+        """Return the reason why `effects`, `effect` and `gradient_shares` are unavailable at this step, or None.
 
         Args:
             off_policy: The reason to return if an earlier policy sampled the responses.

@@ -26,7 +26,8 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Copies
 
 MAX_CHANCE = 1e-4  # probability of as many repeated groups by chance, below which they are copies
-BASE, ROW_BASE = 6364136223846793005, 3202034522624059733  # odd factors of hashes mod 2^64
+BASE = 6364136223846793005  # odd factors of hashes mod 2^64
+ROW_BASE = 3202034522624059733
 COPIED_GROUPS = Unavailable(
     "copied_groups",
     "only {distinct} of the {total} groups of responses that this step learns from are distinct, the others are copies "
@@ -51,7 +52,8 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
     width = ranks.most(len(prompts), logps.device)
     padding = (0, width - len(prompts))
     all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
-    distinct, total = {tuple(key) for key in all_keys if any(key)}, sum(map(any, all_keys))
+    distinct = {tuple(key) for key in all_keys if any(key)}
+    total = sum(map(any, all_keys))
     if len(distinct) == total:
         return NO_COPIES
     orders = logps.new_tensor(_log_orders(prompt_of_row.tolist(), of_rows.tolist()))
@@ -75,7 +77,8 @@ def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:
         groups: Of each group its key, which begins with that of its prompt, and the log-probability of its responses in
             any order.
     """
-    expected, probabilities = 0.0, dict[int, float]()
+    expected = 0.0
+    probabilities = dict[int, float]()
     for (prompt, _), logp in groups:
         earlier = probabilities.get(prompt, 0.0)
         expected += min(earlier, 1.0)
@@ -103,7 +106,8 @@ def _log_orders(prompt_of_row: Sequence[int], of_rows: Sequence[int]) -> list[fl
         prompt_of_row: The group of each row, from 0.
         of_rows: The hash of each row's tokens.
     """
-    sizes, equal = Counter(prompt_of_row), Counter(zip(prompt_of_row, of_rows, strict=True))
+    sizes = Counter(prompt_of_row)
+    equal = Counter(zip(prompt_of_row, of_rows, strict=True))
     orders = [math.lgamma(sizes[group] + 1) for group in range(len(sizes))]
     for (group, _), count in equal.items():
         orders[group] -= math.lgamma(count + 1)

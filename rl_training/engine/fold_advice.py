@@ -19,7 +19,7 @@ ONE_FOLD = Unavailable(
 
 
 def one_fold_reason(loop: LoopSpec, probes: Sequence[Probe], *, can_recompute: bool) -> Unavailable:
-    """Return why a step of one fold is not enough for these probes, with the advice of `more_folds_fix`."""
+    """Return the reason why a step of one fold is not enough for these probes, with the advice of `more_folds_fix`."""
     return ONE_FOLD.formatted(more=more_folds_fix(loop, probes, can_recompute=can_recompute))
 
 
@@ -59,13 +59,15 @@ def _larger_request(loop: LoopSpec, probes: Sequence[Probe], sizes: Sequence[int
 
 def _smaller_microbatches(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the largest microbatches that give the same step enough folds. Empty if none do."""
-    group, local_size = loop.responses_per_prompt, sum(loop.sizes)
+    group = loop.responses_per_prompt
+    local_size = sum(loop.sizes)
     # Sizes of whole prompts, or of equal parts of one.
     fitting = [n for n in range(1, max(loop.sizes)) if local_size % n == 0 and 0 in (n % group, group % n)]
     enough = [size for size in fitting if _enough_folds(loop, [size] * (local_size // size))]
     if not enough:
         return ""
-    size, count = enough[-1], local_size // enough[-1]
+    size = enough[-1]
+    count = local_size // enough[-1]
     setting = _with_request(_batch_setting(loop, size, count), loop, probes, [size] * count)
     return f"smaller microbatches, {setting}"
 
@@ -89,7 +91,9 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
 
 def _larger_steps(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the smallest steps that have enough prompts, and what they cost."""
-    size, group, num_ranks = max(loop.sizes), loop.responses_per_prompt, loop.ranks.count
+    size = max(loop.sizes)
+    group = loop.responses_per_prompt
+    num_ranks = loop.ranks.count
     new_size = math.gcd(size, group)
     new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group // new_size
     setting = _batch_setting(loop, new_size, new_count)

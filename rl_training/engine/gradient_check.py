@@ -40,7 +40,8 @@ class CaughtSums:
         Args:
             tolerance: Relative to the norm of the step's gradient.
         """
-        distance, norm = math.sqrt(self.sq_distance), math.sqrt(self.sq_norm)
+        distance = math.sqrt(self.sq_distance)
+        norm = math.sqrt(self.sq_norm)
         allowed = tolerance * norm + ROUNDING * sum(map(math.sqrt, self.fold_sq_norms))
         if not math.isfinite(distance) or distance <= allowed:
             return None
@@ -48,7 +49,7 @@ class CaughtSums:
 
 
 def gradient_mismatch(sums: CaughtSums, is_rounded: bool) -> Unavailable | None:
-    """Return why the step's gradient is not the mean of its microbatches' gradients, or None.
+    """Return the reason why the step's gradient is not the mean of its microbatches' gradients, or None.
 
     Args:
         sums: What was caught of them.

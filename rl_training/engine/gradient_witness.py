@@ -43,7 +43,8 @@ class GradientWitness:
         weights = self._shard.weights()
         # A parameter without a gradient counts zeros.
         parts = [torch.zeros_like(weights[name]) if part is None else part for name, part in read.items()]
-        now, before = sample_entries(self._shard.layout, parts), self._measured
+        now = sample_entries(self._shard.layout, parts)
+        before = self._measured
         self._sums = torch.stack([before @ before, before @ now, now @ now])
 
     def remark(self, ranks: Ranks) -> str:

@@ -38,14 +38,14 @@ class LossInfo:
     other_terms: bool = False  # the loop knows of terms besides the scores
 
     def other_terms_reason(self, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
-        """Return that the loss reaches one of these parameters by another path than the scores, or None."""
+        """Return the reason why the loss has a term besides these scores, or None: as the loop says, or its graph."""
         if self.other_terms:
             return OTHER_TERMS
         return None if self.value is None else other_terms_reason(self.value, scores, leaves)
 
 
 def other_terms_reason(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
-    """Return that the loss reaches a leaf by another path than these scores, or None.
+    """Return the reason why the loss has a term besides these scores, or None: it reaches a leaf by another path.
 
     It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf. If
     no path leads through the scores, the loss is made of another forward pass.
@@ -62,7 +62,8 @@ def other_terms_reason(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -
         (score.grad_fn, score.output_nr) for score in (scores.logps, scores.entropies) if score.grad_fn is not None
     }
     leaf_ids = {id(leaf) for leaf in leaves}
-    pending, visited = [(loss.grad_fn, loss.output_nr)], set()
+    pending = [(loss.grad_fn, loss.output_nr)]
+    visited = set()
     reaches_scores = reaches_leaf = False
     while pending:
         node, output = pending.pop()

@@ -33,7 +33,7 @@ class PaddingCheck:
         self.reason: Unavailable | None = None
 
     def check(self, rollout: Rollout, policy: Policy, ranks: Ranks) -> Unavailable | None:
-        """Return that padding matters for this model, or None; the same on every rank. Collective."""
+        """Return the reason why padding matters for this model, or None; the same on every rank. Collective."""
         self._count += 1
         if self.reason or self._count < self._next or depends_on_longest_row(policy.model):
             # For models with such tables, this cannot tell padding from length: step/score_check.py checks them.

@@ -97,7 +97,7 @@ class Requirements:
         return num_folds_in(folds), is_recomputed
 
     def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
-        """Return why planned folds of a full step cannot hold whole prompts, or None."""
+        """Return the reason why planned folds of a full step cannot hold whole prompts, or None."""
         groups = self.plan(loop)
         has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
         return None if has_folds_of_ranks else loop.reasons.no_whole_folds

@@ -43,7 +43,7 @@ class RewardCheck:
         self.log_chance = log_chance
 
     def check(self, rollout: Rollout, ranks: Ranks) -> Unavailable | None:
-        """Return that rewards are relative to their group, or None; the same on every rank. Collective.
+        """Return the reason why rewards count as relative to their group, or None; the same on every rank. Collective.
 
         Args:
             rollout: All sequences of the step on this rank, with all responses to each of its prompts. Rewards are
@@ -60,7 +60,7 @@ class RewardCheck:
 
     @property
     def reason(self) -> Unavailable | None:
-        """That rewards are relative to their group, by the steps so far, or None."""
+        """The reason why rewards count as relative to their group by the steps so far, or None."""
         return RELATIVE_REWARDS if self.log_chance < math.log(MAX_CHANCE) else None
 
 
@@ -75,7 +75,8 @@ def _local_summary(rollout: Rollout) -> Tensor:
     differs = is_known & (centred.abs() > tolerance)
     differing_groups = rollout.prompt_index[differs].unique()
     in_group = is_known & torch.isin(rollout.prompt_index, differing_groups)
-    values, window = rewards[in_group].sort().values, sizes.max() * tolerance
+    values = rewards[in_group].sort().values
+    window = sizes.max() * tolerance
     counts = torch.searchsorted(values, values + window, right=True) - torch.searchsorted(values, values - window)
     share = counts.amax() / len(values) if len(values) else rewards.new_zeros(())
     means = (rewards - centred)[is_known]

@@ -51,7 +51,7 @@ class StepChecks:
         return {"count": self.terms.count, "distance": self.terms.distance, "log_chance": self.rewards.log_chance}
 
     def relative_rewards(self, rollout: Rollout, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
-        """Return that rewards are relative to their group, or None. Collective.
+        """Return the reason why rewards count as relative to their group, or None. Collective.
 
         Only independent groups are evidence: copies, and groups that an earlier step has shown, are not counted again.
         """
@@ -61,7 +61,7 @@ class StepChecks:
         return self.rewards.reason if is_repeated else self.rewards.check(rollout, ranks)
 
     def sampling_reason(self, rollout: Rollout, loop: LoopSpec, edit_reason: Unavailable | None) -> Unavailable | None:
-        """Return why these are no samples of the policy that is trained and scored, or None. Collective.
+        """Return the reason why these are no samples of the policy that is trained and scored, or None. Collective.
 
         Args:
             edit_reason: Set if the weights were changed since the step began.

@@ -38,7 +38,8 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
         mismatch: Set if the sequences are not samples of the scored policy.
     """
-    origin, fixes = join_origins([rollout.origin for rollout in step.rollouts]), loop.fixes
+    origin = join_origins([rollout.origin for rollout in step.rollouts])
+    fixes = loop.fixes
     reasons = {
         "sampling_mismatch": mismatch,
         "sample": origin.sample_reason,
@@ -54,7 +55,8 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
     def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
         return reason if anywhere[name] else None
 
-    mismatch, no_groups = reason_of("sampling_mismatch"), reason_of("groups")
+    mismatch = reason_of("sampling_mismatch")
+    no_groups = reason_of("groups")
     split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
     mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
     no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)

@@ -198,7 +198,8 @@ def _compare_group(
     if rows is not None:
         sq_distance = _sq_distance(rows.means(group.folds), gradient)
     training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in scores]
-    sq_noise, scores_noise = torch.zeros_like(square), torch.zeros(2, dtype=square.dtype, device=device)
+    sq_noise = torch.zeros_like(square)
+    scores_noise = torch.zeros(2, dtype=square.dtype, device=device)
     if has_dropout(passes.policy.model):
         with preserve_rng(device):
             seed_torch(SEED, device=device)

@@ -28,7 +28,7 @@ from rl_training.step.passes import Passes
 
 
 def paired_effects_reason(step: StepData, prediction: EntropyPrediction, off_policy: Unavailable) -> Unavailable | None:
-    """Return why the step can have no paired effects with errors, or None.
+    """Return the reason why the step can have no paired effects with errors, or None.
 
     Args:
         step: The step.

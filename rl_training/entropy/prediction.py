@@ -203,7 +203,7 @@ class EntropyPredictor:
 
 
 def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
-    """Return why the step can have no X, or None. Collective if the rollout has sampling_logps.
+    """Return the reason why the step can have no X, or None. Collective if the rollout has sampling_logps.
 
     X needs all responses to each prompt. They must be sampled from the policy, or from a sampler whose
     log-probabilities are known.
@@ -220,7 +220,7 @@ def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Un
 
 
 def _forward_reason(step: StepData) -> Unavailable | None:
-    """Return why no fold can be left out of the step, or None."""
+    """Return the reason why no fold can be left out of the step, or None."""
     reasons = step.reasons
     return step.optimizer.reason or step.gradients.rows_reason or reasons.one_fold or reasons.reused
 

@@ -83,7 +83,7 @@ class PreviousUpdate:
         return self.update if self.step == step - 1 else None
 
     def reason(self, step: int) -> Unavailable | None:
-        """Return why δθ of step − 1 is unknown, or None."""
+        """Return the reason why δθ of step − 1 is unknown, or None."""
         if self.step is None:
             return FIRST_STEP
         if self.step >= step:

@@ -61,7 +61,7 @@ def reward_gradient(batch: Batch, ranks: Ranks, reasons: Reasons) -> RewardGradi
 
 
 def reward_multiple_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
-    """Return why the step's gradient is not that of rewards minus their groups' means, or None. Collective.
+    """Return the reason why the step's gradient is not that of rewards minus their groups' means, or None. Collective.
 
     Ratios to a sampler are left out, so it does not matter which policy sampled the responses.
     """

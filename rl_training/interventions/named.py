@@ -104,7 +104,7 @@ class Intervention:
         return Change(lr_factor=self.lr_factor, max_grad_norm=self.max_grad_norm)
 
     def unavailable_reason(self, loss: LossInputs) -> Unavailable | None:
-        """Return why it is not available with this loss, or None."""
+        """Return the reason why it is not available with this loss, or None."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
         is_set = differs <= ENTROPY_TERMS  # the settings are Dr-GRPO's, so the weights must be
         has = {

@@ -149,5 +149,5 @@ class StepFormula:
 
 
 def maximize_reason(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    """Return why a step of torch's that goes up the gradient (`maximize`) has no formula, or None."""
+    """Return the reason why a step of torch's that goes up the gradient (`maximize`) has no formula, or None."""
     return NO_MAXIMIZE if any(group["maximize"] for group in optimizer.param_groups) else None

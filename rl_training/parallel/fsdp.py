@@ -83,11 +83,13 @@ class FullyShard(Shard):
         settings = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
         try:
             for group in groups:
-                group.post_forward_mesh_info, group.reshard_after_backward = None, False
+                group.post_forward_mesh_info = None
+                group.reshard_after_backward = False
             yield
         finally:
             for group, (mesh_info, reshards) in zip(groups, settings, strict=True):
-                group.post_forward_mesh_info, group.reshard_after_backward = mesh_info, reshards
+                group.post_forward_mesh_info = mesh_info
+                group.reshard_after_backward = reshards
             reshard(self.model)
 
     def _states(self) -> list[Any]:
@@ -99,7 +101,8 @@ class FullyShard(Shard):
 
     @property
     def reduces_each_backward(self) -> bool:
-        states, groups = self._states(), self._groups()
+        states = self._states()
+        groups = self._groups()
         # Unreduced gradients of earlier microbatches would be reduced together with the next microbatch's.
         unreduced = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
         unreduced += [leaf.grad for leaf in self.leaves.values()]

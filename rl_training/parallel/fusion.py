@@ -187,7 +187,9 @@ def _block_sums(products: Products, *arguments: Any) -> Tensor:
 
 def uncompiled_sums(products: Iterable[Product], sizes: tuple[int, ...], is_rough: bool = False) -> Tensor:
     """Return the sums of products over spans, (products, …, spans) fp64. Blocks of all products are summed at once."""
-    block, factors, parts = common_block(sizes), list[float](), list[Tensor]()
+    block = common_block(sizes)
+    factors = list[float]()
+    parts = list[Tensor]()
     for factor, left, right in products:
         factors.append(factor)
         if factor == 0.0:

@@ -146,7 +146,8 @@ class Rows:
         part = self._parts[bucket]
         if self.dtype != torch.int8:
             return part[folds, columns].to(self.layout.device, self.layout.dtype)
-        first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
+        first = columns.start // BLOCK
+        last = -(-columns.stop // BLOCK)
         scales = self._scales[bucket][folds, first:last].to(self.layout.device)
         blocks = part[folds, first * BLOCK : last * BLOCK].to(self.layout.device).unflatten(-1, (-1, BLOCK))
         entries = (blocks * scales.unsqueeze(-1)).flatten(-2)
@@ -186,7 +187,8 @@ class Rows:
         """Write or add (folds, n)."""
         is_first = not self._num_written[folds.start, bucket, first]
         self._num_written.update((fold, bucket, first) for fold in folds)
-        rows, columns = slice(folds.start, folds.stop), slice(first, first + values.shape[1])
+        rows = slice(folds.start, folds.stop)
+        columns = slice(first, first + values.shape[1])
         if self.dtype != torch.int8:
             target = self._parts[bucket][rows, columns]
             target.copy_(values) if is_first else target.add_(values.to(target.device))

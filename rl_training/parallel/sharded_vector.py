@@ -64,7 +64,8 @@ def _assemble(name: str, slices: Sequence[Slice], shard: Shard) -> Tensor:
     entries = torch.empty(last - first, dtype=layout.dtype, device=layout.device)
     missing = last - first
     for part in slices:
-        low, high = max(part.start, first), min(part.stop, last)
+        low = max(part.start, first)
+        high = min(part.stop, last)
         if low < high:
             entries[low - first : high - first] = part.entries[low - part.start : high - part.start]
             missing -= high - low

@@ -115,10 +115,12 @@ def _edges(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[
         alternately.
     """
     indices: list[int] = []
-    edge_counts, block_counts = [], []
+    edge_counts = []
+    block_counts = []
     last_block = 0
     for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
-        first, last = -(-(stop - size) // ODD_BLOCK), stop // ODD_BLOCK
+        first = -(-(stop - size) // ODD_BLOCK)
+        last = stop // ODD_BLOCK
         last = max(first, last)
         has_blocks = first < last
         edges = [range(stop - size, first * ODD_BLOCK), range(last * ODD_BLOCK, stop)]

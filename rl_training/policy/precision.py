@@ -85,7 +85,7 @@ def _reads_true(owner: Any, name: str) -> bool:
 
 
 def rounding_reason(model: nn.Module) -> str:
-    """Return why even a measurement computes in less than fp32; "" if it does not."""
+    """Return the reason why even a measurement computes in less than fp32; "" if it does not."""
     rounded = [
         (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")
         for name, param in model.named_parameters()

@@ -158,7 +158,7 @@ class Scorer:
             self._measuring -= 1
 
     def full_logits_reason(self) -> str:
-        """Return why the model's full logits are used; "" if its body and head are used instead.
+        """Return the reason why the model's full logits are used; "" if its body and head are used instead.
 
         The answer is cached. The first score calls this. Call it before hooking modules, because it runs two small
         forward passes.
@@ -175,7 +175,7 @@ class Scorer:
         return self._full_logits_reason
 
     def _head_mismatch(self) -> str:
-        """Return why head(body(ids)), scaled as the config says, differs from the model's logits; "" if it does not."""
+        """Return the reason why head(body(ids)), scaled as the config says, is not the model's logits; "" if it is."""
         head = self._lm.get_output_embeddings()
         if head is None:
             return "the model does not name its head (get_output_embeddings)"

@@ -155,7 +155,7 @@ class GradientNoiseScaleProbe(Probe):
 
 
 def _split_reason(ctx: StepContext) -> Unavailable | None:
-    """Return why the noise cannot be split between prompts and responses, or None. Collective.
+    """Return the reason why the noise cannot be split between prompts and responses, or None. Collective.
 
     The split is only valid for a gradient of rewards minus their groups' means, without other terms.
     """

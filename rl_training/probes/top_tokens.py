@@ -68,7 +68,7 @@ def key(half: int) -> str:
 
 
 def reason_of(ctx: StepContext) -> Unavailable | None:
-    """Return why single tokens cannot be measured at this step even though classes can, or None."""
+    """Return the reason why single tokens cannot be measured at this step even though classes can, or None."""
     return HALF if ctx.step.optimizer.rounding_reason else None
 
 

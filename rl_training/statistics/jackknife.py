@@ -43,7 +43,7 @@ NONE_WITHOUT = Unavailable(
 
 
 def stderr_reason(num_units: int, few: Unavailable = FEW_FOLDS) -> Unavailable | None:
-    """Return why a step has no error bar: too few folds, or other independent units. None if it has one."""
+    """Return the reason why a step has no error bar: too few folds, or other independent units. None if it has one."""
     return None if num_units >= MIN_FOLDS_STEP else few.formatted(least=MIN_FOLDS_STEP, count=num_units)
 
 

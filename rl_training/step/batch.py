@@ -131,7 +131,8 @@ class Batch:
         All are 0 if the policy itself sampled. A token of which the sampler gave no log-probability (nan) has 0: losses
         take its ratio for 1.
         """
-        rollout, scores = self.rollout, self.scores
+        rollout = self.rollout
+        scores = self.scores
         if rollout.sampling_logps is None:
             return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
         sampling_logps = rollout.sampling_logps.double()

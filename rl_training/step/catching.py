@@ -86,7 +86,9 @@ class CaughtBackward(ABC):
     num_late_gradients = 0  # gradients that arrived after their bucket was sent
 
     def __init__(self, shard: Shard, pending: PendingGradients, receiver: Receiver, timed: Timed) -> None:
-        self._shard, self._pending, self._timed = shard, pending, timed
+        self._shard = shard
+        self._pending = pending
+        self._timed = timed
         self._receiver: Receiver | None = receiver
         self._handles: list[RemovableHandle] = []
 
@@ -146,7 +148,8 @@ class SentGradients(CaughtBackward):
         self._exchange = exchange
         # Number of unsent buckets. They are sent last to first, since a backward roughly completes the last ones first.
         self._unsent = len(pending.buckets)
-        self._leaves, self._consumes = leaves, consume
+        self._leaves = leaves
+        self._consumes = consume
 
     def begin(self) -> None:
         hook = self._consume if self._consumes else self._catch

@@ -194,7 +194,8 @@ class Passes:
         """
         is_empty = not len(rows)
         rows, shares = (rows.new_zeros(1), torch.zeros_like(scores.shares)) if is_empty else (rows, scores.shares)
-        fresh, last = None, len(scores.weights) - 1
+        fresh = None
+        last = len(scores.weights) - 1
         for index, (receiver, weight) in enumerate(zip(receivers, scores.weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:

@@ -35,14 +35,14 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.martingale import bound
 from rl_training.step.reasons import NO_TOKENS
 
-MEAN, RUN, BOUND = "sampler/residual", "sampler/residual_run", "sampler/residual_bound"
+MEAN = "sampler/residual"
+RUN = "sampler/residual_run"
+BOUND = "sampler/residual_bound"
 RUN_ALPHA = STEPS_ALPHA = 0.0045
 MAX_STEPS = 10_000
 TOLERANCE = 0.005
-POLICY, SAMPLER = (
-    "the policy did not draw these responses",
-    "the sampler did not draw these responses with the log-probabilities that it reports",
-)
+POLICY = "the policy did not draw these responses"
+SAMPLER = "the sampler did not draw these responses with the log-probabilities that it reports"
 NO_BAR = "no error bar: it is a sum in units of its own standard error"
 BOUND_REMARK = "no error bar: it is what chance does not exceed"
 NOT_DRAWN = Unavailable(
@@ -110,7 +110,8 @@ class ResidualTest:
 
     def __init__(self, run: ResidualSums, temperature: float, device: torch.device | None = None) -> None:
         self.run = run  # up to the last step that was taken
-        self._temperature, self._device = temperature, device
+        self._temperature = temperature
+        self._device = device
         self._is_sampler = False  # whether the latest tokens were weighted by their ratios to a sampler
         self.begin()
 
@@ -146,7 +147,7 @@ class ResidualTest:
         self._sums += torch.stack([*sums, x.new_tensor(float(is_untested))])
 
     def decide(self, ranks: Ranks, missing: Unavailable | None, is_sampler: bool) -> Unavailable | None:
-        """Return that the policy did not draw the step's tokens, or those of the run so far, or None. Collective.
+        """Return the reason why the step's tokens, or the run's so far, are not the policy's, or None. Collective.
 
         It takes what was added since the last call. A step may have several.
 
@@ -157,7 +158,8 @@ class ResidualTest:
         """
         residual, variance, squares, single, tokens, num_untested = ranks.reduce(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
-        pending, self._pending_rows = self._pending_rows, []
+        pending = self._pending_rows
+        self._pending_rows = []
         missing = missing or (UNTESTED if num_untested else None) or (None if tokens else NO_TOKENS)
         if missing:
             self._missing = missing
@@ -165,20 +167,23 @@ class ResidualTest:
         self._tested_rows += pending
         variance *= max(1.0, squares / single) if single else 1.0
         sums = ResidualSums(residual, variance, squares, tokens, steps=0 if self._step else 1)
-        self._step, self._is_sampler = (self._step or ResidualSums()) + sums, is_sampler
+        self._step = (self._step or ResidualSums()) + sums
+        self._is_sampler = is_sampler
         self.reason = self._reason(self._step)
         return self.reason
 
     def leave_untested(self, missing: Unavailable) -> None:
         """Drop what was added since the last `decide`, and record why it is not tested."""
-        self._sums, self._pending_rows = torch.zeros_like(self._sums), []
+        self._sums = torch.zeros_like(self._sums)
+        self._pending_rows = []
         self._missing = missing
 
     def finish(self, was_taken: bool) -> dict[str, Estimate]:
         """Return the step's estimates, and keep its sums if it was taken: otherwise its responses may come again."""
         estimates = self.estimates()
         if was_taken and self._step is not None:
-            self.run, self._step = self.run + self._step, None
+            self.run = self.run + self._step
+            self._step = None
         return estimates
 
     def estimates(self) -> dict[str, Estimate]:
@@ -188,19 +193,21 @@ class ResidualTest:
         """
         if self._step is None and self._missing is None:
             return {}
-        step, run = self._step or ResidualSums(), self.run + (self._step or ResidualSums())
+        step = self._step or ResidualSums()
+        run = self.run + step
         missing = Estimate.missing(self._missing or NO_TOKENS)
         names = MEAN, RUN, BOUND
         if not run.variance:
             return dict.fromkeys(names, missing)
         count = int(step.tokens)
         mean = Estimate(step.residual / count, step.stderr / count, count, self.reason or "") if count else missing
-        total, chance = run.in_errors(run.residual), run.in_errors(run.bound(RUN_ALPHA))
+        total = run.in_errors(run.residual)
+        chance = run.in_errors(run.bound(RUN_ALPHA))
         rest = Estimate(total, reason=self.reason or NO_BAR), Estimate(chance, reason=BOUND_REMARK)
         return dict(zip(names, (mean, *rest), strict=True))
 
     def _reason(self, step: ResidualSums) -> Unavailable | None:
-        """Return that the sums of this step, or of the run with it, are more than chance, or None."""
+        """Return the reason why chance does not explain the sums of this step, or of the run with it, or None."""
         run = self.run + step
         for sums, alpha, which in (
             (step, STEPS_ALPHA / MAX_STEPS, "of this step"),

@@ -31,7 +31,8 @@ from rl_training.step.batch import Batch
 from rl_training.step.reasons import Reasons
 from rl_training.step.residual import ResidualTest
 
-TOLERANCE, TOLERANCE_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
+TOLERANCE = 0.002  # nats per token, for the mean difference
+TOLERANCE_ROUNDED = 0.05  # the same if training rounds
 NOISE_FACTOR = 3.0  # allowed in addition: this many times the mean difference that noise makes
 ROWS = 8  # per rank, scored again to measure the noise
 SHIFT_ROWS = 32  # per rank, scored again to tell dropout from another policy
@@ -66,7 +67,9 @@ class ScoreCheck:
     """
 
     def __init__(self, batch: Batch, policy: Policy, test: ResidualTest | None = None) -> None:
-        self._batch, self._policy, self._test = batch, policy, test
+        self._batch = batch
+        self._policy = policy
+        self._test = test
         self._is_sampler = test is not None and batch.rollout.sampling_logps is not None
         self._log_ratios = _known_log_ratios(batch) if self._is_sampler else None
         # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
@@ -91,7 +94,8 @@ class ScoreCheck:
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
         batches = split_rows(rows, max(map(len, self._batch.microbatch_rows)))
-        scorer, rollout = self._policy.scorer, self._batch.rollout
+        scorer = self._policy.scorer
+        rollout = self._batch.rollout
         scored = self._policy.run_passes(
             batches, lambda part: scorer.score(rollout, part, graph=False, varentropy=self.is_tested)
         )
@@ -99,7 +103,7 @@ class ScoreCheck:
             self.compare(part, fresh)
 
     def check(self, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
-        """Return why these are not training's scores, or not of tokens that the policy drew, or None. Collective.
+        """Return the reason why scores are not training's, or the policy did not draw the tokens, or None. Collective.
 
         Args:
             ranks: The ranks that train together.
@@ -115,8 +119,9 @@ class ScoreCheck:
         return self._test.decide(ranks, missing, self._is_sampler)
 
     def difference_reason(self, ranks: Ranks) -> Unavailable | None:
-        """Return that the step's scores on all ranks differ from training's, or None. Collective."""
-        difference, tolerance = _means(ranks.reduce(self._sums)), torch.full((2,), TOLERANCE, dtype=torch.float64)
+        """Return the reason why the step's scores on all ranks are not training's, or None. Collective."""
+        difference = _means(ranks.reduce(self._sums))
+        tolerance = torch.full((2,), TOLERANCE, dtype=torch.float64)
         if bool((difference <= tolerance).all()):
             return None
         if self._policy.scorer.training_rounding:
@@ -141,13 +146,16 @@ class ScoreCheck:
 
     def _noise_sums(self) -> list[Tensor]:
         """Return how much random draws and rounding change some rows: one tensor like `_sums` for each cause."""
-        rows, scorer, rollout = self._rows_for_noise(), self._policy.scorer, self._batch.rollout
+        rows = self._rows_for_noise()
+        scorer = self._policy.scorer
+        rollout = self._batch.rollout
         with self._policy.measuring():
             exact = scorer.score(rollout, rows, graph=False)
         with preserve_rng(self._sums.device):
             seed_torch(SEED, device=self._sums.device)
             noisy = scorer.score(rollout, rows, graph=False)
-        others, indices = [noisy], torch.arange(len(rows), device=rows.device)
+        others = [noisy]
+        indices = torch.arange(len(rows), device=rows.device)
         if scorer.rounding_reason:  # the measurement is then rounded too, differently at another position in the row
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, indices) for other in others]
@@ -194,7 +202,8 @@ class ScoreCheck:
 
 def _known_log_ratios(batch: Batch) -> Tensor | None:
     """Return log π − log μ per token, (B, T), nan where the sampler gave none: who drew that token is unknown."""
-    log_ratios, sampling_logps = batch.log_ratios(), batch.rollout.sampling_logps
+    log_ratios = batch.log_ratios()
+    sampling_logps = batch.rollout.sampling_logps
     if log_ratios is None or sampling_logps is None:
         return None
     return log_ratios.masked_fill(sampling_logps.isnan(), torch.nan)

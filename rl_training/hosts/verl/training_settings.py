@@ -75,7 +75,7 @@ def recorded_settings(config: DictConfig) -> dict[str, Any]:
 
 
 def sampling_mismatch_reason(rollout: Any) -> str:
-    """Return why responses are not samples of the scored policy, with the fix. Empty if they are."""
+    """Return the reason why responses are not samples of the scored policy, with the fix. Empty if they are."""
     for name, neutral in NEUTRAL_SAMPLING.items():
         value = rollout.get(name)
         if value is not None and value not in neutral:
@@ -84,7 +84,7 @@ def sampling_mismatch_reason(rollout: Any) -> str:
 
 
 def selection_reason(algorithm: Any) -> str:
-    """Return why training uses only responses with certain ratios, with the fix. Empty if it uses all."""
+    """Return the reason why training uses only responses with certain ratios, with the fix. Empty if it uses all."""
     rejection = OmegaConf.select(algorithm, "rollout_correction.rollout_rs")
     if rejection in (None, "null"):
         return ""
