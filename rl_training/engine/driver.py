@@ -8,23 +8,21 @@
     finish()                 returns what the step leaves: the probes' estimates, and what hosts record of it
 
 A call in another order is a RuntimeError that names the missing one. The step is then discarded, and the learning rate
-is the schedule's again. Legal too are
+is the schedule's again. A loop may also
 
-    no plan(…)               if no probe measures the step; no microbatch(…) either if nothing reads its scores
-    plan(…) twice            before the first microbatch
-    skip_step()              at any moment before `stepped`: nothing is kept of the step but its time. Then `finish`,
-                             with or without `stepped` before it
-    fail_step()              at any moment: there is no step any more, and `begin` may follow, with the same number too
-    finish_backward()        at any moment, as soon as a backward has ended; drop_backward() if it has failed
+    leave out plan(…)        if no probe measures the step, and microbatch(…) if nothing reads its scores
+    plan(…) again            before the first microbatch
+    skip_step()              before `stepped`: only the step's time is left. Then `finish`, or first `stepped`
+    fail_step()              at any moment: the step is discarded, and may begin again
+    finish_backward()        at any moment, once a backward has ended; drop_backward() once it has failed
     about_to_step()          at any moment, right before the optimizer's step; it counts after `gradients_ready`
     start(…), close()        at any moment; after `close` no step begins before the next `start`
 
-A loop whose step fails, in a call or by itself, calls `fail_step` or `close`: a bounded step has changed the learning
-rate.
+and after any error, its own or of a call, it must call `fail_step` or `close`: a bounded step has changed the rate.
 
-Only the driver calls probes, times them and owns their states. Hooks are active from `microbatch` to the next call,
-while only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same as
-without probes, on a GPU with deterministic kernels.
+Probes are called and timed from here alone. Hooks are active from `microbatch` to the next call, while only the loop's
+own backward runs. The driver only reads: parameters and random streams are bitwise the same as without probes, on a GPU
+with deterministic kernels.
 """
 
 from __future__ import annotations
@@ -251,7 +249,7 @@ class StepDriver:
                 participant.after_step(step, was_taken)
 
     def skip_step(self) -> None:
-        """Discard what was collected of the current step; called instead of `gradients_ready` and `stepped`."""
+        """Discard the current step: the loop leaves it out, or it has no loss that could be measured."""
         step = self._enter(StepPhase.SKIPPED, after=[*_BEFORE_READY, StepPhase.READY])
         if self._training is not None:
             self._training.passes.reduction.raise_error()

@@ -27,10 +27,11 @@ which act on the next step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,25 +91,23 @@ def share_of_entropy(target_kl_share: float | str | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The factor on a step's learning rate."""
+class _PolicyBefore:
+    """The policy before a step, with which those after it are compared."""
 
-    info: BoundInfo  # with the factor, and how it was found
-    state: BoundState  # for the next step
-    kl: Estimate | None = None  # at this factor, if it was measured
+    rollout: Rollout  # what KL is measured on
+    distributions: TokenDistributions  # at the tokens of these responses
+    weights: Mapping[str, Tensor]  # of this rank
 
 
-@dataclass
+@dataclass(frozen=True)
 class _BoundedStep:
     """A step, from the choice of its learning rate until it has been made."""
 
     rates: Sequence[float]  # the scheduled rates of the optimizer's groups, while others are set
     target: float  # nats per token
-    choice: _Choice | None  # None until a step without formula has been made
     applied_factor: float  # on the rates with which the optimizer steps
-    rollout: Rollout | None = None  # what KL is measured on
-    before: TokenDistributions | None = None  # of the policy before the step
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # before the step
+    info: BoundInfo | None = None  # how the factor was found; None if the step has no formula, until it has been made
+    before: _PolicyBefore | None = None  # kept for that case alone
 
 
 class KLBound:
@@ -164,19 +163,16 @@ class KLBound:
         factor = schedule_factor(groups)
         self._warn_if_held_low(factor, groups)
         target = self._share * entropy * factor**2
-        info = info_without_search(target, entropy, max(rates), self._state)
+        rate = max(rates)
+        info = info_without_search(target, entropy, rate, self._state)
         if info is not None:
-            return _BoundedStep(rates, target, _Choice(info, self._state), info.factor)
-        step = _BoundedStep(rates, target, None, self._state.starting_factor(target, max(rates)))
-        step.rollout = take_rows(rollout, self._measured_rows(rollout))
-        step.before = self._policy.token_distributions(step.rollout)
-        step.weights = self._shard.copy_local_weights()
-        if self._has_formula:
-            changes = self._scheduled_step()
-            step.choice = self._search(step, lambda factor: self._kl_at(step, changes, factor))
-            step.applied_factor = step.choice.info.factor
-            step.weights = {}  # no longer needed
-        return step
+            return _BoundedStep(rates, target, info.factor, info)
+        before = self._policy_before(rollout)
+        if not self._has_formula:
+            return _BoundedStep(rates, target, self._state.starting_factor(target, rate), before=before)
+        changes = self._scheduled_step()
+        info = self._search(target, rate, lambda factor: self._kl_at(before, changes, factor))
+        return _BoundedStep(rates, target, info.factor, info)
 
     def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Say once if the schedule stays at a small factor, which is no warm-up: LambdaLR with absolute rates, say."""
@@ -197,25 +193,25 @@ class KLBound:
             if was_taken:
                 bounded = self._step
                 assert bounded is not None
-                choice = bounded.choice or self._shorten(bounded)
-                estimates = choice.info.estimates(max(bounded.rates) * choice.info.factor)
-                step.bounding = estimates if choice.kl is None else {**estimates, "bound/kl": choice.kl}
-                self._state = choice.state
+                info = bounded.info or self._shorten(bounded)
+                rate = max(bounded.rates)
+                step.bounding = info.estimates(rate * info.factor)
+                self._state = self._state.after(info, rate)
             self.drop()
 
-    def _shorten(self, step: _BoundedStep) -> _Choice:
+    def _shorten(self, step: _BoundedStep) -> BoundInfo:
         """Move the weights back along a step that was made without formula, as far as its KL says. Collective."""
-        applied, weights = step.applied_factor, self._shard.copy_local_weights()
-        changes = {name: weight - step.weights[name] for name, weight in weights.items()}
-        choice = self._search(step, lambda factor: self._kl_at(step, changes, factor / applied))
-        factor = choice.info.factor
-        if factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
-            self._shard.load_local_weights(step.weights)
-        elif factor != applied:
-            self._shard.load_local_weights(
-                {name: w + factor / applied * changes[name] for name, w in step.weights.items()}
-            )
-        return choice
+        before = step.before
+        assert before is not None
+        applied = step.applied_factor
+        changes = {name: weight - before.weights[name] for name, weight in self._shard.copy_local_weights().items()}
+        info = self._search(step.target, max(step.rates), lambda factor: self._kl_at(before, changes, factor / applied))
+        if info.factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
+            self._shard.load_local_weights(before.weights)
+        elif info.factor != applied:
+            share = info.factor / applied
+            self._shard.load_local_weights({name: w + share * changes[name] for name, w in before.weights.items()})
+        return info
 
     def drop(self) -> None:
         """Reset the learning rates to the schedule's, and free what was kept for the step. Not collective."""
@@ -233,37 +229,43 @@ class KLBound:
         """Return the state that a resumed run needs, by name."""
         return {self.name: self._state}
 
-    def _measured_rows(self, rollout: Rollout) -> Tensor:
-        """Return the indices of the responses that KL is measured on: the first ones to each prompt."""
+    def _policy_before(self, rollout: Rollout) -> _PolicyBefore:
+        """Return the present policy, on the first responses to each prompt. Collective."""
         index = rollout.prompt_index
         number = math.ceil(MIN_RESPONSES / self._ranks.total(len(index.unique()), index.device))
-        return (response_index(index) < number).nonzero().squeeze(1)
+        rows = (response_index(index) < number).nonzero().squeeze(1)
+        measured = take_rows(rollout, rows)
+        return _PolicyBefore(measured, self._policy.token_distributions(measured), self._shard.copy_local_weights())
 
-    def _search(self, step: _BoundedStep, kl_of: Callable[[float], Estimate]) -> _Choice:
-        """Return the factor of the step."""
+    def _search(self, target: float, rate: float, kl_of: Callable[[float], Estimate]) -> BoundInfo:
+        """Return the factor of a step, and how it was found. Collective.
+
+        Args:
+            target: nats per token.
+            rate: The scheduled learning rate, the largest of the optimizer's groups.
+            kl_of: Maps a factor to the KL per token of the step scaled by it, in nats.
+        """
         kls: dict[float, Estimate] = {}  # by factor
 
         def value_of(factor: float) -> float:
             kls[factor] = kl_of(factor)
             return kls[factor].value
 
-        state, info = search_factor(value_of, step.target, self._state, max(step.rates))
+        info = search_factor(value_of, target, self._state, rate)
         if not self._is_checked and info.kl > 0.0:  # false if nan
             require_quadratic_kl(lambda factor: kl_of(factor).value, info)
             self._is_checked = True
-        return _Choice(info, state, kls.get(info.factor))
+        return dataclasses.replace(info, measured_kl=kls.get(info.factor))
 
-    def _kl_at(self, step: _BoundedStep, changes: Mapping[str, Tensor], factor: float) -> Estimate:
+    def _kl_at(self, before: _PolicyBefore, changes: Mapping[str, Tensor], factor: float) -> Estimate:
         """Return KL(policy before ‖ policy after `factor` times the changes), nats per token, with its error."""
-        weights = {name: (weight + factor * changes[name]).to(weight.dtype) for name, weight in step.weights.items()}
-        rollout, before = step.rollout, step.before
-        assert rollout is not None
-        assert before is not None
+        rollout = before.rollout
+        weights = {name: (weight + factor * changes[name]).to(weight.dtype) for name, weight in before.weights.items()}
         with self._policy.with_weights(weights):
-            after = self._policy.token_distributions(rollout, like=before)
+            after = self._policy.token_distributions(rollout, like=before.distributions)
         prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
         prompt = prompt_of_row.repeat_interleave(rollout.completion_mask.sum(dim=1))
-        kl = before.kl_to(after)
+        kl = before.distributions.kl_to(after)
         sums = torch.stack([kl, torch.ones_like(kl)], dim=1)
         by_prompt = sums.new_zeros(len(prompts), 2).index_add_(0, prompt, sums)
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
@@ -281,6 +283,7 @@ class KLBound:
         return shard.layout.by_name(compute_update(shard.layout, StepUpdate(pieces, gradients, clip)))
 
     def _mean_over_tokens(self, values: Tensor, mask: Tensor) -> float:
+        """Return the mean over the tokens of all ranks, 0 without any. Collective."""
         is_token = mask.bool()
         sums = torch.stack([values[is_token].double().sum(), is_token.sum().double()])
         total, count = self._ranks.reduce(sums).tolist()

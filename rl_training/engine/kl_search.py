@@ -43,12 +43,19 @@ class BoundState:
         meets_target = math.sqrt(target / self.curvature) / rate
         return min(MAX_GROWTH * self.factor, max(MIN_SHRINK * self.factor, meets_target))
 
-    def after(self, factor: float, kl: float, rate: float) -> BoundState:
-        """Return the state after a step with this factor, KL and scheduled learning rate."""
-        curvature = kl / (factor * rate) ** 2
+    def after(self, info: BoundInfo, rate: float = 1.0) -> BoundState:
+        """Return the state after a step. It remains if no weight moved, or if the KL is finite at no length.
+
+        Args:
+            info: How the factor of the step was found.
+            rate: The scheduled learning rate.
+        """
+        if not info.kl > 0.0:  # also if it is nan
+            return self
+        curvature = info.kl / (info.factor * rate) ** 2
         if not math.isnan(self.curvature):
             curvature = self.curvature ** (1.0 - NEW_WEIGHT) * curvature**NEW_WEIGHT
-        return BoundState(factor, curvature)
+        return BoundState(info.factor, curvature)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class BoundInfo:
     first_factor: float  # the first one tried
     factor: float  # 0 if the step could not be measured
     reason: str = DESCRIBES_STEP  # why there is no error bar, or no measurement
+    measured_kl: Estimate | None = None  # `kl` with its error, if it was measured
 
     @property
     def share(self) -> float:
@@ -79,12 +87,11 @@ class BoundInfo:
             "rate_factor": self.factor,
             "learning_rate": rate,
         }
-        return {f"bound/{name}": Estimate(value, reason=self.reason) for name, value in numbers.items()}
+        estimates = {f"bound/{name}": Estimate(value, reason=self.reason) for name, value in numbers.items()}
+        return estimates if self.measured_kl is None else estimates | {"bound/kl": self.measured_kl}
 
 
-def search_factor(
-    kl_of: Callable[[float], float], target: float, state: BoundState, rate: float = 1.0
-) -> tuple[BoundState, BoundInfo]:
+def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState, rate: float = 1.0) -> BoundInfo:
     """Find a factor for the step whose KL is at most twice the target, or the last of MAX_TRIES factors.
 
     Args:
@@ -94,28 +101,36 @@ def search_factor(
         rate: The scheduled learning rate, positive.
 
     Returns:
-        The state for the next step, and how the factor was found. If the KL is finite at no length, the factor is 0; it
-        says nothing about the next step, so the state remains. It also remains if no weight moved.
+        How the factor was found. If the KL is finite at no length, the factor is 0.
 
-    >>> state, info = search_factor(lambda factor: 0.04 * factor**2, target=0.01, state=BoundState())
+    >>> info = search_factor(lambda factor: 0.04 * factor**2, target=0.01, state=BoundState())
     >>> info.tries, round(info.factor, 6), round(info.kl, 6)
     (1, 0.5, 0.01)
     """
-    factor = first_factor = state.starting_factor(target, rate)
-    kl = first_kl = kl_of(factor)
+    first_factor = state.starting_factor(target, rate)
+    first_kl = kl_of(first_factor)
+    factor = first_factor
+    kl = first_kl
     tries = 0
     while not kl <= MAX_KL_OVER_TARGET * target and tries < MAX_TRIES:
         factor *= min(MAX_SHRINK, max(MIN_SHRINK, math.sqrt(target / kl))) if math.isfinite(kl) else MIN_SHRINK
         kl = kl_of(factor)
         tries += 1
-    if not math.isfinite(kl):
-        return state, BoundInfo(target, math.nan, math.nan, tries, first_factor, 0.0, NO_KL.formatted(kl=kl))
-    info = BoundInfo(target, first_kl, kl, tries, first_factor, factor)
-    return (state.after(factor, kl, rate) if kl > 0.0 else state), info
+    if math.isfinite(kl):
+        return BoundInfo(target, first_kl, kl, tries, first_factor, factor)
+    return BoundInfo(
+        target,
+        first_kl=math.nan,
+        kl=math.nan,
+        tries=tries,
+        first_factor=first_factor,
+        factor=0.0,
+        reason=NO_KL.formatted(kl=kl),
+    )
 
 
 def info_without_search(target: float, entropy: float, rate: float, state: BoundState) -> BoundInfo | None:
-    """Return what is known of a step without a KL to aim at; None if there is one. The state remains.
+    """Return what is known of a step without a KL to aim at; None if there is one.
 
     Args:
         target: nats per token.
@@ -124,11 +139,26 @@ def info_without_search(target: float, entropy: float, rate: float, state: Bound
         state: From the previous step.
     """
     if rate == 0.0:
-        return BoundInfo(0.0, 0.0, 0.0, 0, state.factor, state.factor, RATE_IS_ZERO)
+        return BoundInfo(
+            target=0.0,
+            first_kl=0.0,
+            kl=0.0,
+            tries=0,
+            first_factor=state.factor,
+            factor=state.factor,
+            reason=RATE_IS_ZERO,
+        )
     if 0.0 < target < math.inf:
         return None
-    reason = NO_TARGET.formatted(target=target, entropy=entropy)
-    return BoundInfo(target if target == 0.0 else math.nan, math.nan, math.nan, 0, state.factor, 0.0, reason)
+    return BoundInfo(
+        target=target if target == 0.0 else math.nan,
+        first_kl=math.nan,
+        kl=math.nan,
+        tries=0,
+        first_factor=state.factor,
+        factor=0.0,
+        reason=NO_TARGET.formatted(target=target, entropy=entropy),
+    )
 
 
 def require_quadratic_kl(kl_of: Callable[[float], float], info: BoundInfo) -> None:

@@ -68,15 +68,7 @@ class ProbeStates:
         if not isinstance(reading, Reading):
             raise UserError(f"{rule} a Reading, and returned {_described(reading)}")
         for estimates in (reading.predicted, reading.measured):
-            if not isinstance(estimates, Mapping):
-                raise UserError(f"{rule} Estimates by name, and returned {_described(estimates)}")
-            for name, estimate in estimates.items():
-                if not isinstance(estimate, Estimate):
-                    raise UserError(f"{rule} Estimates by name, and {name!r} is {_described(estimate)}")
-                if not isinstance(estimate.value, int | float) or not isinstance(estimate.stderr, int | float):
-                    raise UserError(f"{rule} numbers, and {name!r} has a {type(estimate.value).__name__}: float(...)")
-                if "/" not in name:  # the trainer's own metrics ("reward", "kl", "loss") have none
-                    raise UserError(f"{rule} names with a slash, and {name!r} has none: {probe.name}/{name}, say")
+            _require_estimates(estimates, probe, rule)
         duplicates = reading.predicted.keys() & reading.measured.keys()
         if duplicates:
             raise UserError(f"{rule} an estimate once, and {min(duplicates)!r} is both predicted and measured")
@@ -85,16 +77,33 @@ class ProbeStates:
                 f"{rule} predictions only with needs = Need.ENTROPY_GRADIENT, with which a step is verified: set it, "
                 "or return them as measured"
             )
-        state = self.values[probe.name]
-        if type(reading.state) is not type(state):
-            raise UserError(
-                f"{rule} the next state too, {_described(state)} as from init(), and Reading(..., state=...) has "
-                f"{_described(reading.state)}"
-            )
-        if isinstance(state, Mapping) and reading.state.keys() != state.keys():
-            other = min(map(str, reading.state.keys() ^ state.keys()))
-            raise UserError(f"{rule} a state with the names that init() gives, and differs in {other!r}")
+        _require_same_kind(reading.state, self.values[probe.name], rule)
         return reading
+
+
+def _require_estimates(estimates: Any, probe: Probe, rule: str) -> None:
+    """Raise UserError unless these are estimates by name, as a trainer's logs can hold them beside its own."""
+    if not isinstance(estimates, Mapping):
+        raise UserError(f"{rule} Estimates by name, and returned {_described(estimates)}")
+    for name, estimate in estimates.items():
+        if not isinstance(estimate, Estimate):
+            raise UserError(f"{rule} Estimates by name, and {name!r} is {_described(estimate)}")
+        if not isinstance(estimate.value, int | float) or not isinstance(estimate.stderr, int | float):
+            raise UserError(f"{rule} numbers, and {name!r} has a {type(estimate.value).__name__}: float(...)")
+        if "/" not in name:  # the trainer's own metrics ("reward", "kl", "loss") have none
+            raise UserError(f"{rule} names with a slash, and {name!r} has none: {probe.name}/{name}, say")
+
+
+def _require_same_kind(state: Any, before: Any, rule: str) -> None:
+    """Raise UserError unless a state can take the place of the one before."""
+    if type(state) is not type(before):
+        raise UserError(
+            f"{rule} the next state too, {_described(before)} as from init(), and Reading(..., state=...) has "
+            f"{_described(state)}"
+        )
+    if isinstance(before, Mapping) and state.keys() != before.keys():
+        other = min(map(str, state.keys() ^ before.keys()))
+        raise UserError(f"{rule} a state with the names that init() gives, and differs in {other!r}")
 
 
 def _described(value: Any) -> str:

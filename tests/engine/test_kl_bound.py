@@ -44,7 +44,8 @@ SHARE = 2e-3
 def test_a_quadratic_kl_reaches_its_target_from_any_starting_rate(start: float) -> None:
     state = BoundState(start)
     for _ in range(30):
-        state, info = search_factor(lambda factor: 0.7 * factor**2, 0.01, state)
+        info = search_factor(lambda factor: 0.7 * factor**2, 0.01, state)
+        state = state.after(info)
         assert info.kl <= 0.02 or info.tries == 8
     assert state.factor == pytest.approx(math.sqrt(0.01 / 0.7))
     assert info.tries == 0
@@ -54,15 +55,16 @@ def test_the_first_factor_meets_the_target_with_the_geometric_mean_of_the_curvat
     """KL / (factor · rate)² of the three steps; the last has 40 % of the weight, those before 60 % of the rest's."""
     curvatures, state = [300.0, 500.0, 200.0], BoundState()
     for curvature, rate in zip(curvatures, [1e-2, 5e-3, 2e-2], strict=True):
-        state, info = search_factor(lambda factor: curvature * (factor * rate) ** 2, 1e-2, state, rate)  # noqa: B023
+        info = search_factor(lambda factor: curvature * (factor * rate) ** 2, 1e-2, state, rate)  # noqa: B023
         assert info.kl <= 2e-2
+        state = state.after(info, rate)
     assert state.curvature == pytest.approx(300.0**0.36 * 500.0**0.24 * 200.0**0.4)
-    _, info = search_factor(lambda factor: 0.0, 1.1e-2, state, rate=2e-2)
+    info = search_factor(lambda factor: 0.0, 1.1e-2, state, rate=2e-2)
     assert info.factor == pytest.approx(math.sqrt(1.1e-2 / state.curvature) / 2e-2)
 
 
 def test_a_step_within_twice_the_kl_target_is_not_changed() -> None:
-    _, info = search_factor(lambda factor: 0.019 * factor**2, 0.01, BoundState())
+    info = search_factor(lambda factor: 0.019 * factor**2, 0.01, BoundState())
     assert (info.factor, info.share, info.tries) == (1.0, 1.0, 0)
 
 
@@ -70,23 +72,24 @@ def test_a_step_that_breaks_the_policy_is_shortened_until_it_does_not() -> None:
     def kl_of(factor: float) -> float:
         return math.nan if factor > 3.0 else math.inf if factor > 0.5 else factor**2
 
-    state, info = search_factor(kl_of, 1e-2, BoundState(100.0))
+    info = search_factor(kl_of, 1e-2, BoundState(100.0))
     assert info.kl <= 2e-2
-    assert info.share == pytest.approx(state.factor / 100.0)
+    assert info.share == pytest.approx(info.factor / 100.0)
+    assert BoundState(100.0).after(info).factor == info.factor
 
 
 def test_a_step_that_moves_no_weight_leaves_the_next_factor_unchanged() -> None:
     before = BoundState(0.3, curvature=1e-2)
-    state, info = search_factor(lambda factor: 0.0, 1e-3, before)
+    info = search_factor(lambda factor: 0.0, 1e-3, before)
     assert info.factor == pytest.approx(math.sqrt(0.1))
-    assert state == before
+    assert before.after(info) == before
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_step_whose_kl_is_never_finite_is_not_taken_and_leaves_the_next_one_as_it_was(broken: float) -> None:
     before = BoundState(0.3, 0.8)
-    state, info = search_factor(lambda factor: broken, 1e-2, before)
-    assert state == before
+    info = search_factor(lambda factor: broken, 1e-2, before)
+    assert before.after(info) == before
     assert info.factor == 0.0
     estimates = info.estimates(rate=0.0)
     assert estimates["bound/kl"].code == "no_kl"
@@ -113,8 +116,8 @@ def test_a_step_without_a_kl_to_aim_at_is_not_searched(
 
 
 def test_growth_from_step_to_step_is_at_most_a_factor_of_two() -> None:
-    state, _ = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, BoundState())
-    _, info = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, state)
+    state = BoundState().after(search_factor(lambda factor: 1e-12 * factor**2, 1e-2, BoundState()))
+    info = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, state)
     assert info.factor == 2.0
 
 
