@@ -217,6 +217,7 @@ class TrainingCallback(TrainerCallback):
                 self._log.write_evaluation(state.global_step, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for end in (self._step_hooks.end, self._log.flush, self._driver.end):
+        # A callback may have ended it within a step.
+        for end in (self._step_hooks.end, self._driver.fail_step, self._log.flush, self._driver.end):
             with self._guard.watching():
                 end()

@@ -361,6 +361,18 @@ def test_a_training_that_starts_on_leftover_responses_of_an_interrupted_one_warn
     assert "this trainer's last training ended within a step" in caplog.text
 
 
+def test_a_training_that_a_callback_ends_within_a_step_leaves_no_step_to_the_next_one(make_trainer) -> None:
+    class Stopping(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    trainer.add_callback(Stopping())
+    with attach(trainer, probes=()) as attached:
+        trainer.train()
+        assert not attached.driver.has_step
+
+
 def test_leftover_responses_that_the_previous_training_learned_from_count_as_reused(make_trainer, caplog) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1, num_iterations=2)
     for expected in (False, True):
