@@ -65,7 +65,8 @@ class Costs:
         self._events.clear()
         self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
         now = time.perf_counter()
-        self.step_seconds, self._last_step_end = now - self._last_step_end, now
+        self.step_seconds = now - self._last_step_end
+        self._last_step_end = now
 
     def by_name(self) -> dict[str, float]:
         """Return the last step's costs as metrics, with their share of the step's time.

@@ -167,7 +167,8 @@ def require_quadratic_kl(kl_of: Callable[[float], float], info: BoundInfo) -> No
     Raises:
         UserError: Rounding is as large as the target, so steps would silently be cut to nothing.
     """
-    quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
+    quarter = kl_of(info.factor / 4.0)
+    half = kl_of(info.factor / 2.0)
     if half < MIN_KL_RATIO * quarter:
         raise UserError(
             f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "

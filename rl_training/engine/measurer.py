@@ -173,7 +173,8 @@ class Measurer:
     def close(self) -> None:
         """Free all vectors that no later training needs. The states stay."""
         if self._predictions is not None:
-            self._update_state, self._predictions = self._predictions.state, None
+            self._update_state = self._predictions.state
+            self._predictions = None
 
     @staticmethod
     def initial_states() -> dict[str, Any]:

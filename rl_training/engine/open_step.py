@@ -40,7 +40,8 @@ class SeenPrompts:
     def start_rollout(self, rollout_number: int) -> None:
         """Start over if this is a new rollout."""
         if rollout_number != self.rollout_number:
-            self.rollout_number, self.numbers = rollout_number, set()
+            self.rollout_number = rollout_number
+            self.numbers = set()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add the prompts from which a step has learned."""
@@ -66,23 +67,28 @@ class OpenStep:
 
     number: int
     probes: Sequence[Probe]  # that measure this step; may be empty
-    folds: Sequence[FoldGroup] = ()  # planned for its microbatches
-    sizes: Sequence[int] = ()  # planned number of sequences per microbatch
+    phase: StepPhase = StepPhase.BEGUN
+
+    # Planned, if probes measure it.
+    folds: Sequence[FoldGroup] = ()
+    sizes: Sequence[int] = ()  # number of sequences per microbatch
     responses_per_prompt: int = 0
-    rollouts: list[Rollout] = field(default_factory=list)  # per microbatch
+
+    # Of its microbatches.
+    rollouts: list[Rollout] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
-    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
+    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # for logps and for entropies
     other_terms: Unavailable | None = None  # why the loss has terms that do not go through these scores
     loss_settings: LossSettings | None = None  # of the latest microbatch
-    phase: StepPhase = StepPhase.BEGUN
-    seen_prompts: set[int] = field(
-        default_factory=set
-    )  # on this rank, from which earlier steps on the same rollout have learned
-    context: StepContext | None = None  # set once its gradients are ready, if probes measure it
+
+    # Once its gradients are ready.
+    seen_prompts: set[int] = field(default_factory=set)  # from which earlier steps on the same rollout have learned
+    context: StepContext | None = None  # set if probes measure it
     witness: GradientWitness | None = None  # set with the context, if probes measure the gradient's norms
     readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
-    # the engine's own, once the optimizer has stepped: whether the step was the predicted one, who drew its tokens
-    verification: Mapping[str, Estimate] = field(default_factory=dict)
+
+    # Once the optimizer has stepped.
+    verification: Mapping[str, Estimate] = field(default_factory=dict)  # was it the predicted one, who drew its tokens?
     bounding: Mapping[str, Estimate] = field(default_factory=dict)  # how its learning rate was set; empty if it was not
     peak_bytes: int | None = None  # most bytes of vectors held at once while it was measured; None if it was not
 
@@ -169,21 +175,10 @@ class OpenStep:
         without rewards makes all rewards unknown, and so for which responses were truncated. The values of reward
         functions are kept if all microbatches of all ranks have the same ones.
         """
-        rollouts = self.rollouts
-        facts = {
-            "sampling_logps": any(rollout.sampling_logps is not None for rollout in rollouts),
-            "old_logps": any(rollout.old_logps is not None for rollout in rollouts),
-            "off_policy": not all(rollout.on_policy for rollout in rollouts),
-            "unknown_sampler": any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
-            "no_rewards": any(rollout.rewards is None for rollout in rollouts),
-            "no_truncated": any(rollout.truncated is None for rollout in rollouts),
-            "other_functions": len({tuple(rollout.rewards_by_name) for rollout in rollouts}) > 1,
-        }
-        functions = {"other_functions_elsewhere": [*rollouts[0].rewards_by_name]}
-        anywhere = ranks.anywhere(facts, rollouts[0].prompt_index.device, functions)
+        anywhere = self._facts_anywhere(ranks)
         names = [name for name in ("sampling_logps", "old_logps") if anywhere[name]]
         filled = []
-        for rollout, scores in zip(rollouts, self.scores, strict=True):
+        for rollout, scores in zip(self.rollouts, self.scores, strict=True):
             missing: dict[str, Any] = {name: scores.logps for name in names if getattr(rollout, name) is None}
             filled.append(dataclasses.replace(rollout, **missing))
         dropped: dict[str, Any] = {}
@@ -197,6 +192,21 @@ class OpenStep:
             dropped["rewards_by_name"] = {}
         return dataclasses.replace(join_rollouts(filled), on_policy=not anywhere["off_policy"], **dropped)
 
+    def _facts_anywhere(self, ranks: Ranks) -> Mapping[str, bool]:
+        """Return what holds for a microbatch of any rank, by name. Collective."""
+        rollouts = self.rollouts
+        facts = {
+            "sampling_logps": any(rollout.sampling_logps is not None for rollout in rollouts),
+            "old_logps": any(rollout.old_logps is not None for rollout in rollouts),
+            "off_policy": not all(rollout.on_policy for rollout in rollouts),
+            "unknown_sampler": any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
+            "no_rewards": any(rollout.rewards is None for rollout in rollouts),
+            "no_truncated": any(rollout.truncated is None for rollout in rollouts),
+            "other_functions": len({tuple(rollout.rewards_by_name) for rollout in rollouts}) > 1,
+        }
+        functions = {"other_functions_elsewhere": [*rollouts[0].rewards_by_name]}
+        return ranks.anywhere(facts, rollouts[0].prompt_index.device, functions)
+
     def join_scores(self, rollout: Rollout) -> Scores:
         """Return the scores of the whole step, (B, T) each, padded to the widest microbatch."""
         return Scores(
@@ -207,17 +217,17 @@ class OpenStep:
 
     def join_loss_weights(self) -> LossWeights:
         """Return the loss weights on all scores of the step, (B, T) each."""
-        logp_weights, entropy_weights = (
-            pad_and_concat(
-                [
-                    weights.get(name, torch.zeros_like(scores.logps))
-                    for weights, scores in zip(self.loss_weights, self.scores, strict=True)
-                ]
-            )
-            for name in ("logps", "entropies")
-        )
         has_entropies = any("entropies" in weights for weights in self.loss_weights)
-        return LossWeights(logp_weights, entropy_weights if has_entropies else None)
+        return LossWeights(self._joined_weights("logps"), self._joined_weights("entropies") if has_entropies else None)
+
+    def _joined_weights(self, name: str) -> Tensor:
+        """Return the loss weights on the scores of this name, (B, T), 0 where the loss is not made of them."""
+        return pad_and_concat(
+            [
+                weights.get(name, torch.zeros_like(scores.logps))
+                for weights, scores in zip(self.loss_weights, self.scores, strict=True)
+            ]
+        )
 
 
 def enter(step: OpenStep | None, phase: StepPhase, after: Sequence[StepPhase]) -> OpenStep:

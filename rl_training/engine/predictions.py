@@ -92,9 +92,10 @@ class Predictions:
     def begin(self) -> None:
         """Read the weights, and forget the previous step if the weights differ from those it ended with. Collective."""
         self._weights_at_begin = self._verifier.read_weights()
-        after_step, self._weights_after_step = self._weights_after_step, None
+        after_step = self._weights_after_step
         if after_step is not None and self._verifier.differ(self._weights_at_begin, after_step):
             self._previous.forget(EDITED_AFTER_STEP)
+        self._weights_after_step = None
         self.peak_bytes = self._previous.num_bytes
 
     def begin_measuring(self) -> Unavailable | None:
@@ -104,11 +105,10 @@ class Predictions:
             The reason why the step's responses and gradients are not those of these weights, or None.
         """
         self._weights_at_measure = self._verifier.read_weights()
-        if self._weights_at_begin is None or not self._verifier.differ(
-            self._weights_at_begin, self._weights_at_measure
-        ):
-            return None
-        return EDITED_WITHIN_STEP
+        at_begin = self._weights_at_begin
+        if at_begin is not None and self._verifier.differ(at_begin, self._weights_at_measure):
+            return EDITED_WITHIN_STEP
+        return None
 
     def predict(self, step: StepData, probes: Sequence[Probe], test: ResidualTest) -> EntropyPrediction | None:
         """Return what these probes need to know about the step's effect on entropy, None if nothing. Collective.
@@ -167,8 +167,12 @@ class Predictions:
         else:
             verification = self._verify_formula(step, step.formula_update, self._weights_after_step, was_taken)
         if step.variance_of_batch is not None:
-            decay, is_formula = self._predictor.settings.error_decay, verification.void_reason is None
-            self._previous.add_errors(step.variance_of_batch, step.number, decay, is_formula=is_formula)
+            self._previous.add_errors(
+                step.variance_of_batch,
+                step.number,
+                self._predictor.settings.error_decay,
+                is_formula=verification.void_reason is None,
+            )
         return verification
 
     def _verify_without_formula(self, step: _PredictedStep, was_taken: bool) -> Verification:

@@ -130,20 +130,26 @@ class UpdateVerifier:
             Estimates by name.
         """
         deviation, rounded = self._deviation(weights, change, formula)
-        products = (deviation.square(), rounded.square(), change * formula, formula.square())
-        sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
+        products = {
+            "deviation²": deviation.square(),
+            "rounded²": rounded.square(),
+            "change·formula": change * formula,
+            "formula²": formula.square(),
+        }
+        sums = sums_of_spans(torch.cat([*products.values()]), self._sizes * len(products)).view(len(products), -1)
         by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=change.device)
         by_layer = self._ranks.reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
-        sq_deviation, sq_rounded, product, sq_formula = by_layer.sum(dim=0)
-        error = _formula_error(float(sq_deviation), float(sq_rounded))
-        shares = (by_layer[:, 2] / by_layer[:, 3]).tolist()  # nan if the formula moves nothing
+        total = dict(zip(products, by_layer.sum(dim=0), strict=True))
+        of_layers = dict(zip(products, by_layer.unbind(dim=1), strict=True))
+        error = _formula_error(float(total["deviation²"]), float(total["rounded²"]))
+        shares = (of_layers["change·formula"] / of_layers["formula²"]).tolist()  # nan if the formula moves nothing
         moved_layers = [
             (share, name) for share, name in zip(shares, self._layers, strict=True) if not math.isnan(share)
         ]
         least_share, least_layer = min(moved_layers, default=(math.nan, ""))
         return {
             FORMULA_ERROR: Estimate(error, reason=NOT_FINITE_GRADIENT if math.isnan(error) else DESCRIBES_STEP),
-            SHARE: _share_estimate(float(product / sq_formula)),
+            SHARE: _share_estimate(float(total["change·formula"] / total["formula²"])),
             LEAST_SHARE: dataclasses.replace(_share_estimate(least_share), detail={"layer": least_layer}),
         }
 
