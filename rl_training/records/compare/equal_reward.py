@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from rl_training.records.compare.groups import Member
+from rl_training.records.compare.members import Member
 from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Z_95, Estimate
 from rl_training.statistics.line import fit_line, scatter_of

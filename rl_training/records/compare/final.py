@@ -13,17 +13,7 @@ that mean. For one seed it has Fieller's interval, as in the run's own report.
 Differences ignore that the same seeds in two groups share data and initial weights (statistics/welch.py). If anything,
 their intervals are too wide. Means over logged steps cover the same steps in both groups.
 
-Branches. Two runs that share all steps up to a branching point share the errors of these steps, which cancel. Their
-changes of entropy are therefore compared from `first` on, the step after the branching point, where both have the same
-weights:
-
-measured    H(step) of one run − H(step) of the other, because entropy at `first` is the same
-predicted   the difference of the sums Σ ½(F_j + B_{j+1}) over first ≤ j < step. Each sum equals
-            ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose terms have independent errors
-            (probes/trapezoid.py). Its variance Σ v has the degrees of freedom of (Σ v)²/Σ v² batches (Satterthwaite)
-
-The two runs' errors since then are treated as independent. The runs share the batch at `first`, and random numbers
-later; if anything, this makes the interval too wide.
+Changes of entropy of runs that branched off from one run have errors of their own: since_branching.py.
 """
 
 from __future__ import annotations
@@ -31,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import pandas as pd
 
 from rl_training.records.compare.equal_reward import EqualReward, at_equal_reward
-from rl_training.records.compare.groups import Group, Member, common_steps, other_task
+from rl_training.records.compare.groups import Group, other_task
+from rl_training.records.compare.members import Member
+from rl_training.records.compare.since_branching import MEASURED, PREDICTED, since_branching
 from rl_training.records.table.cumulative import sum_starts
 from rl_training.records.table.estimates import finite, last_of
 from rl_training.records.table.series import TRAINERS_EVALUATION, Run
@@ -45,8 +37,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of
 
-MEASURED = "measured ΔH"
-PREDICTED = "predicted ΔH"
 NOISE_SCALE = "noise scale (prompts)"
 # Metrics of the trainer's own evaluations. Everything else that it logs there is about clipping and time.
 FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
@@ -58,7 +48,6 @@ AVERAGED: dict[str, Callable[[Run], pd.Series[float]]] = {
     "reward": lambda run: run.logged("reward"),
     TOKEN_ENTROPY: Run.token_entropy,
 }
-NOT_RECORDED = Estimate.missing("it is not recorded")
 
 
 @dataclass(frozen=True)
@@ -151,14 +140,19 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     for first, second in pairs:
         step = min(last_common_step(first), last_common_step(second))
         columns = columns_at((first, second), step)
-        before, after = map(final_figures, columns)
-        common = {label: difference(after[label], before[label]) for label in before if label in after}
-        common |= since_branching(columns[0].members, columns[1].members, step)
+        first_figures = final_figures(columns[0])
+        second_figures = final_figures(columns[1])
+        figures = {
+            label: difference(second_figures[label], figure)
+            for label, figure in first_figures.items()
+            if label in second_figures
+        }
+        figures |= since_branching(columns[0].members, columns[1].members, step)
         single_seed = any(len(column.members) < 2 for column in columns)
         task = other_task(first, second)
         windows = {label: _window(columns, values) for label, values in AVERAGED.items()}
         equal = at_equal_reward(columns[0].members, columns[1].members)
-        differences.append(Difference(first, second, step, common, single_seed, windows, task, equal))
+        differences.append(Difference(first, second, step, figures, single_seed, windows, task, equal))
     return differences
 
 
@@ -208,52 +202,3 @@ def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
     ratio = mean_of([1 / scale.value for scale in scales])
     ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.bounds())
     return Estimate(1 / ratio.value, num_samples=ratio.num_samples, reason=ratio.reason, interval=ends)
-
-
-def since_branching(first: Sequence[Member], second: Sequence[Member], step: int) -> dict[str, Estimate]:
-    """Return second − first of the changes of entropy since their branching points; {} if they share no steps.
-
-    Several runs must form pairs, one from each group. The result is the mean over pairs, with the error between pairs.
-    """
-    pairs = [(member.run, other.run, common_steps(member, other) + 1) for member in first for other in second]
-    branched = [(member, other, start) for member, other, start in pairs if start > 1]
-    if not len(branched) == len(first) == len(second):
-        return {}
-    changes = {}
-    for label, change in ((MEASURED, _measured_since), (PREDICTED, _predicted_since)):
-        pair_differences = [
-            difference(change(other, start, step), change(member, start, step)) for member, other, start in branched
-        ]
-        if all(math.isfinite(e.value) for e in pair_differences):
-            changes[label] = (
-                pair_differences[0] if len(pair_differences) == 1 else mean_of([e.value for e in pair_differences])
-            )
-    return changes
-
-
-def _measured_since(run: Run, start: int, step: int) -> Estimate:
-    """Return H(step), or 0 ± 0 up to `start`, where both runs have the same weights."""
-    if step <= start:
-        return Estimate(0.0, 0.0, 1)
-    return run.estimates("entropy/token").get(step, NOT_RECORDED)
-
-
-def _predicted_since(run: Run, start: int, step: int) -> Estimate:
-    """Return the sum of trapezoids from step `start` to before `step`; nan if a part was not recorded."""
-    if step <= start:
-        return Estimate(0.0, 0.0, 1)
-    sums, forward, backward = (
-        run.estimates(f"delta_h/{name}") for name in ("cumulative_predicted", "forward", "backward")
-    )
-    later = range(start + 1, step + 1)
-    if start not in sums or start not in forward or any(s not in sums or s not in backward for s in later):
-        return NOT_RECORDED
-    value = sums[step].value - sums[start].value
-    ends = [0.25 * backward[s].stderr ** 2 for s in later]
-    until = [sums[s].stderr ** 2 - end for s, end in zip(later, ends, strict=True)]  # variance of the batches before s
-    variances = [0.25 * forward[start].stderr ** 2, *(after - before for before, after in pairwise(until)), ends[-1]]
-    total, squares = sum(variances), sum(variance**2 for variance in variances)
-    if not squares > 0:
-        return Estimate(value, 0.0 if total == 0 else math.nan, 1, sums[step].reason)
-    folds = run.estimates("entropy/token")[step].num_samples
-    return Estimate(value, math.sqrt(total), 1 + int((folds - 1) * total**2 / squares + 1e-9))

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from rl_training.records.compare import final
-from rl_training.records.compare.groups import Group, branching_steps, trunks_of
+from rl_training.records.compare.groups import Group
+from rl_training.records.compare.lineage import branching_steps, trunks_of
 from rl_training.records.compare.path_chart import draw_paths
 from rl_training.records.evaluated import BUILT_IN_METRICS, largest_pass_at, metric_info
 from rl_training.records.pages.charts import GREY, TEXT, Chart, Series

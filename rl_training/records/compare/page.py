@@ -16,7 +16,9 @@ from rl_training.records.compare.final import (
     final_figures,
     last_common_step,
 )
-from rl_training.records.compare.groups import ABSENT, Group, Member, branching_steps, differences, read_groups
+from rl_training.records.compare.groups import Group, differences, read_groups
+from rl_training.records.compare.lineage import branching_steps
+from rl_training.records.compare.members import ABSENT, Member
 from rl_training.records.compare.overlays import draw_overlays
 from rl_training.records.compare.sentences import describe, one_group
 from rl_training.records.folder import COMPARISON_FILE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl_training.records.compare.equal_reward import EqualReward
 from rl_training.records.compare.final import TOKEN_ENTROPY, Difference
-from rl_training.records.compare.groups import ABSENT
+from rl_training.records.compare.members import ABSENT
 from rl_training.records.pages.writing import format_estimate, on_one_line, size_and_side
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant

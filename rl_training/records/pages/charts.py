@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeAlias
@@ -103,10 +103,10 @@ class Series:
         return cls(
             label,
             color,
-            finite_rows.index,
-            finite_rows["value"],
-            finite_rows["low"],
-            finite_rows["high"],
+            x=finite_rows.index,
+            y=finite_rows["value"],
+            low=finite_rows["low"],
+            high=finite_rows["high"],
             mark=mark,
             **style,
         )
@@ -127,6 +127,11 @@ class Series:
             else:
                 columns[place] = rows
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
+
+    @property
+    def heights(self) -> Iterator[Any]:
+        """All values of y, and the ends of their intervals."""
+        return itertools.chain(self.y, self.low, self.high)
 
     def _drawn(self) -> Sequence[int]:
         """Return the positions of the points that are drawn, at most MAX_POINTS of them.

@@ -45,19 +45,13 @@ def draw(
     chart = load_chart(key, words)
     series = [curve for curve in series if len(curve.x)]
     name = chart.get("name", key)
-    title = chart["title"]
-    caption = chart.get("caption", "")
     if not series:
-        return Chart(name, title, "", list(missing))
+        return Chart(name, chart["title"], "", list(missing))
     labels = first_by_label(series)
     over_steps = "x" not in chart and not cells
-    heights = [y for curve in series for y in (*curve.y, *curve.low, *curve.high)]
-    y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
-    if cells:
-        y["axis"] |= dict.fromkeys(("labels", "ticks"), len(names) <= MAX_LABELS)
     facts = {
         "x": {"field": "x", **axis(chart.get("x", STEPS), cells["ends"] if cells else None)},
-        "y": y,
+        "y": {"field": "y", **axis(chart.get("y", {}), ends, names, has_labels=not cells or len(names) <= MAX_LABELS)},
         "labels": [*labels],
         "colors": [curve.color for curve in labels.values()],
         "dashes": [[*curve.dash] or [1, 0] for curve in labels.values()],
@@ -65,26 +59,38 @@ def draw(
         "zoomed": ["x"] if over_steps or names else ["x", "y"],
         "height": chart.get("height", height),
         "unit": chart.get("unit"),
-        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for y in heights),
+        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for curve in series for y in curve.heights),
         "cells": cells,
         "start": start,
         "over_steps": over_steps,
         "is_named": set(names) == {*labels},  # the labels of the y-axis are the series' names
     }
     left_out = dict.fromkeys(curve.left_out for curve in series if curve.left_out)
-    return Chart(name, title, caption, [*missing, *left_out], series, facts)
+    return Chart(name, chart["title"], chart.get("caption", ""), [*missing, *left_out], series, facts)
 
 
 def axis(
-    chosen: Mapping[str, Any], ends: tuple[float, float] | None = None, names: Sequence[str] = ()
+    entry: Mapping[str, Any],
+    ends: tuple[float, float] | None = None,
+    names: Sequence[str] = (),
+    has_labels: bool = True,
 ) -> dict[str, Any]:
-    """Return the Vega-Lite channel of an axis with numbers, or with these names."""
-    title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
-    shown = {"titleLimit": 0, "labelLimit": 260 if names else 0, **chosen.get("axis", {})}
-    facts: dict[str, Any] = {"title": title, "axis": shown}
+    """Return the Vega-Lite channel of an axis with numbers, or with these names.
+
+    Args:
+        entry: Of the axis, in charts.yaml.
+        ends: Of the axis; None to fit the data.
+        names: Its labels, instead of numbers.
+        has_labels: Whether labels and ticks are drawn.
+    """
+    title = textwrap.wrap(entry.get("title", ""), TITLE_LENGTH) or None
+    look = {"titleLimit": 0, "labelLimit": 260 if names else 0, **entry.get("axis", {})}
+    if not has_labels:
+        look |= {"labels": False, "ticks": False}
+    facts: dict[str, Any] = {"title": title, "axis": look}
     if names:
         return {**facts, "type": "nominal", "sort": None, "scale": {"domain": list(names)}}
-    scale = {"nice": ends is None, **chosen.get("scale", {}), **({"domain": list(ends)} if ends else {})}
+    scale = {"nice": ends is None, **entry.get("scale", {}), **({"domain": list(ends)} if ends else {})}
     if "type" not in scale:
         scale |= {"zero": False} | ({} if ends else {"padding": 8})
     return {**facts, "type": "quantitative", "scale": scale}

@@ -19,19 +19,18 @@ from trl import GRPOTrainer
 from rl_training import attach
 from rl_training.errors import UserError
 from rl_training.records.compare.final import (
-    MEASURED,
-    PREDICTED,
     TOKEN_ENTROPY,
     Column,
     compare_groups,
     figures_of,
     final_figures,
     last_common_step,
-    since_branching,
-)  # fmt: skip
-from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups, trunks_of
+)
+from rl_training.records.compare.groups import differences, read_groups
+from rl_training.records.compare.lineage import branching_steps, common_steps, trunks_of
 from rl_training.records.compare.overlays import draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
+from rl_training.records.compare.since_branching import MEASURED, PREDICTED, since_branching
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.pages.drawing import axis_limits

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 
 from rl_training.records.pages.charts import BLUE, GREY, ORANGE, TEXT, Chart, Series
 from rl_training.records.pages.drawing import draw
@@ -30,41 +31,54 @@ def plane(effects: Sequence[Effect], earned: float = math.nan) -> Chart:
         earned: Reward that plain steps earn per nat, drawn as a line; nan if unknown.
     """
     ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
-    rewards, entropies = (
-        to_rows({effect.label: change(effect) for effect in ordered}) for change in (_kept_reward, _kept_entropy)
-    )
-    changes = rewards["value"].abs() + entropies["value"].abs()
-    rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
+    rewards = to_rows({effect.label: _kept_reward(effect) for effect in ordered})
+    entropies = to_rows({effect.label: _kept_entropy(effect) for effect in ordered})
+    size = rewards["value"].abs() + entropies["value"].abs()
+    is_drawn = np.isfinite(size) & (size > 0)
+    rewards = rewards[is_drawn]
+    entropies = entropies[is_drawn]
     if rewards.empty:
         return draw("interventions", [], ["no intervention has a known effect"], has_yardstick=False)
-    reach, heights = (
-        MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
-    )
-    low = min(float(np.nanmin(heights)), 0.0)
-    high = max(float(np.nanmax(heights)), 0.0)
-    far = float(np.nanmax(np.abs(reach)))
-    room = 0.03 * (high - low) or 0.5
-    ends = low - room, high + room
+    far = float(np.nanmax(np.abs(_coordinates(rewards))))
+    ends = _axis_ends(_coordinates(entropies))
     places = {
         str(name): (0.5 + 0.5 * MILLI * rewards["value"][name] / far if far > 0 else 0.5,
                     (ends[1] - MILLI * entropies["value"][name]) / (ends[1] - ends[0]))
         for name in rewards.index
     }  # fmt: skip
     offsets = label_offsets(places, PLANE_HEIGHT)
-    prices: dict[str, tuple[float, str, tuple[int, ...]]] = {f"price {at:g}": (at, GREY, (2, 3)) for at in PRICES}
-    if earned > 0:
-        prices[f"plain steps earn {earned:.2g} per nat"] = (earned, ORANGE, ())
-    series = [
-        *(Series(name, color, [-far, far], [far / at, -far / at], dash=dash)
-          for name, (at, color, dash) in prices.items()),
-        *(
-            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
-                         text_offset=offsets[name], text_side=side(places[name][0]))
-            for name in rewards.index
-        ),
-        Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
+    crosses = [
+        Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name,
+                     text_offset=offsets[name], text_side=side(places[name][0]))
+        for name in rewards.index
     ]  # fmt: skip
+    plain_step = Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0])
+    series = [*_price_lines(far, earned), *crosses, plain_step]
     return draw("interventions", series, ends=ends, has_yardstick=earned > 0)
+
+
+def _coordinates(rows: pd.DataFrame) -> np.ndarray:
+    """Return the values and the ends of their intervals, in thousandths; nan for what is not finite."""
+    return MILLI * rows[["value", "low", "high"]].where(np.isfinite).to_numpy(dtype=float)
+
+
+def _axis_ends(coordinates: np.ndarray) -> tuple[float, float]:
+    """Return the ends of an axis that shows these and 0, with some room."""
+    low = min(float(np.nanmin(coordinates)), 0.0)
+    high = max(float(np.nanmax(coordinates)), 0.0)
+    room = 0.03 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _price_lines(far: float, earned: float) -> list[Series]:
+    """Return lines of equal price through the plain step, up to `far` thousandths of reward on either side."""
+    lines = [
+        Series(f"price {price:g}", GREY, [-far, far], [far / price, -far / price], dash=(2, 3)) for price in PRICES
+    ]
+    if earned > 0:
+        label = f"plain steps earn {earned:.2g} per nat"
+        lines.append(Series(label, ORANGE, [-far, far], [far / earned, -far / earned]))
+    return lines
 
 
 def _kept_entropy(effect: Effect) -> Estimate:
