@@ -9,7 +9,7 @@ basis, is the gradient of a loss with other weights on the same scores. Changes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,14 +180,53 @@ class ChangedUpdates:
             For each change, X_k · Δ_(−k) of each fold k, and the correction Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ)
             of each fold l, both (K, directions). The correction is 0 for a direction without a mean.
         """
-        by_fold, corrections = (
-            self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2)
-        )
+
+        def differences(piece: OptimizerPiece, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+            unchanged = self._updates(piece, gradients, Change())
+            for change in changes:
+                yield unchanged if change is None else self._updates(piece, gradients, change).sub_(unchanged)
+
+        return self._products(differences, len(changes), directions)
+
+    def products_of_part(self, direction: Direction) -> Tensor:
+        """Return the products of X with the part of each update that comes from the basis D, by fold. Collective.
+
+            X_k · a_(−k) D_(−k)
+
+        a is the gradient's factor in the update: for AdamW −lr P (1−β1)/(1−β1^t), times clipping. It is always the
+        unchanged step's. So if several bases add up to g, their parts add up to the part of g. Without a basis the
+        part is that of g.
+
+        Returns:
+            (K, 1).
+        """
+
+        def part(piece: OptimizerPiece, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+            clips = clip_factors(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
+            yield piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]
+
+        ((by_fold, _),) = self._products(part, 1, [direction])
+        return by_fold
+
+    def _products(
+        self,
+        deltas_of: Callable[[OptimizerPiece, Sequence[Tensor]], Iterator[Tensor]],
+        count: int,
+        directions: Sequence[Direction],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the products of changes of the updates with each direction, as `products` does. Collective.
+
+        Args:
+            deltas_of: Yields the changes of the updates, (K + 1, n) each, from a piece and its gradients.
+            count: How many it yields.
+            directions: The directions X.
+        """
+        by_fold, corrections = (self._sizes.new_zeros(count, len(self._sizes), len(directions)) for _ in range(2))
         for piece in self._pieces:
             gradients = self._gradients(piece)
-            unchanged = self._updates(piece, gradients, Change())
-            for c, change in enumerate(changes):
-                delta = unchanged if change is None else self._updates(piece, gradients, change).sub_(unchanged)
+            deltas = deltas_of(piece, gradients)
+            for c in range(count):
+                delta = next(deltas)
                 for d, direction in enumerate(directions):
                     rows = direction.rows.of(piece.bucket, piece.columns)
                     factors = direction.factor * direction.rows.factors.to(by_fold)
@@ -198,7 +237,7 @@ class ChangedUpdates:
                         corrections[c, :, d] += total - self._sizes * factors * dots(rows, fold_effect)
                         del fold_effect
                 del delta
-            del gradients, unchanged  # free them before the next piece's are made
+            del gradients, deltas  # free them before the next piece's are made
         parts = self._ranks.reduce(torch.stack([by_fold, corrections])).cpu()
         return list(zip(*parts, strict=True))
 
@@ -228,17 +267,3 @@ class ChangedUpdates:
             gradient.addcmul_(factors[:, index], term)
         state = piece.state.replace(lr=change.lr_factor * piece.state.lr)
         return dataclasses.replace(piece, state=state).total(gradient)
-
-
-class GradientParts(ChangedUpdates):
-    """The part of each update that comes from one summand of its gradient, the basis D.
-
-        a_(−k) D_(−k),      a the gradient's factor in the update: for AdamW −lr P (1−β1)/(1−β1^t), times clipping
-
-    a is always the unchanged step's. So if several bases add up to g, their parts add up to the part of g. Without a
-    basis the part is that of g. `products([None], …)` returns products with these parts.
-    """
-
-    def _updates(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        clips = clip_factors(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
-        return piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]

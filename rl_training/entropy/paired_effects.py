@@ -11,7 +11,6 @@ from rl_training.entropy.changed_steps import (
     Change,
     ChangedUpdates,
     Direction,
-    GradientParts,
     changes_by_basis,
     iter_basis_gradients,
 )
@@ -131,9 +130,7 @@ def gradient_shares(
     updates, rows = updates_and_rows(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        parts = GradientParts(updates, basis)
-        ((by_fold, _),) = parts.products([None], [Direction(rows)])
-        return by_fold
+        return ChangedUpdates(updates, basis).products_of_part(Direction(rows))
 
     by_index = {}
     for index, basis in iter_basis_gradients(batch, passes, weights):

@@ -45,18 +45,6 @@ class Line(NamedTuple):
     residuals: np.ndarray
 
 
-class Scatter(NamedTuple):
-    """The scatter of values around a line.
-
-    Args:
-        variance: σ² of the module's docstring, that of independent values which would give the line the same error.
-        num_samples: Its degrees of freedom plus 1.
-    """
-
-    variance: float
-    num_samples: int
-
-
 def fit_line(times: np.ndarray, values: np.ndarray) -> Line:
     """Return the least-squares line through values at times, (n,) each."""
     x = times - times.mean()
@@ -66,21 +54,24 @@ def fit_line(times: np.ndarray, values: np.ndarray) -> Line:
     return Line(slope, squares, y - slope * x)
 
 
-def scatter_of(residuals: np.ndarray) -> Scatter:
-    """Return the scatter of a line's residuals, (n,) with n > 2, in the order of their times."""
+def scatter_of(residuals: np.ndarray) -> tuple[float, int]:
+    """Return σ² of a line's residuals, (n,) with n > 2 in the order of their times, and its degrees of freedom plus 1.
+
+    σ² is the variance of independent values that would give the line the same error.
+    """
     count = len(residuals)
     squares = float(residuals @ residuals)
     if not squares > 0:
-        return Scatter(0.0, count - 1)
+        return 0.0, count - 1
     correlation = float(residuals[:-1] @ residuals[1:]) / squares
     correlation = min(max(correlation + (2 + 4 * correlation) / count, 0.0), MAX_CORRELATION)
     independent = (1 - correlation) / (1 + correlation)
     freedom = max(math.floor((count - 2) * independent + 1e-9), 1)
-    return Scatter(squares / (count - 2) / independent, freedom + 1)
+    return squares / (count - 2) / independent, freedom + 1
 
 
 def slope_with_error(times: np.ndarray, values: np.ndarray) -> Estimate:
     """Return the slope of the line through values at times, (n,) each with n > 2."""
     line = fit_line(times, values)
-    scatter = scatter_of(line.residuals)
-    return Estimate(line.slope, math.sqrt(scatter.variance / line.squares), scatter.num_samples)
+    variance, num_samples = scatter_of(line.residuals)
+    return Estimate(line.slope, math.sqrt(variance / line.squares), num_samples)

@@ -22,7 +22,7 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate, Reading, measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.entropy import token_effects
-from rl_training.entropy.changed_steps import Direction, GradientParts
+from rl_training.entropy.changed_steps import ChangedUpdates, Direction
 from rl_training.models.load import load_tiny
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.sgd import SGDState
@@ -221,7 +221,7 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     steps = LeaveOneOutUpdates(pieces, FoldMeans.of([weight], rows_of(layout, [rows]), sizes), math.inf, ALONE)
     basis = FoldMeans.of([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
     direction = Direction(rows_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
-    ((products, _),) = GradientParts(steps, basis).products([None], [direction])
+    products = ChangedUpdates(steps, basis).products_of_part(direction)
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 
 

@@ -130,10 +130,10 @@ def entropy_at(path: RewardPath, level: float) -> Estimate:
     rise = fit_line(path.steps[window], rewards)
     fall = fit_line(path.steps[window], entropies)
     slope = fall.slope / rise.slope
-    scatter = scatter_of(fall.residuals - slope * rise.residuals)
+    scatter, num_samples = scatter_of(fall.residuals - slope * rise.residuals)
     distance = level - float(rewards.mean())
-    variance = scatter.variance * (1 / len(rewards) + distance**2 / (rise.slope**2 * rise.squares))
-    return Estimate(float(entropies.mean()) + slope * distance, math.sqrt(variance), scatter.num_samples)
+    variance = scatter * (1 / len(rewards) + distance**2 / (rise.slope**2 * rise.squares))
+    return Estimate(float(entropies.mean()) + slope * distance, math.sqrt(variance), num_samples)
 
 
 def _rising_window(path: RewardPath, end: int) -> slice | None:
