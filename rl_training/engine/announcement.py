@@ -28,14 +28,20 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     if not needs:
         return [loop.opening] if loop.opening else []
     num_folds, is_recomputed = requirements.folds_of_full_step(loop)
+    reused = loop.reasons.reused
+    warnings = [
+        _fold_warning(loop, requirements, num_folds, is_recomputed=is_recomputed),
+        f"no prediction at some steps: {reused}" if reused else "",
+    ]
+    warnings = [warning for warning in warnings if warning]
     plan = _plan(loop, requirements, num_folds, is_recomputed=is_recomputed)
-    warnings = _fold_warnings(loop, requirements, num_folds, is_recomputed=is_recomputed)
-    warnings += [f"no prediction at some steps: {loop.reasons.reused}"] if loop.reasons.reused else []
-    # What the folds cannot give comes first, then the host's opening, then the plan.
-    sentences = [sentence for sentence in (*warnings[:1], loop.opening, plan) if sentence]
-    plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
-    remarks = [*_rounding_remarks(loop.shard, needs), *filter(None, [dropout_remark(loop.policy.model)])]
-    return [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
+    # What cannot be measured comes first, then the host's opening, then the plan.
+    before_plan = [sentence for sentence in (*warnings[:1], loop.opening) if sentence]
+    if before_plan:
+        plan = ". ".join([*before_plan, plan[0].upper() + plan[1:]])
+    remarks = [*_rounding_remarks(loop.shard, needs), dropout_remark(loop.policy.model)]
+    lines = [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
+    return [line for line in lines if line]
 
 
 def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> str:
@@ -43,10 +49,12 @@ def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_reco
     layout = loop.shard.layout
     least = min(loop.sizes)
     most = max(loop.sizes)
+    sizes = f"{least}" if least == most else f"{least} to {most}"
+    processes = _pluralize(loop.ranks.count, "process")
     plan = (
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
-        f"{_pluralize(loop.microbatches, 'microbatch')} of {least}{f' to {most}' * (least < most)} sequences on "
-        f"{'each of ' * (loop.ranks.count > 1)}{_pluralize(loop.ranks.count, 'process')}, and keep "
+        f"{_pluralize(loop.microbatches, 'microbatch')} of {sizes} sequences on "
+        f"{processes if loop.ranks.count == 1 else f'each of {processes}'}, and keep "
         f"{requirements.num_vectors(num_folds, layout)} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
     )
     if is_recomputed:
@@ -69,27 +77,30 @@ def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     return [f"{what}: {reason}" for what, reason in missing if reason]
 
 
-def _fold_warnings(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> list[str]:
-    """Return what is lost because the folds of a full step are too few, or cannot hold whole prompts."""
+def _fold_warning(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_recomputed: bool) -> str:
+    """Return what is lost because the folds of a full step are too few, or cannot hold whole prompts; "" if nothing."""
     needs = requirements.needs
     # For further passes the position of prompts does not matter.
     no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
     if no_folds:
-        return [f"no prediction, and no noise scale: {no_folds}"]
-    predicts = Need.ENTROPY_GRADIENT in needs
+        return f"no prediction, and no noise scale: {no_folds}"
     can_recompute = may_recompute(needs, loop.reasons)
     if num_folds < 2:
-        missing = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
+        missing = [
+            what
+            for what, need in (("no prediction", Need.ENTROPY_GRADIENT), ("no noise scale", Need.SQ_NORMS))
+            if need in needs
+        ]
         reason = one_fold_reason(loop, requirements.probes, can_recompute=can_recompute)
-        return [f"{', '.join(missing)}: {reason}"] if missing else []
-    if not predicts or num_folds >= DEFAULT_NUM_FOLDS:
-        return []
-    no_stderr = stderr_reason(num_folds)
+        return f"{', '.join(missing)}: {reason}" if missing else ""
+    if Need.ENTROPY_GRADIENT not in needs or num_folds >= DEFAULT_NUM_FOLDS:
+        return ""
     more = more_folds_fix(loop, requirements.probes, can_recompute=can_recompute)
+    no_stderr = stderr_reason(num_folds)
     if no_stderr is None:
-        return [f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
-    missing_too = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
-    return [f"{missing_too}{no_stderr.with_fix(f'use {more}')}"]
+        return f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"
+    warning = f"{no_stderr.with_fix(f'use {more}')}"
+    return f"no interventions, no token classes, {warning}" if Need.ENTROPY_ROWS in needs else warning
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
@@ -97,10 +108,17 @@ def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
     remarks = []
     if Need.ENTROPY_GRADIENT in needs:
         optimizer = view_optimizer(shard)
-        remarks += [ROUNDED.format(which=optimizer.rounding_reason)] if optimizer.rounding_reason else []
-        remarks += [state.remark for state in (optimizer.states or {}).values() if state.remark][:1]
-    return remarks + ([f"rounded: {shard.layer_rounding}"] if shard.layer_rounding else [])
+        states = optimizer.states or {}
+        if optimizer.rounding_reason:
+            remarks.append(ROUNDED.format(which=optimizer.rounding_reason))
+        remarks += [state.remark for state in states.values() if state.remark][:1]
+    if shard.layer_rounding:
+        remarks.append(f"rounded: {shard.layer_rounding}")
+    return remarks
 
 
 def _pluralize(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what[-1] in 'hs' else 's'}"
+    if number == 1:
+        return f"{number} {what}"
+    ending = "es" if what[-1] in "hs" else "s"
+    return f"{number} {what}{ending}"

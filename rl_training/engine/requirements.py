@@ -55,8 +55,8 @@ class Requirements:
         duplicates = [name for name, count in names.items() if count > 1]
         if duplicates:
             raise UserError(f"two probes have the same name: {duplicates}")
-        of_engine = ENGINE, ResidualTest.name, StepChecks.name, KL_BOUND  # keys of its states and estimates
-        reserved = [name for name in of_engine if name in names]
+        names_of_engine = (ENGINE, ResidualTest.name, StepChecks.name, KL_BOUND)  # keys of its states and estimates
+        reserved = [name for name in names_of_engine if name in names]
         if reserved:
             raise UserError(f"the name {reserved[0]} is reserved: give the probe another one")
         needs = needs_of(probes)
@@ -74,14 +74,12 @@ class Requirements:
             return
         fitting = num_folds_in(plan_prompt_folds(max(1, num_prompts), num_ranks, self.num_folds))
         if fitting != self.num_folds:
+            advice = f"use num_folds={fitting}"
+            if fitting < 2:
+                advice = "leave num_folds out, and put more prompts into a step"
             raise UserError(
                 f"num_folds={self.num_folds} cannot cut {num_prompts} prompts on each of {num_ranks} processes into "
-                "folds of whole prompts: "
-                + (
-                    f"use num_folds={fitting}"
-                    if fitting > 1
-                    else "leave num_folds out, and put more prompts into a step"
-                )
+                f"folds of whole prompts: {advice}"
             )
 
     def folds_of_full_step(self, loop: LoopSpec) -> tuple[int, bool]:
@@ -133,11 +131,15 @@ class Requirements:
     def num_vectors(self, num_folds: int, layout: Layout) -> int:
         """Return how many vectors of this rank's entries a measured step holds on the device."""
         fold_rows = rows_in_vectors(layout, num_folds)
-        holds_all = Need.ENTROPY_ROWS in self.needs or (layout.is_small and Need.ENTROPY_GRADIENT in self.needs)
-        kept = fold_rows * holds_all
+        has_gradient = Need.ENTROPY_GRADIENT in self.needs
+        kept = 0.0
+        if Need.ENTROPY_ROWS in self.needs or (layout.is_small and has_gradient):
+            kept += fold_rows
         if Need.FOLD_GRADIENTS in self.needs:
             kept += rows_in_vectors(layout, num_folds, self.rows_dtype)
-        others = (2 if layout.is_large else 3) * (Need.ENTROPY_GRADIENT in self.needs)  # δθ, the previous one, and S
+        others = 0
+        if has_gradient:
+            others = 2 if layout.is_large else 3  # δθ unless it is large, the previous one, and S
         further = max((probe.num_vectors(fold_rows) for probe in self.probes), default=0.0)
         return math.ceil((0.0 if self.offload else kept) + others + further)
 
