@@ -37,7 +37,8 @@ from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.probes.importance import importance_weights, reweighted_replicates, sequence_totals
-from rl_training.records.jsonl import Records, read_estimates
+from rl_training.records.jsonl import read_estimates
+from rl_training.records.writer import Records
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "rate 1e-4": {"learning_rate": 1e-4},

@@ -14,7 +14,7 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.models.load import TINY_PATH, load_causal_lm
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.task import Task
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rl_training.policy.rollout import Rollout as Rollout
     from rl_training.policy.rollout import take_rows as take_rows
     from rl_training.probes import *  # noqa: F403
-    from rl_training.records.jsonl import Records as Records
     from rl_training.records.report import print_summary as print_summary
     from rl_training.records.report import write_report as write_report
+    from rl_training.records.writer import Records as Records
     from rl_training.statistics.estimate import Estimate as Estimate
 
 _NAMES = {  # by module that defines them; a name …Probe is looked up in `probes`
@@ -45,7 +45,7 @@ _NAMES = {  # by module that defines them; a name …Probe is looked up in `prob
     "job.api.own_evaluation": "evaluate",
     "job.api.offline_probe": "OfflineEntropyProbe",
     "statistics.estimate": "Estimate",
-    "records.jsonl": "Records",
+    "records.writer": "Records",
     "records.report": "print_summary write_report",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

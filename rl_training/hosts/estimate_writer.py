@@ -17,7 +17,7 @@ from rl_training.hosts.sequence_rows import sequence_rows
 from rl_training.hosts.step_averages import step_averages
 from rl_training.hosts.step_warnings import StepWarnings
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 
 

@@ -7,7 +7,7 @@ import torch
 from rl_training.errors import UserError
 from rl_training.hosts.first_rank import on_first_rank
 from rl_training.records.claim import RecordsClaim, numbers_of, run_id_in, split_logs
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 
 
 class FolderClaim:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.writer import Records
 
 
 def note_interrupt(error: BaseException | None, records: Records | None) -> None:

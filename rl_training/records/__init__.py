@@ -1,18 +1,36 @@
 """The files of a run folder: names, writers, readers and pages. Read in this order.
 
 folder.py        names of the files and folders
-                 claim.py locks one for a training
-Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
-                 checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py,
-                 json_values.py (numbers as JSON has them), hydra_text.py (texts to type for Hydra)
-Read:            frames.py and analyses.py (a run and its checkpoint analyses as pandas DataFrames: the names that this
-                 package exports), checkpoints.py (finds checkpoints),
-                 checkpoint_flaws.py (what is missing or damaged in one),
-                 made_by.py (what made a run), training_settings.py (which of its settings affect training)
-Shown:           table/ (a run's records as one table), pages/ (how any page is made), report/ (the page of one run),
-                 compare/ (the page of several), report_command.py (makes either),
-                 first_order.py (does an analysis's prediction hold, in words),
-                 dashboard.py (a W&B dashboard), core_metrics.py (what is shown where there is no room for all)
+claim.py         locks a folder for one training
+
+Written:
+writer.py                logs/metrics.jsonl, probes.jsonl and the like, line by line
+config.py                config.yaml
+provenance.py            where a run comes from
+failure.py               why measuring ended
+checkpoint_states.py     states of probes in the trainer's checkpoints
+evaluated.py             evaluations of checkpoints, which it also reads
+json_values.py           numbers as JSON has them
+hydra_text.py            texts to type for Hydra
+
+Read:
+jsonl.py                 the lines that writer.py writes
+frames.py, analyses.py   a run, and analyses of its checkpoints, as DataFrames: the names that this package exports
+checkpoints.py           finds checkpoints
+checkpoint_flaws.py      what is missing or damaged in one
+made_by.py               what made a run
+training_settings.py     which of its settings affect training
+
+Shown:
+table/                   a run's records as one table
+pages/                   how any page is made
+report/                  the page of one run
+compare/                 the page of several
+report_command.py        makes either
+first_order.py           whether an analysis's prediction holds, in words
+dashboard.py             a W&B dashboard
+core_metrics.py          what is shown where there is no room for all
+
 files/           safe access to single files: atomic writes, locks, masked secrets, readers that run no code
 """
 

@@ -21,8 +21,9 @@ from rl_training.records.files.limited import read_text
 from rl_training.records.files.links import refuse_links_out
 from rl_training.records.files.lock import FolderInUse, locked
 from rl_training.records.folder import LOGS_FOLDER, has_settings
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.made_by import is_of_attached_run
+from rl_training.records.writer import Records
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import yaml
 
 from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.jsonl import RESUME_FIX
+from rl_training.records.writer import RESUME_FIX
 
 
 class _Plain(yaml.SafeDumper):

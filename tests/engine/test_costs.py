@@ -26,7 +26,8 @@ from rl_training.probes import (
     InterventionsProbe,
     SimpleEntropyProbe,
 )
-from rl_training.records.jsonl import Records, read_estimates
+from rl_training.records.jsonl import read_estimates
+from rl_training.records.writer import Records
 from rl_training.step.exchange import Exchange
 from rl_training.step.residual import ResidualTest
 from rl_training.vocabulary import ENGINE

@@ -165,7 +165,7 @@ def test_version_changelog_and_citation_agree() -> None:
         ("hosts.trl.trainer", CORE),
         ("hosts.plain.measured_loop", CORE - {"trl", "accelerate"}),
         ("probes", CORE - {"trl", "accelerate", "transformers"}),
-        ("records.jsonl", CORE - {"trl", "accelerate", "transformers", "torch"}),
+        ("records.writer", CORE - {"trl", "accelerate", "transformers", "torch"}),
         ("job.errors", set()),  # and with it every command's --help
     ],
 )

@@ -13,8 +13,9 @@ from rl_training.errors import UserError
 from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import write_step
-from rl_training.records.jsonl import Records, has_records, has_steps
+from rl_training.records.jsonl import has_records, has_steps
 from rl_training.records.table.series import LOGGED, read_run
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table

@@ -30,15 +30,9 @@ from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step
 from rl_training.records.files.printable import printable
 from rl_training.records.files.spreadsheet import as_csv
-from rl_training.records.jsonl import (
-    SETTINGS_FILE,
-    Records,
-    iterate_rollouts,
-    read_estimates,
-    read_evaluations,
-    read_metrics,
-)
+from rl_training.records.jsonl import SETTINGS_FILE, iterate_rollouts, read_estimates, read_evaluations, read_metrics
 from rl_training.records.report import write_report
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")

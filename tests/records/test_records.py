@@ -13,7 +13,8 @@ import torch
 
 from rl_training import Estimate
 from rl_training.records import checkpoint_states
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, iterate_rollouts, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts, read_estimates, read_metrics
+from rl_training.records.writer import Records
 from rl_training.statistics.unavailable import Unavailable
 
 

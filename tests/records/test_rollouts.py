@@ -11,8 +11,9 @@ from trainers import trainer_maker
 from trl import GRPOTrainer
 
 from rl_training.records import rollouts
-from rl_training.records.jsonl import ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
+from rl_training.records.jsonl import ROLLOUTS_FILE, iterate_rollouts, read_metrics
 from rl_training.records.report import write_report
+from rl_training.records.writer import Records
 
 
 @pytest.fixture(scope="module")

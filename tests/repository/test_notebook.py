@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_training.records.evaluated import write_step
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "training_analysis.ipynb"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl_training import Estimate
-from rl_training.records.jsonl import Records
 from rl_training.records.made_by import MADE_BY, TRL
+from rl_training.records.writer import Records
 
 Curve = Callable[[int], float]
 SETTINGS: dict[str, Any] = {MADE_BY: TRL, "sequences_per_step": 128, "trainer": {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl_training import Estimate
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 
 
 def record_run(folder: Path, steps: Iterable[int], hole: str = "", reason: str = "") -> Path:

@@ -62,7 +62,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 from rl_training.step.needs import Need
 
 ROOT = Path(__file__).parents[2]

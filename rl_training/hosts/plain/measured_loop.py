@@ -25,7 +25,7 @@ from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.scorer import Scorer
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import Fixes, Reasons, reason_of_loop
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from rl_training.engine.probe import Probe
     from rl_training.hosts.trl.attachment import Attachment
-    from rl_training.records.jsonl import Records
+    from rl_training.records.writer import Records
 
 
 @named_arguments
@@ -107,7 +107,7 @@ def attach(
     from rl_training.hosts.trl.output.attached_run import AttachedRun
     from rl_training.hosts.trl.output.destination import destination_of
     from rl_training.hosts.trl.trainer_kind import is_grpo_trainer, refuse_other_trainers
-    from rl_training.records.jsonl import Records
+    from rl_training.records.writer import Records
 
     if is_grpo_trainer(folder):
         raise UserError(f"the trainer comes first, then the folder: attach(trainer, {str(trainer)!r})")

@@ -41,7 +41,7 @@ from rl_training.interventions.named import interventions_to_train, list_of_name
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.secret_forms import MASK
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 
 logger = logging.get_logger(__name__)
 

@@ -28,8 +28,8 @@ from rl_training.hosts.verl.probes import NUM_STEPS, make_probes
 from rl_training.hosts.verl.training_settings import TrainingSettings
 from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
-from rl_training.records.jsonl import Records
 from rl_training.records.made_by import MADE_BY, VERL
+from rl_training.records.writer import Records
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from rl_training.models.adapter_patterns import refuse_endless_patterns
 from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.folder import TRAINING_STATE
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 
 logger = logging.get_logger(__name__)
 

@@ -21,7 +21,8 @@ from rl_training import measured_loop
 from rl_training.engine.verifier import LEFT_OUT
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
-from rl_training.records.jsonl import Records, read_estimates
+from rl_training.records.jsonl import read_estimates
+from rl_training.records.writer import Records
 
 
 def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:

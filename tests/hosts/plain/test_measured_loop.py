@@ -49,7 +49,8 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.files.lock import locked
-from rl_training.records.jsonl import Records, read_estimates
+from rl_training.records.jsonl import read_estimates
+from rl_training.records.writer import Records
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.exchange import Exchange
 from rl_training.step.fold_reduction import FoldReduction

@@ -31,7 +31,8 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     SimpleEntropyProbe,
 )
-from rl_training.records.jsonl import Records, read_estimates, read_metrics
+from rl_training.records.jsonl import read_estimates, read_metrics
+from rl_training.records.writer import Records
 from rl_training.step.needs import Need
 
 

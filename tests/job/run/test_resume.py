@@ -31,7 +31,8 @@ from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken
 from rl_training.records.folder import TRAINING_STATE
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
+from rl_training.records.writer import Records
 from rl_training.version import VERSION
 
 SMALL = ["trainer.max_steps=3", "trainer.save_steps=1", "trainer.save_total_limit=9", "batch.microbatch_size=8"]

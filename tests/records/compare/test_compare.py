@@ -32,13 +32,14 @@ from rl_training.records.compare.overlays import draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.compare.since_branching import MEASURED, PREDICTED, since_branching
 from rl_training.records.evaluated import write_step
-from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.pages.drawing import axis_limits
 from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report.summary import summarize
 from rl_training.records.report_command import main
 from rl_training.records.table.estimates import to_rows
 from rl_training.records.table.series import Source, read_run
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 

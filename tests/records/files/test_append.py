@@ -10,7 +10,8 @@ from full_disk import files_of_at_most
 
 from rl_training.errors import UserError
 from rl_training.records.files.append import MAX_LINE_BYTES
-from rl_training.records.jsonl import METRICS_FILE, Records, iterate_rollouts, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, iterate_rollouts, read_metrics
+from rl_training.records.writer import Records
 
 STEPS = range(1, 4)
 

@@ -12,7 +12,8 @@ import pytest
 
 from rl_training.records.analyses import read_probe_log
 from rl_training.records.files.unpack import MAX_LINE_BYTES, whole_lines
-from rl_training.records.jsonl import METRICS_FILE, ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, ROLLOUTS_FILE, iterate_rollouts, read_metrics
+from rl_training.records.writer import Records
 
 NUM_STEPS = 6
 

@@ -10,13 +10,13 @@ import pytest
 from rl_training import Estimate
 from rl_training.engine.kl_bound import KLBound
 from rl_training.probes import BUILT_IN
-from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
 from rl_training.records.report.sections.appendix import gaps
 from rl_training.records.report.sections.own_probes import SHOWN, own_metrics
 from rl_training.records.report.summary import summarize
 from rl_training.records.table.missing import missing_notes
 from rl_training.records.table.series import read_run
+from rl_training.records.writer import Records
 from rl_training.vocabulary import BUILT_IN_NAMES
 
 LONG = "a remark that is longer than a row of the table is wide, " * 4

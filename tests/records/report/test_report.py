@@ -31,7 +31,7 @@ from rl_training.job.errors import SIGNALS, run_command
 from rl_training.probes.running_sum import SOME_STEPS
 from rl_training.probes.sampler import TRUNCATED_SAMPLER
 from rl_training.records.evaluated import write_step
-from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.pages.charts import BLUE, Series
 from rl_training.records.pages.drawing import draw, heatmap
 from rl_training.records.pages.page import javascript, pictures
@@ -50,6 +50,7 @@ from rl_training.records.report_command import main
 from rl_training.records.table.cumulative import BEGAN_ELSEWHERE, naive_sums
 from rl_training.records.table.missing import ending_reason
 from rl_training.records.table.series import read_run
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason
 from rl_training.statistics.unavailable import Unavailable

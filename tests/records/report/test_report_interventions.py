@@ -12,7 +12,6 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from logged_runs import Curve, log_run, noisy
 
-from rl_training.records.jsonl import Records
 from rl_training.records.pages.charts import Section
 from rl_training.records.report import write_report
 from rl_training.records.report.interventions.branches import branch_commands
@@ -24,6 +23,7 @@ from rl_training.records.report.verdict import judge
 from rl_training.records.report.wording import PSR_PAGE
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import read_run
+from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,6 @@ import pytest
 from logged_runs import Curve, log_run, noisy
 
 from rl_training import Estimate
-from rl_training.records.jsonl import Records
 from rl_training.records.pages.writing import plus_minus
 from rl_training.records.report.advice import ACTIONS
 from rl_training.records.report.opening import opening
@@ -43,6 +42,7 @@ from rl_training.records.report.verdict.kinds import (
 from rl_training.records.table.rates import entropy_now, forward_and_backward, is_falling
 from rl_training.records.table.series import read_run
 from rl_training.records.table.trends import line_through
+from rl_training.records.writer import Records
 from rl_training.statistics.line import slope_with_error
 from rl_training.statistics.welch import is_significant
 

@@ -16,7 +16,6 @@ import pytest
 from logged_runs import Curve, log_run, noisy
 
 from rl_training import Estimate
-from rl_training.records.jsonl import Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
 from rl_training.records.report.set_up import SetUp, set_up_of
@@ -25,6 +24,7 @@ from rl_training.records.report.standing_out.finding import Finding
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
 from rl_training.records.table.series import read_run
 from rl_training.records.table.trends import share_of
+from rl_training.records.writer import Records
 from rl_training.step.residual import NOT_DRAWN
 
 

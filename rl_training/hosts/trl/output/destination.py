@@ -15,7 +15,7 @@ from rl_training.hosts.interrupt_note import note_interrupt
 from rl_training.hosts.trl.output.run_folder import on_main_process
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import RecordsClaim
-from rl_training.records.jsonl import Records
+from rl_training.records.writer import Records
 
 
 class Destination:

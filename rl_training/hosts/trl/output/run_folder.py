@@ -16,7 +16,8 @@ from rl_training.errors import UserError, require_extra
 from rl_training.hosts.first_rank import on_first_rank
 from rl_training.records.files.lock import locked
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.writer import Records
 
 if TYPE_CHECKING:
     from rl_training.records.report import WrittenReport
