@@ -44,30 +44,35 @@ def find_copies(rollout: Rollout, scores: Scores, ranks: Ranks) -> Copies:
         scores: Their scores.
     """
     prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
-    of_prompts, of_rows = _hashes_of_rows(rollout)
-    keys = of_rows.new_zeros(2, len(prompts)).index_add_(1, prompt_of_row, torch.stack([of_prompts, of_rows]))
+    prompt_hashes, row_hashes = _hashes_of_rows(rollout)
+    # The key of each group is a sum over its rows: of the hashes of their prompts, and of those of all their tokens.
+    hashes = torch.stack([prompt_hashes, row_hashes])
+    keys = row_hashes.new_zeros(2, len(prompts)).index_add_(1, prompt_of_row, hashes)
     if rollout.images is not None:  # the same tokens may belong to different images
         keys[1] += 1 + ranks.number + ranks.count * torch.arange(len(prompts), device=keys.device)
     logps = scores.logps.double().masked_fill(scores.mask == 0, 0.0).sum(dim=1)
-    width = ranks.most(len(prompts), logps.device)
-    padding = (0, width - len(prompts))
-    all_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1).tolist()
-    distinct = {tuple(key) for key in all_keys if any(key)}
+    padding = (0, ranks.most(len(prompts), logps.device) - len(prompts))  # a group whose key is 0 is none
+    gathered_keys = ranks.gather(nn.functional.pad(keys, padding)).transpose(1, 2).flatten(0, 1)
+    all_keys = [tuple(key) for key in gathered_keys.tolist()]
+    distinct = {key for key in all_keys if any(key)}
     total = sum(map(any, all_keys))
     if len(distinct) == total:
         return NO_COPIES
-    orders = logps.new_tensor(_log_orders(prompt_of_row.tolist(), of_rows.tolist()))
-    logps = nn.functional.pad(orders.index_add(0, prompt_of_row, logps), padding)
-    all_logps = ranks.gather(logps).flatten().tolist()
-    if _is_chance([(tuple(key), logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]):
+    orders = logps.new_tensor(_log_orders(prompt_of_row.tolist(), row_hashes.tolist()))
+    group_logps = nn.functional.pad(orders.index_add(0, prompt_of_row, logps), padding)
+    all_logps = ranks.gather(group_logps).flatten().tolist()
+    if _is_chance([(key, logp) for key, logp in zip(all_keys, all_logps, strict=True) if any(key)]):
         return NO_COPIES
     local_keys = [tuple(key) for key in keys.t().tolist()]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(local_keys))}
-    num_of_ranks = ranks.total(len(numbers), logps.device)
     unit_of_prompt = torch.tensor([numbers[key] for key in local_keys], device=prompt_of_row.device)
-    reason = COPIED_GROUPS.formatted(distinct=len(distinct), total=total)
     unit = unit_of_prompt[prompt_of_row]
-    return Copies(unit, _numbers_of_responses(unit, prompt_of_row, of_rows), len(distinct) < num_of_ranks, reason)
+    return Copies(
+        unit=unit,
+        response=_numbers_of_responses(unit, prompt_of_row, row_hashes),
+        on_several_ranks=len(distinct) < ranks.total(len(numbers), logps.device),
+        reason=COPIED_GROUPS.formatted(distinct=len(distinct), total=total),
+    )
 
 
 def _is_chance(groups: Sequence[tuple[tuple[int, ...], float]]) -> bool:
@@ -99,24 +104,24 @@ def _hashes_of_rows(rollout: Rollout) -> tuple[Tensor, Tensor]:
     return _mixed(prompts), _mixed(rows)
 
 
-def _log_orders(prompt_of_row: Sequence[int], of_rows: Sequence[int]) -> list[float]:
+def _log_orders(prompt_of_row: Sequence[int], row_hashes: Sequence[int]) -> list[float]:
     """Return, for each group, the logarithm of the number of different orders of its responses, (prompts,).
 
     Args:
         prompt_of_row: The group of each row, from 0.
-        of_rows: The hash of each row's tokens.
+        row_hashes: The hash of each row's tokens.
     """
     sizes = Counter(prompt_of_row)
-    equal = Counter(zip(prompt_of_row, of_rows, strict=True))
+    equal = Counter(zip(prompt_of_row, row_hashes, strict=True))
     orders = [math.lgamma(sizes[group] + 1) for group in range(len(sizes))]
     for (group, _), count in equal.items():
         orders[group] -= math.lgamma(count + 1)
     return orders
 
 
-def _numbers_of_responses(unit: Tensor, prompt_of_row: Tensor, of_rows: Tensor) -> Tensor:
+def _numbers_of_responses(unit: Tensor, prompt_of_row: Tensor, row_hashes: Tensor) -> Tensor:
     """Return a number for each row, (B,), equal for a response and its copies in other groups of its unit."""
-    order = of_rows.argsort(stable=True)
+    order = row_hashes.argsort(stable=True)
     order = order[prompt_of_row[order].argsort(stable=True)]  # by group, and in a group by hash
     places = torch.empty_like(order)
     places[order] = response_index(prompt_of_row[order])

@@ -9,9 +9,9 @@
     RewardCheck    each one with new groups     the mean rewards of the groups    every change and gap of the reward
 
 Each has `check(…)`: first what it reads of the step, then what it calculates with (policy and ranks, ranks, or passes).
-It returns why something cannot be measured, or None, and is collective and the same on every rank. `reason` is what the
-steps so far have shown. Checks of one step alone are elsewhere: gradient_check.py, copied_groups.py, verifier.py,
-gradient_witness.py and step/score_check.py.
+It returns the reason why something cannot be measured, or None, and is collective and the same on every rank. `reason`
+is what the steps so far have shown. Checks of one step alone are elsewhere: gradient_check.py, copied_groups.py,
+verifier.py, gradient_witness.py and step/score_check.py.
 """
 
 from __future__ import annotations
