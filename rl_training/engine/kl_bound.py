@@ -146,12 +146,12 @@ class KLBound:
         with self._costs.timed(self.name):
             rollout = join_rollouts(step.rollouts)
             groups = self._shard.optimizer.param_groups
-            self._step = self._bounded(rollout, step.join_scores(rollout), groups)
+            self._step = self._bounded_step(rollout, step.join_scores(rollout), groups)
             for group in groups:
                 group["lr"] = group["lr"] * self._step.applied_factor
 
-    def _bounded(self, rollout: Rollout, scores: Scores, groups: Sequence[Mapping[str, Any]]) -> _BoundedStep:
-        """Return the step with the factor on its rates. Collective.
+    def _bounded_step(self, rollout: Rollout, scores: Scores, groups: Sequence[Mapping[str, Any]]) -> _BoundedStep:
+        """Return the step with the factor to put on its rates. Collective.
 
         Args:
             rollout: The step's sequences.

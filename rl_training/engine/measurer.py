@@ -19,9 +19,11 @@ from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
-from rl_training.engine.verifier import Verification, refuse_other_parameters
+from rl_training.engine.verifier import Verification
 from rl_training.entropy.previous_update import UpdateState
+from rl_training.errors import UserError
 from rl_training.parallel.fsdp import reshard
+from rl_training.parallel.sharding import Shard
 from rl_training.policy.scores import Scores
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -30,7 +32,7 @@ from rl_training.vocabulary import ENGINE
 
 
 class Measurer:
-    """Measures the steps of one training.
+    """Measures the steps of one training. It takes part in them by the same calls as KLBound, and by further ones.
 
     Args:
         loop: The training loop.
@@ -55,9 +57,9 @@ class Measurer:
         self._passes = passes
         self._probe_states = probe_states
         self._costs = costs
-        self.fold_recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.rows_dtype)
+        self._fold_recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.rows_dtype)
         self._checks = StepChecks.of(states[StepChecks.name])
-        self._builder = StepBuilder(loop, requirements, passes, self.fold_recorder, self._checks)
+        self._builder = StepBuilder(loop, requirements, passes, self._fold_recorder, self._checks)
         self._residual_test = ResidualTest(
             states[ResidualTest.name], loop.policy.scorer.temperature, loop.shard.layout.device
         )
@@ -72,7 +74,7 @@ class Measurer:
         """Begin a step that is measured. Collective."""
         with self._costs.timed():
             self._residual_test.begin()
-            refuse_other_parameters(self._loop.shard)
+            _refuse_other_parameters(self._loop.shard)
             if self._predictions is not None:
                 self._predictions.begin()
 
@@ -88,7 +90,7 @@ class Measurer:
             step.sizes = sizes or self._loop.sizes
             step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
             step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
-            self.fold_recorder.start_step(step.folds, step.needs)
+            self._fold_recorder.start_step(step.folds, step.needs)
 
     def watch_backward(self, step: OpenStep, scores: Scores, loss: LossInfo) -> None:
         """Set the hooks for the backward of the step's latest microbatch, and watch its loss.
@@ -100,11 +102,11 @@ class Measurer:
         """
         shard = self._loop.shard
         with self._costs.timed():
-            refuse_other_parameters(shard)  # a leaf that was frozen since would take no hook
+            _refuse_other_parameters(shard)  # a leaf that was frozen since would take no hook
             step.loss_settings = loss.settings or self._loop.loss_settings
             step.other_terms = step.other_terms or loss.other_terms_reason(scores, shard.leaves.values())
             step.watch_loss(scores)
-            self.fold_recorder.arm(step.planned_start)
+            self._fold_recorder.arm(step.planned_start)
 
     def before_step(self, step: OpenStep) -> None:
         """Run the probes of a step whose gradients are complete. Collective."""
@@ -155,18 +157,18 @@ class Measurer:
             step.readings = self._probe_states.commit(step.readings, verification.void_reason)
             step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
         step.peak_bytes = self._peak_bytes(step)
-        self.fold_recorder.release()
+        self._fold_recorder.release()
 
     def _peak_bytes(self, step: OpenStep) -> int:
         """Return the most bytes of vectors that the engine and the probes held at once during a measured step."""
         of_predictions = 0 if self._predictions is None else self._predictions.peak_bytes
-        return self.fold_recorder.peak_bytes + of_predictions + step.bytes_of_probes()
+        return self._fold_recorder.peak_bytes + of_predictions + step.bytes_of_probes()
 
     def drop(self) -> None:
         """Drop what was caught and predicted of a step that has not been taken. Not collective."""
         if self._predictions is not None:
             self._predictions.drop()
-        self.fold_recorder.release()
+        self._fold_recorder.release()
 
     # --- state, end ---------------------------------------------------------------------------------------------------
 
@@ -185,3 +187,13 @@ class Measurer:
         """Return the engine's own states that a resumed run needs, by name."""
         update_state = self._update_state if self._predictions is None else self._predictions.state
         return {ENGINE: update_state, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
+
+
+def _refuse_other_parameters(shard: Shard) -> None:
+    """Raise UserError if the trained parameters are no longer those that were trained when measuring began."""
+    trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
+    for name in sorted(trained ^ shard.trained.keys()):
+        raise UserError(
+            f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
+            "unfreeze and untie before training, or train and measure each stage by itself"
+        )

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import layer
-from rl_training.errors import UserError
 from rl_training.optim.rounding import rounded_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
@@ -57,16 +56,6 @@ NOT_THE_FORMULA = Unavailable(
 LEFT_OUT = Unavailable("left_out", "this step was left out: the optimizer has not changed the weights")
 
 
-def refuse_other_parameters(shard: Shard) -> None:
-    """Raise UserError if the trained parameters are no longer those that were trained when measuring began."""
-    trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
-    for name in sorted(trained ^ shard.trained.keys()):
-        raise UserError(
-            f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
-            "unfreeze and untie before training, or train and measure each stage by itself"
-        )
-
-
 @dataclass(frozen=True)
 class Verification:
     """How a step was taken, and whether its predictions hold."""
@@ -76,7 +65,7 @@ class Verification:
 
     @classmethod
     def missing(cls, reason: Unavailable) -> Verification:
-        """Return that of a step without a formula: its predictions hold, since they use none, but nothing is known."""
+        """Return the verification of a step without a formula: its predictions use none, so they are not void."""
         return cls(dict.fromkeys((FORMULA_ERROR, SHARE, LEAST_SHARE), Estimate.missing(reason)))
 
 
@@ -136,9 +125,7 @@ class UpdateVerifier:
             "change·formula": change * formula,
             "formula²": formula.square(),
         }
-        sums = sums_of_spans(torch.cat([*products.values()]), self._sizes * len(products)).view(len(products), -1)
-        by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=change.device)
-        by_layer = self._ranks.reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
+        by_layer = self._sums_by_layer([*products.values()])
         total = dict(zip(products, by_layer.sum(dim=0), strict=True))
         of_layers = dict(zip(products, by_layer.unbind(dim=1), strict=True))
         error = _formula_error(float(total["deviation²"]), float(total["rounded²"]))
@@ -165,6 +152,12 @@ class UpdateVerifier:
         )
         nearest = change.clamp(torch.minimum(*bounds), torch.maximum(*bounds))
         return torch.where(self._is_below_fp32, change - nearest, deviation), rounded
+
+    def _sums_by_layer(self, products: Sequence[Tensor]) -> Tensor:
+        """Return the sums of these sampled entries over each layer on all ranks, (layers, products). Collective."""
+        sums = sums_of_spans(torch.cat([*products]), self._sizes * len(products)).view(len(products), -1)
+        by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=sums.device)
+        return self._ranks.reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
 
     def _round_change(self, weights: Tensor, change: Tensor) -> Tensor:
         """Return what is left of a change of the sampled weights after rounding."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from shared_rollouts import MICROBATCH, G
 from rl_training import measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_info import LossInfo
+from rl_training.engine.probe import Probe
+from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.models.load import load_tiny
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
@@ -119,25 +120,30 @@ def test_losses_are_those_of_the_microbatches_until_gradients_are_ready() -> Non
     assert awaiting == [True, True, False, False, False]
 
 
+def loop_with(probes: Sequence[Probe], **settings: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
+    torch.manual_seed(0)
+    model = load_tiny()[0].train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": 1}
+    return model, optimizer, measured_loop(model, optimizer, probes, **shape, **settings)
+
+
 def test_a_measured_step_needs_a_start_its_plan_and_its_microbatches() -> None:
-    driver = StepDriver([SimpleEntropyProbe()])
+    *_, measured = loop_with([SimpleEntropyProbe()])
+    driver = measured._driver
     refuse("call start(loop) before begin(number)", driver.begin, 1)
-    measurer = SimpleNamespace(begin=lambda: None, drop=lambda: None)
-    training = SimpleNamespace(measurer=measurer, participants=lambda is_measured: [measurer], is_open=True)
-    driver._training = cast(Any, training)  # as if a training had started
-    driver.begin(1)
-    refuse("call plan(…) before microbatch(…)", add_microbatch, driver)
-    driver.begin(1)
-    refuse("call microbatch(…) before gradients_ready(…)", driver.gradients_ready, 1)
+    with measured:
+        driver.begin(1)
+        refuse("call plan(…) before microbatch(…)", add_microbatch, driver)
+        driver.begin(1)
+        refuse("call microbatch(…) before gradients_ready(…)", driver.gradients_ready, 1)
+    refuse("call start(loop) before begin(number)", driver.begin, 1)
 
 
 def test_a_bounded_step_whose_calls_are_out_of_order_has_the_learning_rate_of_the_schedule_again() -> None:
-    torch.manual_seed(0)
-    model, (part, *_) = load_tiny()[0].train(), microbatches(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with measured_loop(
-        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=1, target_kl_share=2e-3
-    ) as measured:
+    (part, *_) = microbatches(1)
+    model, optimizer, measured = loop_with([], target_kl_share=2e-3)
+    with measured:
         for illegal in ("finish", "begin", "plan", "microbatch", "ready"):
             with contextlib.suppress(InterruptedError), measured.step(1):
                 logps, entropies = scores_of(model, part)

@@ -170,7 +170,7 @@ def test_all_vectors_of_a_training_are_compiled_if_a_probe_asks_for_it() -> None
     with loop_with(SimpleEntropyProbe(compile=True))[2] as measured:
         training: Any = measured._driver._training
         previous = training.measurer._predictions._previous
-        holders = training.loop.shard, training.passes, training.measurer.fold_recorder, previous._shard
+        holders = training.loop.shard, training.passes, training.measurer._fold_recorder, previous._shard
         assert all(holder.layout.fusion.is_on for holder in holders)
 
 

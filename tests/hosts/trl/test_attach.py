@@ -500,7 +500,7 @@ def test_gradients_are_kept_only_for_probes_that_need_them_until_the_step_ends(m
     trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
     trainer.train()
     assert len(greedy.kept_steps[0].gradients.rows) == 4
-    assert trainer.attachment.driver._training.measurer.fold_recorder.rows is None
+    assert trainer.attachment.driver._training.measurer._fold_recorder.rows is None
 
 
 def test_an_entropy_change_read_by_several_probes_is_computed_once(make_trainer, monkeypatch) -> None:
