@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_training.errors import UserError as UserError
     from rl_training.hosts.plain.measured_loop import measured_loop as measured_loop
     from rl_training.hosts.trl import attach as attach
-    from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
+    from rl_training.hosts.trl.config import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
     from rl_training.job.api.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
     from rl_training.job.api.own_evaluation import evaluate as evaluate
@@ -40,7 +40,8 @@ _NAMES = {  # by module that defines them; a name …Probe is looked up in `prob
     "errors": "UserError",
     "hosts.plain.measured_loop": "measured_loop",
     "hosts.trl": "attach",
-    "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
+    "hosts.trl.config": "DrGRPOConfig",
+    "hosts.trl.trainer": "DrGRPOTrainer",
     "offline.own_trainer": "analyze",
     "job.api.own_evaluation": "evaluate",
     "job.api.offline_probe": "OfflineEntropyProbe",

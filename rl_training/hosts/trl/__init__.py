@@ -1,28 +1,40 @@
 """TRL's trainer: the only package that uses internals of TRL, transformers, accelerate and DeepSpeed.
 
-Read in this order:
+Read in this order. What `attach` does:
 
-    attachment.py    what `attach` puts on a trainer and removes again, by wrapping.py: its objects and their lives;
-                     options.py has its options
-    training_callback.py                                     each training, from `train()` to the line that says how it
-                     ended
-    trainer_kind.py, compatibility.py, refusals.py           what cannot be attached to: other trainers, other versions
-                     of TRL, settings under which nothing can be measured
-    versions.py, members.py                                  how versions of TRL differ, and what is read from it
-    step_hooks.py, loss_hook.py, rollout_hooks.py            the hooks of a step, each a call to the engine's driver;
-                     loop_spec.py describes the loop to it
-    rollouts/        what is known of a rollout and its rows, which TRL passes on in batches without it
-    settings/        what the trainer's settings say of the loss, of sampling and of rollouts
-    policy.py        scores as the trainer would, and samples with generation.py; scoring_calls.py finds the scores
-                     behind a loss
-    sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
-    output/          where a training writes: nowhere, records, or the folder of a run
-    trainer_log.py, checkpoint_hooks.py, alerts.py           what is logged, added to checkpoints, and sent as alerts
-    guard.py, announcements.py                               how measuring ends, and what the user is told
-    launcher.py      attaches the trainers of a script, which run_script.py runs: python -m rl_training.attach
-    trainer.py       DrGRPOTrainer, this package's trainer; buffer.py and fill_rollout.py choose its prompts,
-                     resuming.py continues it, trained_loss.py adds interventions to its loss, reward_functions.py
-                     notes to the errors of rewards
+    attachment.py        what is put on a trainer and removed again, by wrapping.py: the objects and their lives
+    options.py           the options of `attach`, of its command and of DrGRPOTrainer
+    training_callback.py one training, from `train()` to the line that says how it ended; announcements.py has its words
+    guard.py             what an error of the measuring ends, and what not
+
+The hooks of a step, each a call to the engine's driver:
+
+    rollout_hooks.py     what is generated. rollouts/ keeps what TRL does not pass on with its batches
+    loss_hook.py         each microbatch; scoring_calls.py finds the scores behind its loss
+    step_hooks.py        the backward and the optimizer's step; loop_spec.py describes the loop to the driver
+    checkpoint_hooks.py  what checkpoints get
+
+What is read from a trainer:
+
+    trainer_kind.py, compatibility.py, refusals.py
+                         what cannot be attached to: other trainers, other versions of TRL, impossible settings
+    versions.py, members.py
+                         how versions of TRL differ, and all that is read
+    settings/            what its settings say of the loss, of sampling and of rollouts
+    policy.py            scores as the trainer would, and samples with generation.py
+    sharding.py          which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
+
+Where it goes:
+
+    output/              nowhere, to records, or to the folder of a run
+    trainer_log.py       the trainer's log; alerts.py sends what stands out
+
+Two more ways to train:
+
+    launcher.py          attaches the trainers of a script, which run_script.py runs: python -m rl_training.attach
+    trainer.py           DrGRPOTrainer, this package's trainer, with config.py. buffer.py and fill_rollout.py choose its
+                         prompts, resuming.py continues it, trained_loss.py adds interventions to its loss, and
+                         reward_functions.py notes to the errors of rewards
 """
 
 from __future__ import annotations

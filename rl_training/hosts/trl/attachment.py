@@ -86,7 +86,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             training_needs_measurements=options.training_needs_measurements,
             strict=options.strict,
         )
-        self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
+        self._log = TrainerLog(trainer, self._writer, self._guard, shows_all=options.metrics == "all")
         self._step_hooks = StepHooks(
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, options
         )
@@ -119,8 +119,9 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             ).hooks(),
             **self._step_hooks.hooks(),
         }
+        of_checkpoints = self._checkpoint_hooks.hooks()
         wrappers = {name: self._guard.around(hook) for name, hook in hooks.items()}
-        wrappers |= self._checkpoint_hooks.wrappers()
+        wrappers |= {name: self._guard.around(hook, always=True) for name, hook in of_checkpoints.items()}
         wrappers["train"] = self.on_train
         if self._options.whole_prompts:
             wrappers["_prepare_inputs"] = prepare_whole_prompts
@@ -201,7 +202,8 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         if error is not None:
             with self._guard.after_error(error):
                 self._end(error)
-            self._destination.note_interrupt(error)
+            with self._guard.after_error(error):
+                self._destination.note_interrupt(error)
             return
         if not self._training.has_run and all_ranks().number == 0:
             logger.warning(announcements.NOTHING_TRAINED)

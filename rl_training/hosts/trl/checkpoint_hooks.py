@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
-from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.guard import Guard, Hook
 from rl_training.hosts.trl.versions import argument_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
@@ -32,7 +32,7 @@ class CheckpointHooks:
     Args:
         trainer: The trainer.
         driver: Has the states of the probes.
-        guard: Runs the hooks.
+        guard: Says whether measuring has ended.
     """
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
@@ -48,16 +48,16 @@ class CheckpointHooks:
         self._resumed = Resumed()
         return resumed
 
-    def wrappers(self) -> dict[str, Callable[..., Any]]:
-        """Return the wrapper of each wrapped trainer method, by the method's name."""
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hook around each trainer method, by the method's name. They run even if measuring has ended."""
         return {
             # The probes' states, from every rank, are in the checkpoint before trainer_state.json completes it.
-            "_save_optimizer_and_scheduler": self._guard.around(self._around_save, always=True),
-            "_save_rng_state": self._guard.around(self._around_save_rng_state, always=True),
-            "_load_optimizer_and_scheduler": self._guard.around(self._around_load, refuses=True),
+            "_save_optimizer_and_scheduler": self.around_save,
+            "_save_rng_state": self.around_save_rng_state,
+            "_load_optimizer_and_scheduler": self.around_load,
         }
 
-    def _around_save(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+    def around_save(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         """Add the probes' states to a checkpoint. Once measuring has ended, the checkpoint still names its run."""
         yield
         checkpoint = Path(argument_of("output_dir", "_save_optimizer_and_scheduler", args, kwargs))
@@ -70,11 +70,11 @@ class CheckpointHooks:
         ranks = all_ranks()
         save_probe_states(states, checkpoint, ranks.count, ranks.number, self.run_id)
 
-    def _around_save_rng_state(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+    def around_save_rng_state(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         yield
         self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
 
-    def _around_load(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+    def around_load(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         """Load the run of a checkpoint and the probes' states. A training without these states still knows its run."""
         yield
         checkpoint = argument_of("checkpoint", "_load_optimizer_and_scheduler", args, kwargs)

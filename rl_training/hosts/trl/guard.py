@@ -6,7 +6,7 @@ All measuring code runs in a guard, and there are three ways in:
     attempt     a callback's work, unless measuring has ended
     watching    work that goes on after measuring has ended, such as writing what is left
 
-A line of the records that cannot be written, as on a full disk, ends neither: the next one is tried.
+A UserError before the first step is raised all the same: it tells the user what to change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers.utils import logging
@@ -60,7 +59,6 @@ class Guard:
         self.reason = ""  # why measuring ended before training did; "" while it has not
         self._early_error: Exception | None = None  # which ended it before the first step, until records begin
         self._has_warned_again = False  # whether a further error, after that one, was told
-        self._unwritten: set[int] = set()  # the steps at which lines of the records could not be written
 
     def begin(self) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
@@ -68,25 +66,8 @@ class Guard:
         self.reason = ""
         self._early_error = None
         self._has_warned_again = False
-        self._unwritten.clear()
 
-    def outcome(self, how: str) -> str:
-        """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
-        steps = sorted(self._unwritten)
-        which = f"{len(steps)} steps, of which the first is" if len(steps) > 1 else "step"
-        lacking = f"the records lack lines of {which} {steps[0]}" if steps else ""
-        return "; ".join(filter(None, (how, self.reason, lacking)))
-
-    def leave_out(self, path: Path, error: OSError) -> None:
-        """Go on without lines of the records that cannot be written, and say so once."""
-        if not self._unwritten:
-            logger.warning(
-                f"step {self.step}: {path} cannot be written ({error.strerror}): the records lack lines until it can; "
-                "measuring and training go on"
-            )
-        self._unwritten.add(self.step)
-
-    def around(self, hook: Hook, *, always: bool = False, refuses: bool = False) -> Callable[..., Any]:
+    def around(self, hook: Hook, *, always: bool = False) -> Callable[..., Any]:
         """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
 
         The method itself runs outside the guard: its errors pass through unchanged, and none of the hook hides one.
@@ -94,16 +75,13 @@ class Guard:
         Args:
             hook: The hook, which gets the arguments of each call.
             always: Whether to run the hook even if measuring has ended.
-            refuses: As for `watching`.
         """
 
         def wrapper(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            observed: Generator[None, Any, Any] | None = None
+            observed = None
             if always or not self.reason:
-                with self.watching(refuses):
-                    begun = hook(*args, **kwargs)
-                    next(begun)
-                    observed = begun
+                with self.watching():
+                    observed = _begin(hook(*args, **kwargs))
             try:
                 result = method(*args, **kwargs)
             except BaseException as error:
@@ -112,11 +90,11 @@ class Guard:
                         observed.throw(error)
                 raise
             if observed is not None:
-                with self.watching(refuses):
+                with self.watching():
                     if self.reason and not always:  # measuring has ended within the method
                         observed.close()
-                        return result
-                    return _finish(observed, result)
+                    else:
+                        result = _finish(observed, result)
             return result
 
         return wrapper
@@ -134,16 +112,12 @@ class Guard:
         return otherwise
 
     @contextlib.contextmanager
-    def watching(self, refuses: bool = False) -> Iterator[None]:
-        """Run code, such as writing, even if measuring has ended. An error ends the measuring, or training if it must.
-
-        Args:
-            refuses: Whether to raise UserErrors: before the first step they tell the user what to change.
-        """
+    def watching(self) -> Iterator[None]:
+        """Run measuring code even if measuring has ended. An error ends the measuring, or training if it must."""
         try:
             yield
         except Exception as error:
-            if self._raises or (refuses and isinstance(error, UserError)):
+            if self._raises or (isinstance(error, UserError) and not self.step):
                 raise
             if all_ranks().count > 1:
                 error.add_note(ENDS_TRAINING)
@@ -194,6 +168,12 @@ class Guard:
         if self._early_error is not None and self._writer.records is not None:
             write_failure(self._writer.records.folder, self.reason, self._early_error)
         self._early_error = None
+
+
+def _begin(observed: Generator[None, Any, Any]) -> Generator[None, Any, Any]:
+    """Run what a hook does before its method, and return the hook."""
+    next(observed)
+    return observed
 
 
 def _finish(observed: Generator[None, Any, Any], result: Any) -> Any:

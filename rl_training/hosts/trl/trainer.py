@@ -1,24 +1,16 @@
-"""DrGRPOTrainer: TRL's GRPOTrainer with Dr-GRPO's settings as defaults, probes attached, and interventions.
-
-Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
-by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
-maximum completion length. Every other TRL loss can be set too.
-"""
+"""DrGRPOTrainer: TRL's GRPOTrainer with Dr-GRPO as its default loss, probes attached, and interventions."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.utils import is_peft_model, parse_flag_from_env
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.utils import logging
-from trl import GRPOConfig
 from trl import GRPOTrainer as GRPOTrainer  # re-exported: offline and job read TRL's trainer through hosts/trl alone
 
 from rl_training.engine.probe import Probe
@@ -27,6 +19,7 @@ from rl_training.hosts.estimate_writer import as_records
 from rl_training.hosts.probes import as_probes
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.hosts.trl.config import DrGRPOConfig
 from rl_training.hosts.trl.fill_rollout import fill_rollout, start_buffer
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import destination_of
@@ -39,52 +32,9 @@ from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON, Spelli
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train, list_of_names
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
-from rl_training.records.files.masking import without_secrets
-from rl_training.records.files.secret_forms import MASK
 from rl_training.records.writer import Records
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class DrGRPOConfig(GRPOConfig):
-    """`trl.GRPOConfig` with Dr-GRPO's loss, and with defaults under which probes can measure.
-
-    It has every field of `trl.GRPOConfig`. The fields below are new, or have other defaults. Without an accelerator it
-    trains in fp32 on the CPU, with no setting needed.
-
-    Args:
-        loss_type: "dr_grpo": a sum over tokens, divided by a constant.
-        scale_rewards: "none": advantages are not divided by the group's standard deviation.
-        beta: 0: no KL penalty.
-        target_kl_share: The KL divergence of each step as a share of the policy's entropy, both per token: "auto",
-            which is 1e-2, or a number. The learning rate of each step is set to meet it. None uses `learning_rate`.
-        logging_steps: 1: the trainer logs every step, so that every optimizer step has a full line in the records.
-        bf16: None means False on the CPU, and TRL's default elsewhere.
-        gradient_checkpointing: None means False, where TRL's default is True.
-        ddp_find_unused_parameters: False, which saves DDP a search of the graph at every backward.
-    """
-
-    loss_type: str = "dr_grpo"
-    scale_rewards: str = "none"
-    beta: float = 0.0
-    target_kl_share: float | str | None = None
-    logging_steps: float = 1
-    bf16: bool | None = None
-    gradient_checkpointing: bool | None = None  # transformers reads None as False
-    ddp_find_unused_parameters: bool | None = False
-
-    def __post_init__(self) -> None:
-        if not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU"):
-            self.use_cpu = True
-        if self.use_cpu and self.bf16 is None:
-            self.bf16 = False
-        super().__post_init__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle, without access tokens: every checkpoint holds a pickle, training_args.bin."""
-        masked = without_secrets(vars(self))
-        return {name: None if value == MASK else value for name, value in masked.items()}
 
 
 def _refuse_few_prompts(trainer: GRPOTrainer, spelling: Spelling) -> None:

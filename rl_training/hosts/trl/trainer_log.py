@@ -7,7 +7,7 @@ them at every step. If the trainer does not log a step (logging_steps), its line
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import REWRITE_LOGS
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.records.core_metrics import CORE
@@ -30,12 +31,14 @@ class TrainerLog:
     Args:
         trainer: The trainer.
         writer: Has the records and the names of the estimates.
+        guard: Runs what chooses the numbers that are shown.
         shows_all: Whether the log gets all numbers, or only the core.
     """
 
-    def __init__(self, trainer: GRPOTrainer, writer: EstimateWriter, shows_all: bool) -> None:
+    def __init__(self, trainer: GRPOTrainer, writer: EstimateWriter, guard: Guard, shows_all: bool) -> None:
         self._trainer = trainer
         self._writer = writer
+        self._guard = guard
         self._shows_all = shows_all
         # TRL's list of each metric, and how many values it had when the last step ended.
         self._seen: dict[str, tuple[list[float], int]] = {}
@@ -98,11 +101,11 @@ class TrainerLog:
                 means[name] = sum(known) / len(known)
         return means
 
-    def _core_names(self, numbers: Mapping[str, float]) -> list[str]:
-        """Return the names of the core numbers: those in CORE, and the first of each probe that has none in it."""
-        by_probe = [names for probe, names in self._writer.names.items() if probe != ENGINE]
-        first = [name for names in by_probe if not {*names} & {*CORE} for name in names[:1]]
-        return [name for name in numbers if name in CORE or name in first][:NUM_CORE]
+    def _core_names(self, names: Iterable[str]) -> list[str]:
+        """Return the core of these names: those in CORE, and the first of each probe that has none in it."""
+        by_probe = [of_probe for probe, of_probe in self._writer.names.items() if probe != ENGINE]
+        first = [name for of_probe in by_probe if not {*of_probe} & {*CORE} for name in of_probe[:1]]
+        return [name for name in names if name in CORE or name in first][:NUM_CORE]
 
     def on_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Send the log to a dashboard, with the probes' numbers in sections of their own instead of the trainer's."""
@@ -112,19 +115,29 @@ class TrainerLog:
 
     def _rename_logs(self, original: Callable[[dict], dict], logs: dict[str, Any]) -> dict[str, Any]:
         """Rename logs as transformers does, except the probes' numbers: what stands before a slash is the section."""
-        of_probes = {name: value for name, value in logs.items() if self._is_from_probe(name)}
+        none: dict[str, Any] = {}
+        of_probes = self._guard.attempt(lambda: self._of_probes(logs), otherwise=none)
         return of_probes | original({name: value for name, value in logs.items() if name not in of_probes})
-
-    def _is_from_probe(self, name: str) -> bool:
-        """Return whether a number in the log comes from a probe."""
-        latest = self._writer.latest
-        return name in latest or name.removesuffix("_se") in latest or name.startswith("probe_cost/")
 
     def on_print(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         """Print the trainer's log with only the core numbers of the probes."""
-        core = self._core_names({name: 0.0 for name in logs if self._is_from_probe(name)})
-        short = {name: value for name, value in logs.items() if name in core or not self._is_from_probe(name)}
-        return original(*args, logs=short, **kwargs)
+        shown = self._guard.attempt(lambda: self._only_core(logs), otherwise=logs)
+        return original(*args, logs=shown, **kwargs)
+
+    def _only_core(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the numbers in the log, without those of probes that are not in the core."""
+        of_probes = self._of_probes(logs)
+        core = self._core_names(of_probes)
+        return {name: value for name, value in logs.items() if name in core or name not in of_probes}
+
+    def _of_probes(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the numbers in the log that come from probes."""
+        latest = self._writer.latest
+        return {
+            name: value
+            for name, value in logs.items()
+            if name in latest or name.removesuffix("_se") in latest or name.startswith("probe_cost/")
+        }
 
 
 def is_dashboard(callback: TrainerCallback) -> bool:

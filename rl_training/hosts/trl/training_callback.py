@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -27,6 +28,7 @@ from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
+from rl_training.hosts.trl.output.unwritten_lines import UnwrittenLines
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.trainer_log import TrainerLog
@@ -77,6 +79,7 @@ class TrainingCallback(TrainerCallback):
         self.has_run = False
         self._has_stepped = False  # in any training
         self._failure = ""  # how the training failed, in words; its error may be caught inside the `with` block
+        self._unwritten = UnwrittenLines()  # of the training
 
     # --- around a training --------------------------------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class TrainingCallback(TrainerCallback):
             self.finish(None)  # an earlier training in the same `with` block
         self.has_run = True
         self._failure = ""
+        self._unwritten = UnwrittenLines()
         self._guard.begin()
         self._checkpoint_hooks.take_resumed()  # of a training that ended between loading it and beginning
         try:
@@ -97,7 +101,8 @@ class TrainingCallback(TrainerCallback):
                 self._driver.fail_step()  # at once: the trainer may train again before a `with` block ends
             with self._guard.after_error(error):
                 self._write_last_line()
-            self._destination.note_interrupt(error)
+            with self._guard.after_error(error):
+                self._destination.note_interrupt(error)
             raise
         with self._guard.watching():
             self._write_last_line()
@@ -120,7 +125,7 @@ class TrainingCallback(TrainerCallback):
             if self._writer.records is not None:
                 self._writer.records.on_write_error = None
             how = self._failure or announcements.how_it_ended(self._trainer, error)
-            if line := self._destination.end(self._guard.outcome(how)):
+            if line := self._destination.end(self._with_gaps(how)):
                 self._show_closing_line(line, error)
 
     def _show_closing_line(self, line: str, error: BaseException | None) -> None:
@@ -133,7 +138,15 @@ class TrainingCallback(TrainerCallback):
     def _write_before_termination(self) -> str:
         """Write what is left, because SIGTERM arrived, and return how training ended. It may still go on."""
         self._log.flush()
-        return self._guard.outcome(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+        return self._with_gaps(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+
+    def _with_gaps(self, how: str) -> str:
+        """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
+        return "; ".join(filter(None, (how, self._guard.reason, str(self._unwritten))))
+
+    def _leave_out(self, path: Path, error: OSError) -> None:
+        """Go on without lines of the records that cannot be written."""
+        self._unwritten.add(self._guard.step, path, error)
 
     # --- begin --------------------------------------------------------------------------------------------------------
 
@@ -142,16 +155,16 @@ class TrainingCallback(TrainerCallback):
         resumed = self._checkpoint_hooks.take_resumed()
         settings: dict[str, Any] = {}
         with announcements.hide_progress_bar():
-            with self._guard.watching(refuses=True):
+            with self._guard.watching():
                 self._begin_output(resumed.run_id)
-            with self._guard.watching(refuses=True):
+            with self._guard.watching():
                 settings = settings_of_trainer(self._trainer, self.options.recorded)
                 self._destination.write_config(settings, self._driver.probes)
                 # Records alone suit trainers whose shards probes cannot read.
                 if self._driver.is_needed and not self._guard.reason:
                     opening = announcements.opening_line(self._driver.probes, self._destination.output)
                     self._step_hooks.begin(opening, resumed.states)
-            with self._guard.watching(refuses=True):
+            with self._guard.watching():
                 self._begin_records(state.global_step, settings)
         self._log.begin()
 
@@ -187,7 +200,7 @@ class TrainingCallback(TrainerCallback):
         records = self._writer.records
         if records is not None:
             records.start(after_step, settings, has_failed=bool(self._guard.reason))
-            records.on_write_error = self._guard.leave_out
+            records.on_write_error = self._leave_out
         self._guard.write_early_error()
 
     # --- a step -------------------------------------------------------------------------------------------------------

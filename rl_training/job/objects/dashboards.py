@@ -21,7 +21,8 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from transformers.utils import logging
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.hosts.trl.config import DrGRPOConfig
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.records.files.limited import read_text
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import LOGS_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER, refuse_a_file

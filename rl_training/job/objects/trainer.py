@@ -10,7 +10,8 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.hosts.trl.config import DrGRPOConfig
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_settings
 from rl_training.job.configuration.groups import TRAINER_KEYS
 from rl_training.job.configuration.stored import refuse_marked

@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 from transformers.utils import logging
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.hosts.trl.config import DrGRPOConfig
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.values import check_kind
 from rl_training.options import did_you_mean
 

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from transformers.utils import logging
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.config import DrGRPOConfig
 from rl_training.hosts.trl.output.run_folder import RunFolder, on_main_process
-from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.configuration.overrides import root_key
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import escape_interpolations
