@@ -7,12 +7,11 @@ Read in this order. What `attach` does:
     training_callback.py one training, from `train()` to the line that says how it ended; announcements.py has its words
     guard.py             what an error of the measuring ends, and what not
 
-The hooks of a step, each a call to the engine's driver:
+What is measured of a step, each a call to the engine's driver:
 
-    rollout_hooks.py     what is generated. rollouts/ keeps what TRL does not pass on with its batches
-    loss_hook.py         each microbatch; scoring_calls.py finds the scores behind its loss
-    step_hooks.py        the backward and the optimizer's step; loop_spec.py describes the loop to the driver
-    checkpoint_hooks.py  what checkpoints get
+    hooks/               around the methods of a trainer: from generation to the optimizer's step, and checkpoints
+    rollouts/            what is known of a rollout and its rows, which TRL passes on in batches without it
+    loop_spec.py         describes the loop to the driver
 
 What is read from a trainer:
 

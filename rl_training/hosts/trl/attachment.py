@@ -33,16 +33,17 @@ from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.alerts import Alerts
-from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.compatibility import check_version
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.loss_hook import LossHook
+from rl_training.hosts.trl.hooks.checkpoint import CheckpointHooks
+from rl_training.hosts.trl.hooks.loss import LossHook
+from rl_training.hosts.trl.hooks.rollout import RolloutHooks
+from rl_training.hosts.trl.hooks.training_step import StepHooks
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
-from rl_training.hosts.trl.rollout_hooks import RolloutHooks
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_step
@@ -51,7 +52,6 @@ from rl_training.hosts.trl.settings.whole_prompts import (
     refuse_split_prompts,
     whole_prompts_only_reorder,
 )
-from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
 from rl_training.hosts.trl.training_callback import TrainingCallback

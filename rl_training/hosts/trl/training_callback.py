@@ -24,13 +24,13 @@ from rl_training.engine.driver import StepDriver
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements
-from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.hooks.checkpoint import CheckpointHooks
+from rl_training.hosts.trl.hooks.training_step import StepHooks
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.output.unwritten_lines import UnwrittenLines
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
-from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.trainer_log import TrainerLog
 
 logger = logging.get_logger(__name__)

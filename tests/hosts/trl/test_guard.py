@@ -11,13 +11,14 @@ import forks
 import pytest
 import torch
 from trainers import FEW, Outcome, differing, outcome, trainer_maker
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, attach
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.hosts.trl import training_callback
+from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
@@ -174,6 +175,16 @@ def test_an_error_while_measuring_begins_ends_measuring_and_not_training(
     assert opening(read_run(tmp_path / "run")).headline.startswith("Measuring ended before its first step by an error")
     with pytest.raises(torch.OutOfMemoryError), attach(make_trainer(**PLAIN), probes=probes, strict=True) as strict:
         strict._trainer.train()
+
+
+def test_a_log_whose_numbers_cannot_be_chosen_is_printed_whole(make_trainer, monkeypatch, capsys) -> None:
+    trainer = make_trainer(**PLAIN | {"max_steps": 2})
+    trainer.add_callback(PrinterCallback())
+    monkeypatch.setattr(TrainerLog, "_only_core", lambda self, logs: fail_as("core"))
+    with attach(trainer, probes="simple", strict=False):
+        trainer.train()
+    printed = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert ["delta_h/forward" in line for line in printed] == [True, False]
 
 
 def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_block(make_trainer, tmp_path) -> None:

@@ -10,7 +10,7 @@ import torch
 from pretend_gpu import GPU, PretendGpu
 
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.loss_hook import LossHook
+from rl_training.hosts.trl.hooks.loss import LossHook
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts import current as rollouts_module
 from rl_training.hosts.trl.rollouts.current import Rollouts

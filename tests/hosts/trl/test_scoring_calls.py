@@ -12,8 +12,8 @@ from trainers import FEW, differing, each_pass_is_timed, graded, outcome
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
-from rl_training.hosts.trl import loss_hook
-from rl_training.hosts.trl.scoring_calls import ScoringCalls
+from rl_training.hosts.trl.hooks import loss
+from rl_training.hosts.trl.hooks.scoring_calls import ScoringCalls
 from rl_training.hosts.trl.versions import NUM_SCORES
 from rl_training.probes import SimpleEntropyProbe
 
@@ -217,6 +217,6 @@ def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
 ) -> None:
     trainer = trainer_of(make_trainer, trainer_class)
     with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True):
-        monkeypatch.setattr(loss_hook, "has_sharded_weights", lambda trainer: True)
+        monkeypatch.setattr(loss, "has_sharded_weights", lambda trainer: True)
         with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 .* super\(\).compute_loss"):
             trainer.train()

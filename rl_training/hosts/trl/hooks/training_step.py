@@ -1,8 +1,7 @@
 """Reports the steps of a training to the driver: when a backward has ended, and when the optimizer is about to step.
 
-TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped: here, in
-loss_hook.py and in rollout_hooks.py. DeepSpeed's engine.step is wrapped too, because the engine steps before
-training_step returns. training_callback.py ends a step, from the trainer's callbacks.
+DeepSpeed's engine.step is wrapped too, because the engine steps before training_step returns. training_callback.py ends
+a step, from the trainer's callbacks.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from rl_training.engine.loss_info import LossInfo
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.guard import Guard, Hook
+from rl_training.hosts.trl.hooks.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, LossScores, ScoringCalls
 from rl_training.hosts.trl.members import FORWARD_PASS
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
-from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, LossScores, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import argument_of, keep_graph_of_entropies
