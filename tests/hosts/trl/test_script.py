@@ -62,7 +62,7 @@ def is_plain(value: Any) -> bool:
 
 def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_trainer) -> None:
     place = re.escape("attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
-    with pytest.raises(ValueError, match=place):
+    with pytest.raises(AttributeError, match=place):
         make_trainer(**PLAIN, trainer_arguments={"callbacks": [SimpleEntropyProbe()]})
     trainer = make_trainer(**PLAIN)
     trainer.add_callback(SimpleEntropyProbe)
