@@ -66,7 +66,7 @@ def test_a_probe_among_callbacks_is_refused_with_the_attach_call_to_use(make_tra
         make_trainer(**PLAIN, trainer_arguments={"callbacks": [SimpleEntropyProbe()]})
     trainer = make_trainer(**PLAIN)
     trainer.add_callback(SimpleEntropyProbe)
-    with pytest.raises(ValueError, match=place):
+    with pytest.raises(AttributeError, match=place):
         trainer.train()
 
 
