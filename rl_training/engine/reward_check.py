@@ -80,6 +80,7 @@ def _local_summary(rollout: Rollout) -> Tensor:
     counts = torch.searchsorted(values, values + window, right=True) - torch.searchsorted(values, values - window)
     share = counts.amax() / len(values) if len(values) else rewards.new_zeros(())
     means = (rewards - centred)[is_known]
-    ends = (means.amin(), means.amax()) if len(means) else (rewards.new_tensor(math.inf), rewards.new_tensor(-math.inf))
-    numbers = [rewards.new_tensor(number) for number in (len(differing_groups), rollout.untested)]
-    return torch.stack([numbers[0], share.double(), *ends, largest, numbers[1]])
+    low = means.amin() if len(means) else rewards.new_tensor(math.inf)
+    high = means.amax() if len(means) else rewards.new_tensor(-math.inf)
+    num_groups = rewards.new_tensor(len(differing_groups))
+    return torch.stack([num_groups, share.double(), low, high, largest, rewards.new_tensor(rollout.untested)])

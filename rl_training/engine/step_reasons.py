@@ -21,12 +21,11 @@ HOOKED = Unavailable(
     fix="edit .grad after the backward, or use register_post_accumulate_grad_hook",
 )
 # The reasons of a rank that has none itself, if another rank has one.
-REASONS_ELSEWHERE = {
-    "sampling_mismatch": SAMPLING_MISMATCH.prefixed("on another process"),  # another sampler
-    "sample": SAMPLING_MISMATCH.prefixed("on another process"),  # responses that are no sample
-    "groups": Unavailable("uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"),
-    "no_fresh_responses": Unavailable("no_sample_elsewhere", "another process cannot sample fresh responses"),
-}
+MISMATCH_ELSEWHERE = SAMPLING_MISMATCH.prefixed("on another process")
+NO_GROUPS_ELSEWHERE = Unavailable(
+    "uneven_prompts_elsewhere", "on another process, responses cannot be assigned to prompts"
+)
+NO_SAMPLE_ELSEWHERE = Unavailable("no_sample_elsewhere", "another process cannot sample fresh responses")
 
 
 def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
@@ -38,32 +37,32 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
         mismatch: Set if the sequences are not samples of the scored policy.
     """
-    origin = join_origins([rollout.origin for rollout in step.rollouts])
     fixes = loop.fixes
-    reasons = {
-        "sampling_mismatch": mismatch,
-        "sample": origin.sample_reason,
-        "groups": origin.groups_reason,
-        "no_fresh_responses": loop.reasons.no_fresh_responses,
+    origin = join_origins([rollout.origin for rollout in step.rollouts])
+    no_fresh_responses = loop.reasons.no_fresh_responses
+    here = {
+        "mismatch": bool(mismatch),
+        "no_sample": bool(origin.sample_reason),
+        "no_groups": bool(origin.groups_reason),
+        "no_fresh_responses": bool(no_fresh_responses),
+        **_facts(step, loop, seen_prompts),
     }
-    here = {name: bool(reason) for name, reason in reasons.items()} | _facts(step, loop, seen_prompts)
     anywhere = loop.ranks.anywhere(here, step.rollouts[0].prompt_index.device)
 
-    def reason_of(name: str, fix_elsewhere: str = "") -> Unavailable | None:
-        return reasons[name] or (REASONS_ELSEWHERE[name].with_fix(fix_elsewhere) if anywhere[name] else None)
+    def reason_if(fact: str, reason: Unavailable) -> Unavailable | None:
+        return reason if anywhere[fact] else None
 
-    def reason_if(name: str, reason: Unavailable) -> Unavailable | None:
-        return reason if anywhere[name] else None
-
-    mismatch = reason_of("sampling_mismatch")
-    no_groups = reason_of("groups")
+    mismatch = mismatch or reason_if("mismatch", MISMATCH_ELSEWHERE)
+    no_sample = origin.sample_reason or reason_if("no_sample", MISMATCH_ELSEWHERE)
+    no_groups = origin.groups_reason or reason_if("no_groups", NO_GROUPS_ELSEWHERE)
+    no_fresh_elsewhere = reason_if("no_fresh_responses", NO_SAMPLE_ELSEWHERE.with_fix(fixes.fresh_responses))
     split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
     mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
     no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
     own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
     return Reasons(
-        sampling_mismatch=mismatch or reason_of("sample"),
-        no_fresh_responses=mismatch or reason_of("no_fresh_responses", fixes.fresh_responses),
+        sampling_mismatch=mismatch or no_sample,
+        no_fresh_responses=mismatch or no_fresh_responses or no_fresh_elsewhere,
         reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
         split_prompts=split,
         no_baseline=ONE_RESPONSE if step.responses_per_prompt == 1 else split,

@@ -133,13 +133,16 @@ class TermsCheck:
         else:
             squares = sq_norms[:-1, :, 0].sum(dim=1)
         group = batch.folds[self.turn % len(batch.folds)]
-        norm, distance, noise, is_same_policy = _compare_group(batch, passes, gradients.rows, group, squares)
+        comparison = _compare_group(batch, passes, gradients.rows, group, squares)
+        if comparison is None:
+            return
+        norm, distance, noise = comparison
         tolerance = _tolerance(passes.policy)
         tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
         allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
-        if is_same_policy and distance > allowed:
+        if distance > allowed:
             self.distance = distance / norm
-        elif is_same_policy and not noise:
+        elif not noise:
             self.distance = 0.0  # with dropout, a term that was found may just be hidden this time
 
     def _check_recomputed(self, batch: Batch, gradients: Gradients, sums: CaughtSums, passes: Passes) -> None:
@@ -181,15 +184,22 @@ def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
 
 def _compare_group(
     batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor
-) -> tuple[float, float, float, bool]:
+) -> tuple[float, float, float] | None:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
     If rows are not kept, only the norms are compared.
 
+    Args:
+        batch: The step's sequences and folds.
+        passes: Recomputes the gradient.
+        rows: The caught gradients of all folds. None if they are not kept.
+        group: The folds that are compared.
+        squares: (K,), the square norms of the caught gradients.
+
     Returns:
         Norms over all ranks: of the larger of both gradients, of their difference, and of the difference between two
-        recomputed gradients with other dropout masks, 0 without dropout. Then whether the scores equal training's up to
-        rounding and dropout; otherwise the comparison says nothing about the loss.
+        recomputed gradients with other dropout masks, 0 without dropout. None if the scores of the further passes are
+        not training's up to rounding and dropout, so that the comparison says nothing about the loss.
     """
     device = squares.device
     gradient, scores = _recompute(batch, passes, group)
@@ -213,9 +223,11 @@ def _compare_group(
     if rows is None:
         sq_distance = (caught_square.sqrt() - square.sqrt()).square()
     tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
-    is_same = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
+    is_same_policy = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
+    if not is_same_policy:  # also if scores are not finite
+        return None
     norm = math.sqrt(max(float(caught_square.sum()), float(square.sum())))
-    return norm, _root(sq_distance), _root(sq_noise), is_same
+    return norm, _root(sq_distance), _root(sq_noise)
 
 
 def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, list[tuple[Tensor, Scores]]]:
