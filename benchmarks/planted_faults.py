@@ -35,7 +35,8 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.table.series import Run, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import Run
 from rl_training.tasks.arithmetic import arithmetic
 
 OF_PROBES = r"(delta_|measured/|gns/|ess/|sampler/|update/|step/|entropy/|probe_cost/)"  # how their numbers begin

@@ -35,7 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import Records, attach
 from rl_training.models.load import load_tiny
 from rl_training.records.report.opening import opening
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.tasks.answers import only_answer
 from rl_training.tasks.arithmetic import arithmetic
 

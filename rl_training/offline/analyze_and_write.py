@@ -19,7 +19,7 @@ from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import has_steps
 from rl_training.records.report import write_report
 from rl_training.records.report.sections.checkpoint_analyses import describe_analyses, write_analyses_page
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 
 
 def analyze_and_write(

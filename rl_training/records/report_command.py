@@ -90,14 +90,14 @@ def _refuse_options_without_effect(chosen: argparse.Namespace, is_one: bool) -> 
 
 def _print_json(folder: Path) -> None:
     from rl_training.records.report.as_json import first_lines
-    from rl_training.records.table.series import read_run
+    from rl_training.records.table.reading import read_run
 
     print(json.dumps(first_lines(read_run(folder)), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _report(folder: Path, pictures: str) -> None:
     from rl_training.records.report import print_summary, write_report
-    from rl_training.records.table.series import read_run
+    from rl_training.records.table.reading import read_run
 
     run = read_run(folder)
     write_report(run, pictures)

@@ -14,7 +14,7 @@ from rl_training.records.claim import holds_run
 from rl_training.records.folder import checkpoints_of, step_of
 from rl_training.records.jsonl import LOGS_FOLDER
 from rl_training.records.made_by import is_of_attached_run
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records
 
 

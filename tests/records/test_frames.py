@@ -14,7 +14,8 @@ from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import has_records, has_steps
-from rl_training.records.table.series import LOGGED, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import LOGGED
 from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 

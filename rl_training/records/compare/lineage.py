@@ -8,7 +8,8 @@ from pathlib import Path
 from rl_training.records.compare.groups import Group
 from rl_training.records.compare.members import Member, branch_in, flat_settings
 from rl_training.records.jsonl import has_steps
-from rl_training.records.table.series import Run, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import Run
 
 
 def trunks_of(groups: Sequence[Group]) -> list[Run]:

@@ -16,7 +16,8 @@ from rl_training.errors import UserError
 from rl_training.records.folder import CHECKPOINT, CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.table.config_file import settings_of_run
-from rl_training.records.table.series import Run, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import Run
 from rl_training.records.training_settings import affects_training
 
 SEEDS = ("seed", "data_seed")  # last parts of the names of settings

@@ -36,7 +36,8 @@ from rl_training.records.report.run_page import RunPage, comparison_command
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.summary.row import Row
 from rl_training.records.report.summary.step_numbers import step_numbers
-from rl_training.records.table.series import Run, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import Run
 
 
 class WrittenReport(NamedTuple):

@@ -1,6 +1,7 @@
 """A run's records as one table, and what is read off it. Pages of one run and of several are made from this.
 
 series.py        the run: its table, settings and provenance
+reading.py       reads a run
 estimates.py     rows of the table as estimates with their errors
 measured.py      what the probe `measured` says of single steps
 cumulative.py    cumulative sums of changes of entropy

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from rl_training import attach
 from rl_training.hosts.trl import alerts
 from rl_training.records.report.standing_out import standing_out
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
 

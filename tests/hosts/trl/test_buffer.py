@@ -29,7 +29,7 @@ from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, Simpl
 from rl_training.records.checkpoint_flaws import find_flaw
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.report.summary import summarize
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.step.exchange import Exchange
 from rl_training.step.needs import Need
 

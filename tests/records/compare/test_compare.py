@@ -38,7 +38,8 @@ from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report.summary import summarize
 from rl_training.records.report_command import main
 from rl_training.records.table.estimates import to_rows
-from rl_training.records.table.series import Source, read_run
+from rl_training.records.table.reading import read_run
+from rl_training.records.table.series import Source
 from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant

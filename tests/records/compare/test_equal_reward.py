@@ -19,7 +19,7 @@ from rl_training.records.compare.final import compare_groups
 from rl_training.records.compare.groups import read_groups
 from rl_training.records.compare.overlays import draw_overlays
 from rl_training.records.compare.sentences import change_in_words, describe
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 

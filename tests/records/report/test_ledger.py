@@ -16,7 +16,7 @@ from rl_training import Estimate
 from rl_training.records.pages.writing import milli
 from rl_training.records.report.sections.ledger import Ledger, caption, ledger_of, table, waterfall
 from rl_training.records.report.summary import summarize
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 
 STEPS, NOISE, LEVEL_NOISE = 20, 2e-4, 1e-3
 TRUE = {"momentum": -3e-3, "gradient": -5e-4, "decay": 0.0}  # of each step; the second order takes back a third of it

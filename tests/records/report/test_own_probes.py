@@ -15,7 +15,7 @@ from rl_training.records.report.sections.appendix import gaps
 from rl_training.records.report.sections.own_probes import SHOWN, own_metrics
 from rl_training.records.report.summary import summarize
 from rl_training.records.table.missing import missing_notes
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records
 from rl_training.vocabulary import BUILT_IN_NAMES
 

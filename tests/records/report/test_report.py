@@ -49,7 +49,7 @@ from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.report_command import main
 from rl_training.records.table.cumulative import BEGAN_ELSEWHERE, naive_sums
 from rl_training.records.table.missing import ending_reason
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import FEW_FOLDS, stderr_reason

@@ -22,7 +22,7 @@ from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import judge
 from rl_training.records.report.wording import PSR_PAGE
 from rl_training.records.table.effects import Effect
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records
 from rl_training.statistics.estimate import Estimate
 

@@ -40,7 +40,7 @@ from rl_training.records.report.verdict.kinds import (
     Kind,
 )
 from rl_training.records.table.rates import entropy_now, forward_and_backward, is_falling
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.table.trends import line_through
 from rl_training.records.writer import Records
 from rl_training.statistics.line import slope_with_error

@@ -22,7 +22,7 @@ from rl_training.records.report.set_up import SetUp, set_up_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.finding import Finding
 from rl_training.records.report.wording import JobWording, VerlWording, wording_of
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 from rl_training.records.table.trends import share_of
 from rl_training.records.writer import Records
 from rl_training.step.residual import NOT_DRAWN

@@ -17,7 +17,7 @@ from rl_training.records.report.as_json import first_lines
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.wording import JobWording, TrlWording, VerlWording, Wording
 from rl_training.records.table.effects import Effect
-from rl_training.records.table.series import read_run
+from rl_training.records.table.reading import read_run
 
 KNOWN, ZERO = Estimate(0.01, 0.001, 8), Estimate(0.0, 0.1, 8)
 FALLS = {"entropy": noisy(lambda step: 0.5, 0.01, 2), "reward": noisy(lambda step: 0.8 if step < 25 else 0.2, 0.03, 1)}
