@@ -132,24 +132,6 @@ class StepContext:
         test.add(rows, scores, log_ratios, rollout.untested)
         return test.decide(self.ranks, self.reasons.reused, rollout.sampling_logps is not None)
 
-    def with_seen_mismatch(self) -> StepContext:
-        """Return the context whose reasons include what has been seen so far in scores of the step's responses.
-
-        The prediction is made of such scores, and a probe may make others.
-        """
-        prediction = self.prediction_if_any
-        test = self._residual_test
-        reasons = self.reasons
-        seen = None
-        if prediction is not None and prediction.is_seen_in_scores:
-            seen = prediction.reason
-        elif test is not None and not reasons.sampling_mismatch:
-            seen = test.reason
-        if seen is None:
-            return self
-        reasons = dataclasses.replace(reasons, sampling_mismatch=seen, no_fresh_responses=seen)
-        return dataclasses.replace(self, step=dataclasses.replace(self.step, reasons=reasons))
-
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def gradients(self, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
@@ -242,3 +224,22 @@ class StepContext:
         that `effects_reason` is None.
         """
         return iter_token_products(self.step.batch, self.prediction, self.passes)
+
+
+def with_seen_mismatch(context: StepContext) -> StepContext:
+    """Return the context whose reasons include what scores of the step's responses have shown so far.
+
+    The prediction is made of such scores, and a probe may make others.
+    """
+    prediction = context.prediction_if_any
+    test = context._residual_test
+    reasons = context.reasons
+    seen = None
+    if prediction is not None and prediction.is_seen_in_scores:
+        seen = prediction.reason
+    elif test is not None and not reasons.sampling_mismatch:
+        seen = test.reason
+    if seen is None:
+        return context
+    reasons = dataclasses.replace(reasons, sampling_mismatch=seen, no_fresh_responses=seen)
+    return dataclasses.replace(context, step=dataclasses.replace(context.step, reasons=reasons))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.engine.build_step import StepBuilder
-from rl_training.engine.context import StepContext
+from rl_training.engine.context import StepContext, with_seen_mismatch
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loop_spec import LoopSpec
@@ -116,7 +116,7 @@ class Measurer:
         for probe in step.probes:
             with self._costs.timed(probe.name):
                 step.readings[probe.name] = self._probe_states.measure(probe, step.context)
-                step.context = step.context.with_seen_mismatch()  # the probe may have scored the responses
+                step.context = with_seen_mismatch(step.context)  # the probe may have scored the responses
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
     def _context(self, step: OpenStep) -> StepContext:
@@ -127,8 +127,7 @@ class Measurer:
         prediction = None
         if predictions is not None:
             prediction = predictions.predict(data, step.probes, self._residual_test)
-        context = StepContext(data, self._passes, prediction, _residual_test=self._residual_test)
-        return context.with_seen_mismatch()
+        return with_seen_mismatch(StepContext(data, self._passes, prediction, _residual_test=self._residual_test))
 
     def about_to_step(self, step: OpenStep) -> None:
         """Read weights and gradients of a measured step right before the optimizer's."""

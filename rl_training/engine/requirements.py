@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
 from rl_training.vocabulary import ENGINE, KL_BOUND
+
+Setting = TypeVar("Setting")
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,15 @@ class Requirements:
             raise UserError(f"the name {reserved[0]} is reserved: give the probe another one")
         needs = needs_of(probes)
         fold_probes = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
-        num_folds = _agreed({p.name: p.num_folds for p in fold_probes if p.num_folds is not None}, "num_folds")
-        entropy = _agreed({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
-        dtype = _agreed({p.name: p.rows_dtype for p in fold_probes if p.rows_dtype is not None}, "rows_dtype")
-        is_compiled = _agreed({p.name: p.compile for p in fold_probes if p.compile is not None}, "compile")
-        offload = any(probe.offload for probe in fold_probes)
-        return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype, is_compiled)
+        return cls(
+            probes,
+            needs,
+            num_folds=_agreed("num_folds", fold_probes, lambda probe: probe.num_folds),
+            entropy=_agreed("entropy gradient", probes, lambda probe: probe.entropy) or EntropySettings(),
+            offload=any(probe.offload for probe in fold_probes),
+            rows_dtype=_agreed("rows_dtype", fold_probes, lambda probe: probe.rows_dtype),
+            compile=_agreed("compile", fold_probes, lambda probe: probe.compile),
+        )
 
     def refuse_impossible_folds(self, num_prompts: int, num_ranks: int) -> None:
         """Raise UserError, naming a number that works, if steps with so many prompts per rank have too few folds."""
@@ -144,8 +149,9 @@ class Requirements:
         return math.ceil((0.0 if self.offload else kept) + others + further)
 
 
-def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
-    """Return the value that the probes agree on, None if none asks for one. UserError if they disagree."""
+def _agreed(what: str, probes: Sequence[Probe], setting: Callable[[Probe], Setting | None]) -> Setting | None:
+    """Return the setting that the probes agree on, None if none asks for one. UserError if they disagree."""
+    wanted = {probe.name: value for probe in probes if (value := setting(probe)) is not None}
     if len(set(wanted.values())) > 1:
         raise UserError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)

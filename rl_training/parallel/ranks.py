@@ -65,6 +65,9 @@ class Ranks:
             device: Where ranks exchange tensors.
             values: Values of this rank whose fact is that ranks have different ones. Checksums of their `repr` are
                 compared.
+
+        >>> Ranks(1, torch.clone).anywhere({"late": True, "short": False}, torch.device("cpu"), {"named": ["reward"]})
+        {'late': True, 'short': False, 'named': False}
         """
         values = values or {}
         checksums = [zlib.crc32(repr(value).encode()) for value in values.values()]

@@ -193,14 +193,17 @@ class Passes:
         If this rank has no rows, it runs the same pass as the others, with weight 0.
         """
         is_empty = not len(rows)
-        rows, shares = (rows.new_zeros(1), torch.zeros_like(scores.shares)) if is_empty else (rows, scores.shares)
+        shares = scores.shares
+        if is_empty:
+            rows = rows.new_zeros(1)
+            shares = torch.zeros_like(shares)
         fresh = None
         last = len(scores.weights) - 1
         for index, (receiver, weight) in enumerate(zip(receivers, scores.weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
                 fresh = self.policy.score(rollout, rows, varentropy=scores.varentropy and index == 0)
-            if scores.on_scores is not None and index == 0 and not is_empty:
+            if index == 0 and scores.on_scores is not None and not is_empty:
                 scores.on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)
             row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
