@@ -102,7 +102,7 @@ class UpdateVerifier:
         """Return whether sampled weights differ on any rank. Collective."""
         # compared bit by bit, so that nan equals itself
         changed = (first.view(torch.int64) != other.view(torch.int64)).any()
-        return float(self._ranks.reduce(changed.double())) > 0.0
+        return self._ranks.any(changed)
 
     def compare(self, weights: Tensor, change: Tensor, formula: Tensor) -> dict[str, Estimate]:
         """Return how far a change of sampled weights was from the formula's, and what rounding left of it. Collective.
