@@ -31,9 +31,10 @@ Where it goes:
 Two more ways to train:
 
     launcher.py          attaches the trainers of a script, which run_script.py runs: python -m rl_training.attach
-    trainer.py           DrGRPOTrainer, this package's trainer, with config.py. buffer.py and fill_rollout.py choose its
-                         prompts, resuming.py continues it, trained_loss.py adds interventions to its loss, and
-                         reward_functions.py notes to the errors of rewards
+    trainer.py           DrGRPOTrainer, this package's trainer, with config.py; resuming.py continues it
+    buffer.py            chooses its prompts, with fill_rollout.py and attempt_metrics.py
+    trained_loss.py      adds interventions to its loss
+    reward_functions.py  adds notes to the errors of rewards, for every trainer
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Remove everything from a trainer that is not to keep it, and write the report if training has begun."""
+        """Take everything off a trainer that is not to keep it, and write the report if training has begun."""
         try:
             if not self._options.keep_attached:
                 self._uninstall()
@@ -229,16 +229,22 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
                 "this trainer trains with interventions or target_kl_share, which would be removed with its probes: "
                 "make a trainer without them"
             )
-        self._uninstall()
+        with self._guard.watching():
+            self._uninstall()
 
     def _uninstall(self) -> None:
+        """Take everything off the trainer, once. It gets its own methods back even if the rest fails."""
+        if self._is_removed:
+            return
         self._is_removed = True
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
-        with self._undo:  # the trainer gets its own methods back even if this fails
-            self.driver.close()
-            self._step_hooks.end()
+        with self._undo:
+            try:
+                self.driver.close()
+            finally:
+                self._step_hooks.end()
 
 
 def is_attached(trainer: Any) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.attempt_metrics import Metrics, log_attempts
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.settings.spelling import Spelling
@@ -20,7 +19,6 @@ from rl_training.hosts.trl.versions import generation_calls_code, tokenizer_of
 from rl_training.policy.rollout import are_mixed, pad_and_concat
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
-Metrics = Mapping[str, Sequence[float]]
 
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer, spelling: Spelling) -> None:
@@ -115,7 +113,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         "buffer/acceptance": int(mixed.sum()) / len(tried),
         "buffer/filled": 1 - sum(empty) / (num_slots * world),
     }
-    _log(trainer, metrics, [len(output["completion_ids"]) * world for output in outputs], of_buffer)
+    log_attempts(trainer, metrics, [len(output["completion_ids"]) * world for output in outputs], of_buffer)
     return _joined(trainer, outputs, fill_slots(mixed[rank], num_slots)[0])
 
 
@@ -132,49 +130,6 @@ def _attempt(
     finally:
         trainer._metrics["train"] = earlier
     return output, rewards, logged
-
-
-def _log(
-    trainer: GRPOTrainer, attempts: Sequence[Metrics], num_sequences: Sequence[int], of_buffer: dict[str, float]
-) -> None:
-    """Add one value per name to the trainer's metrics: those of all attempts merged, and the buffer's own.
-
-    Args:
-        trainer: The trainer.
-        attempts: What TRL has logged in each attempt.
-        num_sequences: The number of sequences of each attempt, on all ranks.
-        of_buffer: Further values by name.
-    """
-    lengths = [logged["completions/mean_length"][-1] for logged in attempts]
-    tokens = sum(round(length * count) for length, count in zip(lengths, num_sequences, strict=True))
-    merged = merge_metrics(attempts, num_sequences) | of_buffer | {"buffer/generated_tokens": float(tokens)}
-    for name, value in merged.items():
-        trainer._metrics["train"][name].append(value)
-    trainer._metrics["train"]["num_tokens"] = list(attempts[-1]["num_tokens"])  # a running count, not an average
-
-
-def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:
-    """Merge what TRL logged in each attempt into one number per name: the mean over the sequences of all attempts.
-
-    Minima and maxima are merged by min and max. A standard deviation becomes the mean of the attempts' own values.
-    `…_terminated_length` describes only sequences that ended by themselves, so it is averaged over those.
-    """
-    merged = {}
-    num_terminated = [
-        n * (1 - attempt["completions/clipped_ratio"][-1]) for attempt, n in zip(attempts, num_sequences, strict=True)
-    ]
-    for name in {name: None for attempt in attempts for name in attempt}:
-        values = np.array([attempt.get(name, [math.nan])[-1] for attempt in attempts])
-        weights = np.array(num_terminated if name.endswith("_terminated_length") else num_sequences)
-        known = (weights > 0) & ~np.isnan(values)
-        kind = name.rpartition("/")[2].partition("_")[0]
-        if not known.any():
-            merged[name] = math.nan
-        elif kind in ("min", "max"):
-            merged[name] = float(getattr(values[known], kind)())
-        else:
-            merged[name] = float(np.average(values[known], weights=weights[known]))
-    return merged
 
 
 def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:

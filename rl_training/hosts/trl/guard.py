@@ -55,17 +55,21 @@ class Guard:
         self._writer = writer
         is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
         self._raises = training_needs_measurements or is_strict
-        self.step = 0  # current step of the training
+        self._step = 0  # current step of the training, 0 before the first one
         self.reason = ""  # why measuring ended before training did; "" while it has not
         self._early_error: Exception | None = None  # which ended it before the first step, until records begin
         self._has_warned_again = False  # whether a further error, after that one, was told
 
     def begin(self) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self.step = 0
+        self._step = 0
         self.reason = ""
         self._early_error = None
         self._has_warned_again = False
+
+    def begin_step(self, number: int) -> None:
+        """Begin a step of the training, for what is said of an error in it."""
+        self._step = number
 
     def around(self, hook: Hook, *, always: bool = False) -> Callable[..., Any]:
         """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
@@ -117,7 +121,7 @@ class Guard:
         try:
             yield
         except Exception as error:
-            if self._raises or (isinstance(error, UserError) and not self.step):
+            if self._raises or (isinstance(error, UserError) and not self._step):
                 raise
             if all_ranks().count > 1:
                 error.add_note(ENDS_TRAINING)
@@ -145,15 +149,15 @@ class Guard:
         if self.reason:
             if not self._has_warned_again:
                 logger.warning(
-                    mask_line(f"step {self.step}: another error after measuring ended ({_described(error)})")
+                    mask_line(f"step {self._step}: another error after measuring ended ({_described(error)})")
                 )
             self._has_warned_again = True
             return
-        when = f"at step {self.step}" if self.step else "before its first step"
+        when = f"at step {self._step}" if self._step else "before its first step"
         self.reason = mask_line(
             f"measuring ended {when} by an error ({_described(error)}), and training went on without it"
         )
-        self._early_error = error if not self.step else None
+        self._early_error = error if not self._step else None
         where = "strict=True raises it"
         if self._writer.records is not None:
             with contextlib.suppress(Exception):  # the disk may be full

@@ -31,7 +31,7 @@ def refuse_other_trainers(trainer: object) -> None:
 
 
 def _what_to_use(trainer: object) -> str:
-    """Return why this object, which is no GRPOTrainer, cannot be measured, and what can be."""
+    """Return the refusal of an object that is no GRPOTrainer: the reason, and what to use instead."""
     kind = type(trainer)
     refusal = f"probes are attached to a trl.GRPOTrainer, and this is {kind.__name__}"
     if isinstance(trainer, RLOOTrainer):

@@ -80,6 +80,7 @@ class TrainingCallback(TrainerCallback):
         self._has_stepped = False  # in any training
         self._failure = ""  # how the training failed, in words; its error may be caught inside the `with` block
         self._unwritten = UnwrittenLines()  # of the training
+        self._step = 0  # the current one, 0 before the first one
 
     # --- around a training --------------------------------------------------------------------------------------------
 
@@ -91,6 +92,8 @@ class TrainingCallback(TrainerCallback):
         self.has_run = True
         self._failure = ""
         self._unwritten = UnwrittenLines()
+        self._step = 0
+        self._writer.records = None  # until their folder is locked
         self._guard.begin()
         self._checkpoint_hooks.take_resumed()  # of a training that ended between loading it and beginning
         try:
@@ -146,7 +149,7 @@ class TrainingCallback(TrainerCallback):
 
     def _leave_out(self, path: Path, error: OSError) -> None:
         """Go on without lines of the records that cannot be written."""
-        self._unwritten.add(self._guard.step, path, error)
+        self._unwritten.add(self._step, path, error)
 
     # --- begin --------------------------------------------------------------------------------------------------------
 
@@ -186,7 +189,6 @@ class TrainingCallback(TrainerCallback):
         """
         self._step_hooks.end()  # an exception may have ended the previous training in the middle of a step
         self._writer.begin_training()
-        self._writer.records = None  # until the folder is locked
         self._checkpoint_hooks.run_id = self._destination.begin(run_id, self._write_before_termination)
         self._writer.records = self._destination.records
 
@@ -206,7 +208,8 @@ class TrainingCallback(TrainerCallback):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._guard.step = state.global_step + 1
+        self._step = state.global_step + 1
+        self._guard.begin_step(state.global_step + 1)
         with self._guard.watching():
             self._log.flush()
 

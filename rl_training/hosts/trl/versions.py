@@ -198,7 +198,7 @@ def keep_graph_of_entropies(undo: ExitStack) -> None:
 
 
 def cannot_train(device: torch.device) -> str:
-    """Return why the installed TRL itself cannot train on a device, with the fix. Empty if it can."""
+    """Return the reason and the fix if the installed TRL itself cannot train on a device. Empty if it can."""
     if device.type == "cpu" and trl_version.startswith(f"{NO_CPU}."):
         return f"trl {trl_version} computes its loss on a GPU only, by a Triton kernel: pip install 'trl!={NO_CPU}.*'"
     return ""

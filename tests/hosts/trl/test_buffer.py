@@ -19,8 +19,9 @@ from trainers import logged_numbers, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
+from rl_training.hosts.trl.attempt_metrics import merge_metrics
 from rl_training.hosts.trl.buffer import FilteredBuffer, prompt_weights
-from rl_training.hosts.trl.fill_rollout import fill_slots, merge_metrics, start_buffer
+from rl_training.hosts.trl.fill_rollout import fill_slots, start_buffer
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.settings.spelling import COMMAND_LINE, PYTHON
 from rl_training.job.run.training import TrainingRun

@@ -258,6 +258,7 @@ def test_what_cannot_be_removed_after_a_training_does_not_end_the_script_that_go
     trainer = make_trainer(**PLAIN | {"max_steps": 1})
     attach(trainer, probes=Failing(""), strict=False)
     trainer.train()
+    attach(trainer, probes=Failing(""), strict=False).remove()
     assert not {"train", "compute_loss"} & vars(trainer).keys()
     said = [line for line in caplog.messages if "after measuring ended" in line or "measuring ended at" in line]
     assert said[0].startswith("measuring ended at step 1 by an error (KeyError")

@@ -106,7 +106,7 @@ class Rollouts:
             self._examine_old_logps(output)
 
     def _sampling_mismatch(self, responses: Sequence[Response | None]) -> Unavailable | None:
-        """Return why these responses are no samples of the policy: the first reason of any, or None."""
+        """Return the first reason if some of these responses are no samples of the policy. None if all are."""
         known = [response for response in responses if response is not None]
         if not known:
             return sampling_reason(self._trainer)  # by the present settings

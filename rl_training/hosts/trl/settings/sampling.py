@@ -51,7 +51,7 @@ OTHER_SAMPLING = Unavailable(
 
 
 def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return why responses sampled now are not samples of the scored policy, or None.
+    """Return the reason if responses sampled now are not samples of the scored policy. None if they are.
 
     It reads the current options of generation, which a callback may have changed since the trainer was made.
     """
@@ -92,7 +92,7 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
 
 
 def fresh_responses_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return why this trainer cannot sample extra responses during training, or None."""
+    """Return the reason if this trainer cannot sample extra responses during training. None if it can."""
     if versions.generation_calls_code(trainer):
         return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):
