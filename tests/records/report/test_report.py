@@ -934,7 +934,7 @@ def test_effects_of_steps_of_which_many_are_not_known_have_no_mean_and_sums_say_
 ) -> None:
     """The steps that moved too far to be measured are the last ones, here without prediction of length."""
     records = Records(tmp_path / "logs")
-    far = Estimate.missing("the sample is too small: take smaller steps")
+    far = Estimate.missing(Unavailable("far", "the sample is too small", fix="take smaller steps"))
     remark = Unavailable(SOME_STEPS.code, f"over {known} of 10 steps", "far")
     for step in range(1, 11):
         records.write_metrics(step, {"reward": 0.5, "rewards/a/mean": 0.5, "rewards/b/mean": 0.5})
