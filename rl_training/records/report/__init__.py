@@ -1,10 +1,11 @@
 """The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
-    set_up.py           how the run is set up; wording.py: what to change, in the words of whichever trainer made it
+    set_up.py           how the run is set up
+    wording/            what to change, in the words of whichever trainer made the run; proposals.py: as what
     story/              what reward and entropy do, without their noise
     verdict/            what that means, in one sentence
     standing_out/       rules that each look for one fault
-    advice.py           the one thing to change, from these; proposals.py: what can be proposed
+    advice.py           the one thing to change, from these
     opening.py          the first lines; predictions.py: do they hold, or why are there none; as_json.py: for programs
     summary/            the table below them
     interventions/      what interventions would do

@@ -1,4 +1,7 @@
-"""The one thing to change, for the first lines of a report. docs/how_to/entropy_is_falling.md gives the same advice."""
+"""The one thing to change, for the first lines of a report. docs/how_to/entropy_is_falling.md gives the same advice.
+
+Thresholds were chosen by hand. What was tested of the advice is in docs/explanation/how_often_right.md.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from rl_training.records.report.verdict.kinds import (
     SOLVED,
     Kind,
 )
-from rl_training.records.report.wording import Wording, wording_of
+from rl_training.records.report.wording import wording_of
+from rl_training.records.report.wording.base import Wording
 from rl_training.records.table.effects import effects_of, halving, keeping
 from rl_training.records.table.measured import of_steps
 from rl_training.records.table.series import Run
@@ -71,7 +75,7 @@ def advise(run: Run, verdict: Verdict, findings: Sequence[Finding]) -> Advice:
         return action(Situation(run, verdict, cause))
     if any(finding.name == LARGE_STEP for finding in findings):
         return wording_of(run).bounded_step().followed_by(", since steps are too large").sentence()
-    yet = " yet" * (verdict.kind.is_undecided)
+    yet = " yet" * verdict.kind.is_undecided
     unseen = _what_one_reward_hides(run, verdict)
     if findings:
         first = findings[0].proposal.sentence(to_change="To change because of what stands out")
@@ -82,7 +86,8 @@ def advise(run: Run, verdict: Verdict, findings: Sequence[Finding]) -> Advice:
 
 def _what_one_reward_hides(run: Run, verdict: Verdict) -> str:
     """Return what cannot be known of a rewarded run with little entropy left, if it has one reward function."""
-    reward, entropy = verdict.story.reward, verdict.story.entropy
+    reward = verdict.story.reward
+    entropy = verdict.story.entropy
     if reward is None or entropy is None or entropy.left > LITTLE_ENTROPY_LEFT or len(reward_functions(run)) > 1:
         return ""
     if not (verdict.kind.is_learned or reward.has_risen):
@@ -212,7 +217,8 @@ def _let_it_learn(situation: Situation) -> Advice:
         return _do_first(situation.cause)
     story = situation.verdict.story
     mixed = 1 - situation.run.logged("frac_reward_zero_std").tail(RECENT).mean()
-    reward, effect = story.reward, story.whole_effect
+    reward = story.reward
+    effect = story.whole_effect
     assert reward is not None
     if reward.now < HARDLY_EARNED * reward.top:
         return Advice.of(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_training.records.files.printable import all_printable
 from rl_training.records.report.opening import opening
+from rl_training.records.report.standing_out.finding import Finding
 from rl_training.records.table.series import Run
 
 VERSION = 1
@@ -17,17 +18,31 @@ VERSION = 1
 def first_lines(run: Run) -> dict[str, Any]:
     """Return the verdict on a run, what to change, and what stands out, without control characters."""
     first = opening(run)
-    findings = [
-        {"name": finding.name, "since": finding.since, "evidence": finding.evidence, "advice": finding.advice.text,
-         "settings": [*finding.advice.settings]}
-        for finding in first.findings
-    ]  # fmt: skip
-    written: dict[str, Any] = all_printable({
-        "schema": "rl_training.report", "version": VERSION, "run": run.name,
+    fields = {
+        "schema": "rl_training.report",
+        "version": VERSION,
+        "run": run.name,
         "steps": {"first": run.steps[0], "last": run.last_step, "logged": len(run.steps)},
-        "verdict": {"kind": first.kind, "since": first.since, "headline": first.headline,
-                    "evidence": first.evidence.strip(" :")},
-        "advice": first.advice.text, "settings": [*first.advice.settings],
-        "stands_out": findings, "predictions": first.further,
-    })  # fmt: skip
-    return written
+        "verdict": {
+            "kind": first.kind,
+            "since": first.since,
+            "headline": first.headline,
+            "evidence": first.evidence.strip(" :"),
+        },
+        "advice": first.advice.text,
+        "settings": [*first.advice.settings],
+        "stands_out": [_fields_of(finding) for finding in first.findings],
+        "predictions": first.further,
+    }
+    printable: dict[str, Any] = all_printable(fields)
+    return printable
+
+
+def _fields_of(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.name,
+        "since": finding.since,
+        "evidence": finding.evidence,
+        "advice": finding.advice.text,
+        "settings": [*finding.advice.settings],
+    }

@@ -83,10 +83,11 @@ def _early_end(run: Run) -> str:
 
 def _bounded_steps(run: Run) -> str:
     """Describe how the KL bound has shortened steps; "" without one."""
-    kl, tries, rates = (run.finite_rows(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
+    kl = run.values("bound/kl")
     if kl.empty:
         return ""
-    shortened = int((tries > 0).sum())
+    rates = run.values("bound/learning_rate")
+    shortened = int((run.values("bound/tries") > 0).sum())
     return (
         f"KL bounds the steps: {kl.median():.2g} nats per token in the median. {shortened} of {len(kl)} steps were "
         f"shortened, and the learning rate went from {rates.iloc[0]:.2g} to {rates.iloc[-1]:.2g}."

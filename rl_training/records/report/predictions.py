@@ -29,10 +29,14 @@ def why_no_predictions(run: Run) -> str:
 
 def sums_of_changes(run: Run) -> tuple[Estimate, Estimate] | None:
     """Return the sums of predicted and of measured changes at the last step that has both; None without such a step."""
-    predicted, measured = (run.finite_rows(f"delta_h/cumulative_{kind}") for kind in ("predicted", "measured"))
-    last = measured.index.intersection(predicted.index, sort=False)[-1:]
-    sums = last_of(predicted.loc[last]), last_of(measured.loc[last])
-    return None if sums[0] is None or sums[1] is None or sums[0].stderr == 0 else (sums[0], sums[1])
+    predictions = run.finite_rows("delta_h/cumulative_predicted")
+    measurements = run.finite_rows("delta_h/cumulative_measured")
+    last = measurements.index.intersection(predictions.index, sort=False)[-1:]
+    predicted = last_of(predictions.loc[last])
+    measured = last_of(measurements.loc[last])
+    if predicted is None or measured is None or predicted.stderr == 0:  # exact only where the sums begin
+        return None
+    return predicted, measured
 
 
 def predictions_fail(run: Run) -> bool:

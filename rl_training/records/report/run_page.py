@@ -30,8 +30,8 @@ from rl_training.records.report.summary.row import Row
 from rl_training.records.report.summary.step_numbers import step_numbers
 from rl_training.records.table.series import Run
 
-ON_TOP = ("reward", "token_entropy")  # charts of the first screen
-OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after the interventions
+CHARTS_ON_TOP = ("reward", "token_entropy")  # on the first screen
+BATCH_CHARTS = ("noise_scale", "ess")  # after the interventions
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RunPage:
     step_numbers: list[list[str]]
     charts: list[Chart]
     interventions: Section | None
-    charts_of_the_batch: list[Chart]
+    batch_charts: list[Chart]
     sampler: list[str]  # sentences
     tokens: TokenTables | None
     own_metrics: list[list[str]]
@@ -84,25 +84,37 @@ class RunPage:
     @classmethod
     def of(cls, run: Run) -> RunPage:
         charts = draw_figures(run)
-        apart = (*ON_TOP, *OF_THE_BATCH)
         return cls(
-            name=run.name, opening=opening(run), charts_on_top=[chart for chart in charts if chart.name in ON_TOP],
-            rows=summarize(run), compare=comparison_command(run), account=_account(run),
-            step_numbers=step_numbers(run), charts=[chart for chart in charts if chart.name not in apart],
+            name=run.name,
+            opening=opening(run),
+            charts_on_top=[chart for chart in charts if chart.name in CHARTS_ON_TOP],
+            rows=summarize(run),
+            compare=comparison_command(run),
+            account=_account(run),
+            step_numbers=step_numbers(run),
+            charts=[chart for chart in charts if chart.name not in (*CHARTS_ON_TOP, *BATCH_CHARTS)],
             interventions=interventions_of_run(run, branch_commands(run)),
-            charts_of_the_batch=[chart for chart in charts if chart.name in OF_THE_BATCH],
-            sampler=sampler_and_trainer(run), tokens=_token_tables(run), own_metrics=own_metrics(run),
-            evaluations=evaluation_tables(run), analyses=analyses_of(run), samples=samples_over_time(run),
-            has_estimates=bool(run.names()), gaps=gaps(run), costs=probe_costs(run), provenance=run.provenance,
+            batch_charts=[chart for chart in charts if chart.name in BATCH_CHARTS],
+            sampler=sampler_and_trainer(run),
+            tokens=_token_tables(run),
+            own_metrics=own_metrics(run),
+            evaluations=evaluation_tables(run),
+            analyses=analyses_of(run),
+            samples=samples_over_time(run),
+            has_estimates=bool(run.names()),
+            gaps=gaps(run),
+            costs=probe_costs(run),
+            provenance=run.provenance,
             config=run.config,
-        )  # fmt: skip
+        )
 
     @property
     def all_charts(self) -> list[Chart]:
+        """The charts of all parts, which can be written as pictures."""
         waterfall = [self.account.waterfall] if self.account else []
         sections = [section for section in (self.interventions, *self.analyses) if section]
         of_sections = [chart for section in sections for chart in section.charts]
-        return [*self.charts_on_top, *self.charts, *self.charts_of_the_batch, *waterfall, *of_sections]
+        return [*self.charts_on_top, *self.charts, *self.batch_charts, *waterfall, *of_sections]
 
 
 def comparison_command(run: Run) -> str:
@@ -118,8 +130,8 @@ def _account(run: Run) -> Account | None:
 
 
 def _token_tables(run: Run) -> TokenTables | None:
-    (classes, steps_of_classes) = tokens.token_classes(run)
-    (top, steps_of_top) = tokens.top_tokens(run)
+    classes, steps_of_classes = tokens.token_classes(run)
+    top, steps_of_top = tokens.top_tokens(run)
     if not classes:
         return None
     return TokenTables(tokens.TITLE, tokens.ANCHOR, classes, steps_of_classes, top, steps_of_top)

@@ -1,4 +1,4 @@
-"""How a run is set up: its recorded settings, whichever trainer made it. wording.py writes settings to change."""
+"""How a run is set up: its recorded settings, whichever trainer made it. wording/ writes settings to change."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from rl_training.records.report.interventions.section import interventions_of_ru
 from rl_training.records.report.opening import opening
 from rl_training.records.report.summary import summarize
 from rl_training.records.report.verdict import judge
-from rl_training.records.report.wording import PSR_PAGE
+from rl_training.records.report.wording.trl import PSR_PAGE
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.reading import read_run
 from rl_training.records.writer import Records

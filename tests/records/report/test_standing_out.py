@@ -21,7 +21,9 @@ from rl_training.records.report.opening import opening
 from rl_training.records.report.set_up import SetUp, set_up_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.finding import Finding
-from rl_training.records.report.wording import JobWording, VerlWording, wording_of
+from rl_training.records.report.wording import wording_of
+from rl_training.records.report.wording.job import JobWording
+from rl_training.records.report.wording.verl import VerlWording
 from rl_training.records.table.reading import read_run
 from rl_training.records.table.trends import share_of
 from rl_training.records.writer import Records

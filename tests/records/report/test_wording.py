@@ -15,7 +15,10 @@ from logged_runs import log_run, noisy
 from rl_training import Estimate
 from rl_training.records.report.as_json import first_lines
 from rl_training.records.report.set_up import SetUp
-from rl_training.records.report.wording import JobWording, TrlWording, VerlWording, Wording
+from rl_training.records.report.wording.base import Wording
+from rl_training.records.report.wording.job import JobWording
+from rl_training.records.report.wording.trl import TrlWording
+from rl_training.records.report.wording.verl import VerlWording
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.reading import read_run
 

@@ -14,7 +14,9 @@ from rl_training.records.folder import checkpoints_of
 from rl_training.records.hydra_text import quote_list, quote_value
 from rl_training.records.made_by import TRL
 from rl_training.records.report.set_up import PSR
-from rl_training.records.report.wording import PSR_PAGE, Wording, wording_of
+from rl_training.records.report.wording import wording_of
+from rl_training.records.report.wording.base import Wording
+from rl_training.records.report.wording.trl import PSR_PAGE
 from rl_training.records.table.effects import Effect, effects_of
 from rl_training.records.table.rates import is_falling
 from rl_training.records.table.series import Run

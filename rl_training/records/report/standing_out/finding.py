@@ -9,7 +9,7 @@ from typing import Self
 from rl_training.records.pages.writing import on_one_line
 from rl_training.records.report.proposals import Advice, Change, Task
 from rl_training.records.report.standing_out.run_records import RunRecords
-from rl_training.records.report.wording import Wording
+from rl_training.records.report.wording.base import Wording
 
 # Names of findings, which the JSON of a report has too, and what each says.
 NOT_A_NUMBER = "nan"  # the reward, or a reward function, is nan

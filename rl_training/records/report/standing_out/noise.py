@@ -1,4 +1,7 @@
-"""The noise of rewards, as the rules weigh it: of a step's mean, within prompts, and in step with another number."""
+"""The noise of rewards, as the rules weigh it: of a step's mean, within prompts, and in step with another number.
+
+Thresholds were chosen by hand, on the trainings of seed 0 of benchmarks/planted_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,19 @@ from rl_training.statistics.estimate import Z_95, Estimate
 
 MIN_JUMP_STDERRS = 6.0  # standard errors of a jump or a break; high, because every step is tested
 CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not have
+# Mean rewards at which lots can be told apart: nearer to 0 or 1, nearly all prompts have equal rewards anyway.
+MIN_MEAN = 0.03
+MAX_MEAN = 0.97
+STDERRS = 2.0  # by which the number of prompts with equal rewards may differ from the expected one
+SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+MAX_CORRELATION = 1 - 1e-6  # Fisher's z is infinite at 1
 
 
 def noise_of_a_step(records: RunRecords) -> float:
     """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
     steps = records.reward.diff().dropna()
-    scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
+    deviation = float((steps - steps.median()).abs().median()) if len(steps) else 0.0
+    scatter = SIGMA_OF_MAD * deviation / math.sqrt(2)  # a change has the noise of two steps
     number = records.set_up.sequences
     of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
     return max(scatter, of_spread)
@@ -33,24 +43,26 @@ def fall_as_if_by_lot(records: RunRecords) -> bool:
     """
     p = recent(records.reward)
     count = records.set_up.responses
-    p = p[(p > 0.03) & (p < 0.97)]
+    p = p[(p > MIN_MEAN) & (p < MAX_MEAN)]
     if len(p) < MIN_STEPS or not count > 1 or not records.set_up.prompts > 0:
         return False
     equal = records.set_up.prompts * float((1 - records.mixed.reindex(p.index)).sum())
     by_lot = records.set_up.prompts * float((p**count + (1 - p) ** count).sum())
-    a, b = (share * (1 / CORRELATION - 1) for share in (p, 1 - p))
+    a = p * (1 / CORRELATION - 1)
+    b = (1 - p) * (1 / CORRELATION - 1)
     correlated = np.exp(betaln(a + count, b) - betaln(a, b)) + np.exp(betaln(a, b + count) - betaln(a, b))
     expected = records.set_up.prompts * float(correlated.sum())
-    return equal <= by_lot + 2 * math.sqrt(by_lot) and equal < expected - 2 * math.sqrt(expected)
+    is_by_lot = equal <= by_lot + STDERRS * math.sqrt(by_lot)
+    return is_by_lot and equal < expected - STDERRS * math.sqrt(expected)
 
 
 def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:
-    """Return the correlation with Fisher's interval."""
+    """Return the correlation with Fisher's interval; nan for too few values."""
     count = len(first)
     if count < MIN_STEPS or not (first.std() > 0 and other.std() > 0):
         return Estimate.missing("too few steps that differ")
     r = float(np.corrcoef(first, other)[0, 1])
     half = Z_95 / math.sqrt(count - 3)
-    middle = math.atanh(min(max(r, -0.999999), 0.999999))
-    return Estimate(r, num_samples=count, reason="its interval is not symmetric",
-                    interval=(math.tanh(middle - half), math.tanh(middle + half)))  # fmt: skip
+    middle = math.atanh(min(max(r, -MAX_CORRELATION), MAX_CORRELATION))
+    ends = (math.tanh(middle - half), math.tanh(middle + half))
+    return Estimate(r, num_samples=count, reason="its interval is not symmetric", interval=ends)

@@ -11,7 +11,8 @@ import pandas as pd
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.story.broken_line import rise_of
 from rl_training.records.report.story.reward_functions import spreads
-from rl_training.records.report.wording import Wording, wording_of
+from rl_training.records.report.wording import wording_of
+from rl_training.records.report.wording.base import Wording
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT, share_of
 from rl_training.statistics.estimate import Estimate

@@ -48,13 +48,19 @@ QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answe
 def summarize(run: Run) -> list[Row]:
     """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     verdict = judge(run)
-    lines = [
-        *level_rows(run, verdict.story), *_further_probes(run), *_tokens(run), *_interventions(run, verdict),
-        *noise_scale(run, verdict), *effective_sample(run), *entropy_changes(run), _cost(run),
-    ]  # fmt: skip
+    rows = [
+        *level_rows(run, verdict.story),
+        *_further_probes(run),
+        *_tokens(run),
+        *_interventions(run, verdict),
+        *noise_scale(run, verdict),
+        *effective_sample(run),
+        *entropy_changes(run),
+        _cost(run),
+    ]
     return [
         row._replace(label=on_one_line(row.label), value=on_one_line(row.value), note=on_one_line(row.note))
-        for row in lines
+        for row in rows
     ]
 
 

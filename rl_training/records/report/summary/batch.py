@@ -1,4 +1,7 @@
-"""Rows on the batch: would another size pay, and how much of it carries the update?"""
+"""Rows on the batch: would another size pay, and how much of it carries the update?
+
+Thresholds were chosen by hand. The number of steps is in proportion to 1 + 1/r, with r the batch over the noise scale.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT
 
 FITTING_BATCH_RATIO = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
+# Of another batch, as a factor on the present one.
+LARGER = 2.0  # or more, up to the lower end of the noise scale
+SMALLER = 0.5
 
 
 def noise_scale(run: Run, verdict: Verdict) -> Iterator[Row]:
     """Yield the row on the noise scale, and on the batch that it calls for where there is something left to learn."""
-    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
+    scale = last_of(run.with_interval("gns/noise_scale_prompts"))
+    ratio = last_of(run.with_interval("gns/batch_ratio"))
     if scale is None:
         return
     see = how_to("batch_size")
@@ -65,19 +72,21 @@ def _batch_size(ratio: tuple[float, float] | None, scale: tuple[float, float]) -
     if low >= FITTING_BATCH_RATIO[0] and high <= FITTING_BATCH_RATIO[1]:
         return f"{comparison}: it is about right; beyond it gains shrink"
     batch = low * scale[1] if math.isfinite(scale[1]) else high * scale[0]  # in prompts
-    if high < 1:  # twice the batch, or the lower end of the noise scale if that is more
-        times = max(2.0, 1 / high) if high > 0 else 2.0
+    if high < 1:
+        times = max(LARGER, 1 / high) if high > 0 else LARGER
     elif low > 1:
-        times = 0.5
+        times = SMALLER
     else:
         return f"{comparison}: it may be too small or too large; more steps will tell"
     size = f"{times * batch:.0f} prompts a step" if math.isfinite(times * batch) else "twice the batch"
     steps = [_steps_needed(end, times) for end in (low, high)]
     responses = [times * factor for factor in steps]
-    return f"{comparison}: {size} would take about {_more(steps, 'steps')} and {_more(responses, 'responses')}"
+    num_steps = _more_or_fewer(steps, "steps")
+    num_responses = _more_or_fewer(responses, "responses")
+    return f"{comparison}: {size} would take about {num_steps} and {num_responses}"
 
 
-def _more(factors: Sequence[float], of: str) -> str:
+def _more_or_fewer(factors: Sequence[float], of: str) -> str:
     """Return a range of factors as percent more or fewer, such as "15 to 24 % fewer steps"."""
     low, high = sorted(abs(round(100 * (factor - 1))) for factor in factors)
     if high == 0:
@@ -98,9 +107,11 @@ def _steps_needed(ratio: float, times: float) -> float:
 
 
 def effective_sample(run: Run) -> Iterator[Row]:
-    shares, idle = (run.values(f"ess/{name}").tail(RECENT) for name in ("advantage_fraction", "zero_advantage_prompts"))
+    """Yield the row on how many sequences carry the update."""
     if run.rows("ess/advantage").empty:
         return
+    shares = run.values("ess/advantage_fraction").tail(RECENT)
+    idle = run.values("ess/zero_advantage_prompts").tail(RECENT)
     at = f", mean of {steps_of(shares)}" if len(shares) else ""
     note = f"of the sequences carry the update (Kish size of |A|{at})"
     if len(idle):

@@ -1,0 +1,61 @@
+"""Settings to change, as arguments of TRL's classes and of `attach`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rl_training.records.report.proposals import Change
+from rl_training.records.report.set_up import KEPT_STEP, PSR
+from rl_training.records.report.wording.base import LOSS, OPEN, Wording, argument_of, change_of, in_python
+
+PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
+# By intervention: the field of GRPOConfig that does the same, and its value; None for the intervention's strength.
+INTERVENTION_FIELDS: Mapping[str, tuple[str, Any]] = {
+    "bonus": ("entropy_coef", None), "max_grad_norm": ("max_grad_norm", None),
+    "top_entropy": ("top_entropy_quantile", None), "kl": ("beta", None), "clip_higher": ("epsilon_high", None),
+    "std_norm": ("scale_rewards", "group"), "length_norm": ("loss_type", "grpo"),
+    "drop_truncated": ("mask_truncated_completions", True), "keep_truncated": ("mask_truncated_completions", False),
+}  # fmt: skip
+
+
+class TrlWording(Wording):
+    """For a TRL trainer with attached probes: arguments of GRPOConfig and `attach`."""
+
+    responses_name = "num_generations"
+
+    def fields(self, **fields: Any) -> Change:
+        texts = [f"{name}={in_python(value)}" for name, value in fields.items()]
+        return change_of(fields, [f"GRPOConfig({', '.join(texts)})"])
+
+    def larger_batch(self, times: int) -> Change:
+        accumulated = self.set_up.number("gradient_accumulation_steps")
+        if not math.isfinite(accumulated):
+            return super().larger_batch(times)
+        return self.fields(gradient_accumulation_steps=times * int(accumulated))
+
+    def _bounded_to(self, share: float | str) -> Change:
+        return argument_of(KEPT_STEP, "attach", f"{KEPT_STEP}={in_python(share)}")
+
+    def reward_weights(self) -> Change:
+        return self.fields(reward_weights=f"[{OPEN}]")
+
+    def positive_only(self) -> Change:
+        return Change(f"PositiveOnly(GRPOTrainer) of {PSR_PAGE}", target=LOSS)
+
+    def _trainers_own(self, name: str, strength: str) -> Change | None:
+        field, value = INTERVENTION_FIELDS.get(name, ("", None))
+        if not field or (value is None and not strength):
+            return None
+        return change_of([field], [f"GRPOConfig({field}={strength if value is None else in_python(value)})"])
+
+
+class DrGrpoWording(TrlWording):
+    """For a DrGRPOTrainer of one's own script, which has the bound and interventions itself."""
+
+    def _bounded_to(self, share: float | str) -> Change:
+        return change_of([KEPT_STEP], [f"DrGRPOConfig({KEPT_STEP}={in_python(share)})"])
+
+    def positive_only(self) -> Change:
+        return argument_of(LOSS, "DrGRPOTrainer", f'interventions=["{PSR}"]')
