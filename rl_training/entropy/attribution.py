@@ -15,7 +15,8 @@ from torch import Tensor
 from rl_training.optim.formula import CAUSES
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
-NUM_GROUPS, OUTSIDE = 3, "outside"  # groups of consecutive layers, and the parameters outside of layers
+NUM_GROUPS = 3  # of consecutive layers
+OUTSIDE = "outside"  # the parameters outside of layers
 _KEYWORDS = (
     ("norm", ("norm", "ln_", "layernorm")),  # must be first: q_norm and layernorms inside of attention are norms
     ("embedding", ("embed", "wte", "wpe", "lm_head")),

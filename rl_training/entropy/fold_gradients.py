@@ -68,7 +68,8 @@ def directions_of(batch: Batch, ratios: Tensor | None, level: float, settings: E
         level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
         settings: Whether X per sequence is wanted.
     """
-    scores, index = batch.scores, batch.rollout.prompt_index
+    scores = batch.scores
+    index = batch.rollout.prompt_index
     (sequence_weights, entropy_weights), (length_weights, _) = (  # the length's gradient has no ∂h term
         surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
         for target in ("sequence", "length")

@@ -42,10 +42,12 @@ def fold_table(
     by_fold, corrections = products.sum_over_ranks(ranks)
     joined = [prediction.totals, by_fold.flatten(1), corrections.flatten(1)]
     table = torch.cat(joined, dim=1).cpu()  # in one copy, for which the device is waited for once
-    factor, reward_reason = None, None
+    factor = None
+    reward_reason = None
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.reasons)
-        factor, reward_reason = gradient.factor, gradient.factor_reason
+        factor = gradient.factor
+        reward_reason = gradient.factor_reason
     reward_table = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
     reward, reward_corrections = reward_table.split(1, dim=1)
     rows, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)

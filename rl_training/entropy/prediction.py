@@ -133,8 +133,12 @@ class EntropyPredictor:
 
         `previous` is only read.
         """
-        batch, ranks, layout = step.batch, self.passes.ranks, step.gradients.layout
-        settings, labels, previous = self.settings, self.attribution.all_labels, self.previous
+        batch = step.batch
+        ranks = self.passes.ranks
+        layout = step.gradients.layout
+        settings = self.settings
+        labels = self.attribution.all_labels
+        previous = self.previous
         reason = _entropy_gradient_reason(batch, ranks, step.reasons)
         if reason:
             return EntropyPrediction(settings, labels, reason), None
@@ -146,7 +150,8 @@ class EntropyPredictor:
         update, leave_one_out = _whole_and_without_folds(step, ranks)
         products = None
         if Need.ENTROPY_CHANGE in needs:
-            sizes, update_before = batch.fold_sizes, previous.update_before(step.number)
+            sizes = batch.fold_sizes
+            update_before = previous.update_before(step.number)
             products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
         score_check = ScoreCheck(batch, self.passes.policy, test)
         directions = directions_of(batch, ratios, entropy / length, settings)
@@ -189,7 +194,8 @@ class EntropyPredictor:
         Returns:
             X per token and per sequence of small models, else X per token if `needs` has its rows, or nothing.
         """
-        batch, layout = step.batch, step.gradients.layout
+        batch = step.batch
+        layout = step.gradients.layout
         # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
         num_held = len(directions) if layout.is_small else int(Need.ENTROPY_ROWS in needs)
         held = [Rows(layout, batch.num_folds, rows_dtype(layout), self.device) for _ in range(num_held)]

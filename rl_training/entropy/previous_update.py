@@ -55,7 +55,8 @@ class PreviousUpdate:
 
     def __init__(self, shard: Shard, state: UpdateState | None = None) -> None:
         state = state or UpdateState()
-        self._shard, self._layout = shard, shard.layout
+        self._shard = shard
+        self._layout = shard.layout
         self.update: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
         # The parts are copied because the last bits of a sum depend on the memory address of its first entry.
         if state.step:  # not state.update, which may be empty on some ranks
@@ -112,12 +113,15 @@ class PreviousUpdate:
             rounded = self._layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
         is_known = intended is not None and not is_rounded
         self._old_weights = {} if is_known else {name: part.clone() for name, part in weights.items()}
-        self.step, self.update, self._reason = step, rounded if is_known else None, None
+        self.step = step
+        self.update = rounded if is_known else None
+        self._reason = None
         return intended, rounded
 
     def _write_over(self, update: StepUpdate | None) -> Vector | None:
         """Return δθ before rounding, written over that of the last step unless `update` holds it."""
-        last, self.update = self.update, None
+        last = self.update
+        self.update = None
         self._reason = FAILED.prefixed(f"step {self.step}")  # stays if what follows fails
         if update is None:
             return None
@@ -148,6 +152,7 @@ class PreviousUpdate:
         If the step did not follow the formula, add only that of `backward`, which does not use the step's own δθ.
         """
         if not is_formula:
-            of_all, variance = variance, torch.full_like(variance, torch.nan)
+            of_all = variance
+            variance = torch.full_like(variance, torch.nan)
             variance[BACKWARD] = of_all[BACKWARD]
         self.errors = self.errors.add(variance, step, decay)

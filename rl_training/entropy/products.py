@@ -54,7 +54,8 @@ class _LeaveOneOutProducts:
         terms = updates.clipped.terms_without(index, piece)
         fusion = updates.pieces.layout.fusion
         sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, updates.whole.clip_tensor, held, *terms)
-        whole, without = sums[: -len(CAUSES)], sums[-len(CAUSES) :]
+        whole = sums[: -len(CAUSES)]
+        without = sums[-len(CAUSES) :]
         self.without[index, :, piece.parameter_indices, target] += without.movedim(0, -2)
         self.whole[index, target] += whole.sum(dim=(0, -1))
 
@@ -105,7 +106,10 @@ class FoldProducts:
         previous: Vector | None,
         settings: EntropySettings,
     ) -> None:
-        self._layout, self._attribution, self._update, self._previous = layout, attribution, update, previous
+        self._layout = layout
+        self._attribution = attribution
+        self._update = update
+        self._previous = previous
         self._sizes = sizes
         self._num_targets = 1 + settings.per_sequence
         self.sums = [layout.zeros() for _ in range(self._num_targets)] if leave_one_out is not None else []  # S

@@ -31,7 +31,8 @@ from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.passes import Passes
 
-TARGET, RANGE = 1e-3, 10.0  # nats; a shift that is off by more than this factor is made again
+TARGET = 1e-3  # nats
+RANGE = 10.0  # a shift that is off by more than this factor is made again
 ATTEMPTS = 4
 
 
@@ -40,7 +41,9 @@ def iter_token_products(batch: Batch, prediction: EntropyPrediction, passes: Pas
 
     Only valid if `paired_effects_reason` returns None.
     """
-    (updates, x), weights, sizes = updates_and_rows(prediction), batch.loss_weights, batch.fold_sizes
+    updates, x = updates_and_rows(prediction)
+    weights = batch.loss_weights
+    sizes = batch.fold_sizes
     has_weight = rows_with_weight([weights])
     length = 0.1 if prediction.update is None else 0.1 * _length(prediction.update, passes)  # of the shift
     for k in range(batch.num_folds):
@@ -86,7 +89,9 @@ def _slopes(
 
 def _direction(layout: Layout, updates: LeaveOneOutUpdates, rows: Rows, k: int) -> Vector:
     """Return v_k, this rank's entries."""
-    vector, clip, factor = layout.zeros(), float(updates.clips[k]), float(rows.factors[k])
+    vector = layout.zeros()
+    clip = float(updates.clips[k])
+    factor = float(rows.factors[k])
     for piece in updates.pieces:
         slope = piece.gradient_factor(updates.clipped.without(k, piece))
         piece.of(vector).copy_(slope * rows.of(piece.bucket, piece.columns, k)).mul_(clip * factor)
@@ -102,9 +107,12 @@ def _shifted_scores(
     batch: Batch, passes: Passes, rows: Tensor, direction: Vector, size: float
 ) -> tuple[Scores, Scores]:
     """Return the scores of some rows with the weights θ + size · direction and θ − size · direction. Collective."""
-    policy, shifts = passes.policy, passes.layout.by_name(direction)
+    policy = passes.policy
+    shifts = passes.layout.by_name(direction)
     assert policy.shard is not None
-    current, rollout, scores = policy.shard.copy_local_weights(), take_rows(batch.rollout, rows), []
+    current = policy.shard.copy_local_weights()
+    rollout = take_rows(batch.rollout, rows)
+    scores = []
     for sign in (1.0, -1.0):
         with policy.with_weights({name: weight + sign * size * shifts[name] for name, weight in current.items()}):
             scores.append(policy.score_rollout(rollout))

@@ -123,7 +123,8 @@ def surrogate_weights(
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), over_group)
     width = mask.shape[1]
     ratios = torch.ones_like(mask[:, :1]).expand(-1, width + 1) if ratios is None else ratios[:, : width + 1]
-    before, through = ratios[:, :-1], ratios[:, 1:]
+    before = ratios[:, :-1]
+    through = ratios[:, 1:]
     costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
     to_go = sums_after(costs) * mask
     weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, over_group)) * mask

@@ -78,7 +78,8 @@ class AdamWState(OptimizerState):
         return plus_quotient((-self.lr * self.weight_decay) * param, moment, root, self.scale)
 
     def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
-        beta2, decay = self.betas[1], self.weight_decay
+        beta2 = self.betas[1]
+        decay = self.weight_decay
         if beta2 == 0.0:  # the root below is taken relative to the old v's share
             return super().products(param, grad, x)
         g = self._moment_gradient(param, grad)

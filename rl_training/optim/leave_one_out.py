@@ -107,7 +107,8 @@ class FoldMeans:
 
         They are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
         """
-        mean, fusion = piece.of(self.mean), self.rows.layout.fusion
+        mean = piece.of(self.mean)
+        fusion = self.rows.layout.fusion
         ratios = self.fold_coefficient / self.mean_coefficient
         rows = (self._rows(piece, fold) for fold in range(len(self.rows)))
         if fusion.is_on:
@@ -183,13 +184,17 @@ class LeaveOneOutUpdates:
             piece: The piece.
             x: What the update is multiplied with, (n,).
         """
-        fusion, gradient, sizes = self.pieces.layout.fusion, self.clipped, (len(x),)
-        mean, factor = piece.of(gradient.mean), self.whole.clip_tensor
+        fusion = self.pieces.layout.fusion
+        gradient = self.clipped
+        sizes = (len(x),)
+        mean = piece.of(gradient.mean)
+        factor = self.whole.clip_tensor
         if piece.is_smooth:
             rows = gradient.rows_of(piece)
             sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows, is_rough=True)
             sums = sums.view(len(CAUSES), 1 + len(rows))
-            with_mean, with_rows = sums[:, :1].T, sums[:, 1:].T
+            with_mean = sums[:, :1].T
+            with_rows = sums[:, 1:].T
             without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_rows
             return without - self.whole.clip * with_mean
         whole = fusion.sums(update_products, sizes, piece, x, mean, factor)

@@ -40,12 +40,14 @@ class SGDState(OptimizerState):
         >>> state.delta(torch.zeros(2), torch.tensor([1.0, -2.0])).total
         tensor([-0.1000,  0.2000])
         """
-        factor, buffer = self._factor, self.momentum_buffer
+        factor = self._factor
+        buffer = self.momentum_buffer
         momentum = self._buffer_factor * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
     def products(self, param: Tensor, grad: Tensor, x: Tensor) -> tuple[Product, ...]:
-        factor, buffer = self._factor, self.momentum_buffer
+        factor = self._factor
+        buffer = self.momentum_buffer
         momentum = Product(self._buffer_factor, x, buffer) if buffer is not None else Product(0.0, x, param)
         return momentum, Product(factor, x, grad), Product(factor * self.weight_decay, x, param)
 

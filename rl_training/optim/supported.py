@@ -38,7 +38,8 @@ def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | Non
 
 def _with_library(full_name: str) -> str:
     """Return "Muon" for torch's class, and "bitsandbytes' AdamW" for another library's."""
-    library, name = full_name.partition(".")[0], full_name.rpartition(".")[2]
+    library = full_name.partition(".")[0]
+    name = full_name.rpartition(".")[2]
     return name if library == "torch" else f"{_possessive(library)} {name}"
 
 

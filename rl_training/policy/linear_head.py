@@ -179,7 +179,8 @@ def logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
-    dtype, rows = logit_map.dtype, max(1, logit_map.chunk // len(weight))
+    dtype = logit_map.dtype
+    rows = max(1, logit_map.chunk // len(weight))
     exact = torch.promote_types(dtype, torch.float32)
     # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
     factor = dtype if _mm_allows(exact, dtype, hidden.device) else exact
@@ -218,7 +219,8 @@ def _mm_allows(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> 
 @functools.cache
 def _addmm_allows(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch.addmm does so too: newer versions of torch only."""
-    a, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, dtype=exact, device=device)
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=exact, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=exact, out=total)
     except (RuntimeError, TypeError):

@@ -80,7 +80,8 @@ class Policy(abc.ABC):
         context: AbstractContextManager[None] = scorer.measuring()
         if as_training:
             context = contextlib.nullcontext() if dropout else without_dropout(self.model)
-        mask, width = rollout.completion_mask, rollout.completion_ids.shape[1]
+        mask = rollout.completion_mask
+        width = rollout.completion_ids.shape[1]
         if batches is None:
             batches = self.batches_of(torch.arange(rollout.num_sequences, device=mask.device))
         with preserve_rotary_tables(self.model), context, torch.no_grad():

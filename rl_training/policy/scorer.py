@@ -258,11 +258,13 @@ class Scorer:
         if self._full_logits_reason:
             logits = self._full_logits(batch.ids, batch.inputs).flatten(0, 1)
             return (_at_least_fp32(logits[part]) / self.temperature for part in parts)
-        head, hidden = self._lm.get_output_embeddings(), self._hidden(batch.ids, batch.inputs).flatten(0, 1)
+        head = self._lm.get_output_embeddings()
+        hidden = self._hidden(batch.ids, batch.inputs).flatten(0, 1)
         if not self._reads_weight(head):
             return (self._logits_of_called_head(head, hidden[part]) for part in parts)
         x = torch.cat([hidden[part] for part in parts]).to(head.weight.device)
-        dtype, chunk = self._dtype_of_product(x, head), len(parts[0]) * len(head.weight)
+        dtype = self._dtype_of_product(x, head)
+        chunk = len(parts[0]) * len(head.weight)
         logit_map = dataclasses.replace(self._logit_map, dtype=dtype, chunk=chunk)
         return (z for _, z, _, _ in logit_chunks(x, head.weight, head.bias, logit_map))
 

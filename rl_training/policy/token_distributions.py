@@ -51,7 +51,8 @@ class TokenDistributions:
         Every term is at least 0 and of second order, so nothing cancels where two policies are close. `after` must have
         the same tokens.
         """
-        before, after_logps = self.logps.double(), after.logps.double()
+        before = self.logps.double()
+        after_logps = after.logps.double()
         log_ratio = after_logps - before
         terms = before.exp() * (log_ratio.expm1() - log_ratio)
         return torch.where(before == -torch.inf, after_logps.exp(), terms).sum(dim=-1)

@@ -131,17 +131,21 @@ class RunningPair:
         new = torch.stack([weight, weight, *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
         if not has_second:
             new[OF_SECOND] = 0.0
-        before, num_before = torch.zeros_like(new), 0  # if numbering has restarted
+        before = torch.zeros_like(new)  # if numbering has restarted
+        num_before = 0
         if step == self.last_step:  # it is taken again
-            before, num_before = self.sums_before, max(self.num_steps - 1, 0)
+            before = self.sums_before
+            num_before = max(self.num_steps - 1, 0)
         elif step > self.last_step:
             powers = new.new_tensor(POWERS)
-            before, num_before = (decay ** float(step - self.last_step)) ** powers * self.sums, self.num_steps
+            before = (decay ** float(step - self.last_step)) ** powers * self.sums
+            num_before = self.num_steps
         return RunningPair(before + new, before, num_before + 1, step)
 
     def mean(self) -> Pair:
         """Return the mean over the steps so far; nan if there are none."""
-        weights, totals = self.sums[:2], self.sums[2:4]
+        weights = self.sums[:2]
+        totals = self.sums[2:4]
         var_first, cross_covariance, var_second, squares = self.sums[4:]
         covariance = torch.stack([var_first, cross_covariance, cross_covariance, var_second]).view(2, 2)
         # A quotient just below 7 would count as 6.
