@@ -40,11 +40,11 @@ def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
     if flaw:
         return flaw
     try:
-        written, optimizer = _sharded_by(checkpoint)
+        launcher, optimizer = _sharded_by(checkpoint)
     except UserError as error:
         return str(error)
-    if written != sharded_by:
-        launch = f"under {written}" if written else f"without {sharded_by}"
+    if launcher != sharded_by:
+        launch = f"under {launcher}" if launcher else f"without {sharded_by}"
         return f"it was written {launch}: resume with the same launch file"
     for name in (*optimizer, SCHEDULER_FILE, *_rng_files(checkpoint)):
         flaw = _flaw_of_zip(checkpoint / name)

@@ -132,8 +132,8 @@ def save_probe_states(
         save_file(tensors, checkpoint / _file_of(rank))
         return
     # The buffer's state too, which the trainer has written by now.
-    written = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
-    checksums = json.dumps({path.name: checksum(path) for path in written})
+    weights = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
+    checksums = json.dumps({path.name: checksum(path) for path in weights})
     notes = {"probes": ",".join(states), "num_processes": str(num_processes), "checksums": checksums, "run": run}
     save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
 

@@ -46,10 +46,10 @@ def find_checkpoint(
     Raises:
         UserError: If there is none; says where it looked.
     """
-    wanted = _Wanted(setting, resume, lambda checkpoint: find_flaw(checkpoint, sharded_by), or_else)
+    request = _Wanted(setting, resume, lambda checkpoint: find_flaw(checkpoint, sharded_by), or_else)
     if resume == "latest":
-        return wanted.newest_in(run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent)
-    return wanted.at(Path(resume))
+        return request.newest_in(run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent)
+    return request.at(Path(resume))
 
 
 def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
@@ -66,13 +66,13 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """
     if not isinstance(choice, str):
         return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
-    wanted = _Wanted("checkpoint", choice, find_weights_flaw)
+    request = _Wanted("checkpoint", choice, find_weights_flaw)
     if choice == "all":
-        return wanted.all_in(_with_newest_first(runs), runs)
+        return request.all_in(_with_newest_first(runs), runs)
     if choice == "latest":
-        return [wanted.newest_in(runs)]
+        return [request.newest_in(runs)]
     path = Path(choice)
-    return wanted.all_in([path], path) if checkpoints_in(path) else [wanted.at(path)]
+    return request.all_in([path], path) if checkpoints_in(path) else [request.at(path)]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def _with_newest_first(runs: Path) -> list[Path]:
     """Return the run at a path, or the runs in a folder of runs, the one that has taken a step last first."""
     if checkpoints_of(runs):
         return [runs]
-    inside = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
-    return sorted(inside, key=_last_step_at, reverse=True)
+    runs_in_folder = (path.parent for path in runs.glob(f"*/{TRAINING_STATE}"))
+    return sorted(runs_in_folder, key=_last_step_at, reverse=True)
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
@@ -170,8 +170,8 @@ def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> It
 
 def _last_step_at(run: Path) -> float:
     """Return the file system's time of a run's last step, in seconds; 0 if it has taken none."""
-    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / TRAINER_STATE_FILE for path in checkpoints_of(run))]
-    return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
+    files = [run / LOGS_FOLDER / METRICS_FILE, *(path / TRAINER_STATE_FILE for path in checkpoints_of(run))]
+    return max((path.stat().st_mtime for path in files if path.is_file()), default=0.0)
 
 
 def steps_taken(checkpoint: Path) -> int:
@@ -187,10 +187,10 @@ def steps_taken(checkpoint: Path) -> int:
 
 def set_aside_later(run: Path, after_step: int) -> None:
     """Move later checkpoints away, because the run takes those steps again and `latest` might pick one of them."""
-    aside = run / TRAINING_STATE / SET_ASIDE
+    side_folder = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
         if step_of(later) > after_step:
-            aside.mkdir(exist_ok=True)
-            shutil.rmtree(aside / later.name, ignore_errors=True)  # left from an earlier kill and resume
-            later.rename(aside / later.name)
-            logger.warning(f"continuing from step {after_step}: {later.name} is now in {aside}")
+            side_folder.mkdir(exist_ok=True)
+            shutil.rmtree(side_folder / later.name, ignore_errors=True)  # left from an earlier kill and resume
+            later.rename(side_folder / later.name)
+            logger.warning(f"continuing from step {after_step}: {later.name} is now in {side_folder}")

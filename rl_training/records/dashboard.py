@@ -41,7 +41,7 @@ def build_workspace(entity: str, project: str, name: str, attached: bool = False
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
 
-    shown = []
+    workspace_sections = []
     for section, panels in sections().items():
         plots: list[Any] = [
             reports.LinePlot(
@@ -56,8 +56,8 @@ def build_workspace(entity: str, project: str, name: str, attached: bool = False
             )
             for title, panel in panels.items()
         ]
-        shown.append(workspaces.Section(name=section, panels=plots, is_open=True))
-    return workspaces.Workspace(entity=entity, project=project, name=name, sections=shown)
+        workspace_sections.append(workspaces.Section(name=section, panels=plots, is_open=True))
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=workspace_sections)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

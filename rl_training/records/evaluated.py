@@ -117,8 +117,8 @@ def write_step(
     content = to_json({"step": step, **facts, "metrics": numbers}, infinite_as_text=True)
     home = folder / f"step_{step}"
     # mtime=0: the same responses always give the same bytes.
-    packed = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}
-    write_atomically({**packed, home / STEP_METRICS_FILE: json.dumps(content, indent=2).encode()}, RERUN_FIX)
+    responses_file = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}
+    write_atomically({**responses_file, home / STEP_METRICS_FILE: json.dumps(content, indent=2).encode()}, RERUN_FIX)
     (home / names[not compress]).unlink(missing_ok=True)  # from an earlier evaluation
 
 

@@ -37,40 +37,53 @@ def first_order_verdict(
         reasons: Why numbers are not available, by key.
     """
     numbers = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
+    error = numbers["paired_error"]
+    size = max(abs(numbers["deltaH1"]), numbers["deltaH1_se"])  # max keeps the first if the second is nan
+    if abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size:
+        return FirstOrderVerdict(True, _describe_failure(step, numbers, size))
+    return FirstOrderVerdict(False, _describe_agreement(step, numbers, reasons or {}))
+
+
+def _describe_failure(step: int, numbers: Mapping[str, float], size: float) -> str:
+    """Return the sentence for a step at which the prediction fails.
+
+    Args:
+        size: Of the prediction, or its standard error if that is larger.
+    """
     predicted = numbers["deltaH1"]
     error = numbers["paired_error"]
-    size = max(abs(predicted), numbers["deltaH1_se"])  # max keeps the first if the second is nan
-    if not (abs(error) > Z_95 * numbers["paired_error_se"] and abs(error) >= MISLEADING * size):
-        return FirstOrderVerdict(False, _holds(step, numbers, reasons or {}))
-    prediction, measured, difference = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
+    (prediction, measured, difference) = _in_milli(numbers)
     times = abs(error) / (MISLEADING * size) if size > 0 else math.inf
     if math.isinf(times):  # no step is small enough
-        return FirstOrderVerdict(
-            True,
+        return (
             f"Step {step}: the first order is as good as 0, and higher orders are not: do not trust forward here. "
-            f"Measured {measured} (1e-3 nats per token, 95 %).",
+            f"Measured {measured} (1e-3 nats per token, 95 %)."
         )
-    does = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
+    verb = "add to" if error * predicted <= 0 else "outweigh" if abs(error) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(times)) + 1
-    return FirstOrderVerdict(
-        True,
-        f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
+    return (
+        f"Step {step}: higher orders {verb} the first: do not trust forward alone at this learning rate. "
         f"Predicted {prediction}, measured {measured}, difference {difference} (1e-3 nats per token, 95 %). "
-        f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step.",
+        f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
     )
 
 
-def _holds(step: int, numbers: Mapping[str, float], reasons: Mapping[str, str]) -> str:
+def _in_milli(numbers: Mapping[str, float]) -> list[str]:
+    """Return prediction, measurement and their difference in thousandths, each with its error."""
+    return [normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS]
+
+
+def _describe_agreement(step: int, numbers: Mapping[str, float], reasons: Mapping[str, str]) -> str:
     """Return the sentence for a step at which the prediction does not fail: it holds, or that is unknown."""
     if not all(map(math.isfinite, numbers.values())):
         missing = reasons_for(reasons, [f"{key}{se}" for se in ("", "_se") for key in reversed(KEYS)])
         return f"Step {step}: whether the prediction holds is not known: {missing[0]}."
-    prediction, measured, difference = (normal_milli(numbers[key], numbers[f"{key}_se"]) for key in KEYS)
-    within = abs(numbers["paired_error"]) <= Z_95 * numbers["paired_error_se"]
-    how = "no larger than its error" if within else "less than half of the prediction"
+    (prediction, measured, difference) = _in_milli(numbers)
+    is_within_error = abs(numbers["paired_error"]) <= Z_95 * numbers["paired_error_se"]
+    size = "no larger than its error" if is_within_error else "less than half of the prediction"
     return (
         f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of "
-        f"{prediction} holds: their difference, {difference}, is {how} (95 %)."
+        f"{prediction} holds: their difference, {difference}, is {size} (95 %)."
     )
 
 

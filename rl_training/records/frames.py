@@ -84,8 +84,8 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
     for folder in sorted(logs.parent.glob(f"{EVALUATIONS}/*")):
         tables.append(read_table(folder).assign(evaluation=escape_surrogates(folder.name)))
-    some = [table for table in tables if len(table)] or tables[:1]  # a table without rows has no column types
-    return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
+    with_rows = [table for table in tables if len(table)] or tables[:1]  # a table without rows has no column types
+    return pd.concat(with_rows, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -100,13 +100,13 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if has_records(folder):
         return [folder]
-    begun = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
-    runs = [run for run in begun if not has_records(run) or has_steps(run)]
-    for run in begun:
+    candidates = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
+    runs = [run for run in candidates if not has_records(run) or has_steps(run)]
+    for run in candidates:
         if run not in runs:
             logger.warning(printable(f"{run} is left out: it has not logged a step yet"))
     if not runs:
-        lacks = "holds no complete line" if begun else "is missing"
+        lacks = "holds no complete line" if candidates else "is missing"
         raise UserError(
             f"{folder / LOGS_FOLDER / METRICS_FILE} {lacks}, here and in all folders below: give the folder of "
             "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"

@@ -67,8 +67,8 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     if _has_one_entry(value):
         value = value.item()
     if isinstance(value, float):
-        kept = str(value) if infinite_as_text and not math.isnan(value) else None
-        return value if math.isfinite(value) else kept
+        replacement = str(value) if infinite_as_text and not math.isnan(value) else None
+        return value if math.isfinite(value) else replacement
     if isinstance(value, Mapping):
         return {key: to_json(inner, infinite_as_text) for key, inner in value.items()}
     return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value

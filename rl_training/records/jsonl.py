@@ -113,10 +113,10 @@ def logs_of(run: str | Path) -> Path:
     """Return the `logs` folder of a run. Raises UserError if metrics.jsonl is missing or has no complete line."""
     path = Path(run) / LOGS_FOLDER / METRICS_FILE
     if next(_iterate(path), None) is None:
-        inside = sorted(str(file.parents[1]) for file in Path(run).glob(f"*/{LOGS_FOLDER}/{METRICS_FILE}"))
-        if inside:
-            more = f" and {len(inside) - MAX_NAMED_RUNS} more" if len(inside) > MAX_NAMED_RUNS else ""
-            raise UserError(f"{run} holds runs, give one of them: {', '.join(inside[:MAX_NAMED_RUNS])}{more}")
+        runs = sorted(str(file.parents[1]) for file in Path(run).glob(f"*/{LOGS_FOLDER}/{METRICS_FILE}"))
+        if runs:
+            remainder = f" and {len(runs) - MAX_NAMED_RUNS} more" if len(runs) > MAX_NAMED_RUNS else ""
+            raise UserError(f"{run} holds runs, give one of them: {', '.join(runs[:MAX_NAMED_RUNS])}{remainder}")
         raise UserError(
             f"{path} is missing or holds no complete line: give the folder of a run that has logged at least one step, "
             "the one that holds logs/. A trainer with logging_steps=1 (trainer.logging_steps=1) logs each step"

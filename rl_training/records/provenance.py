@@ -42,8 +42,8 @@ def _commit(folder: Path, file: str = "") -> str:
     """
     if file and not _git(["ls-files", "--error-unmatch", file], folder):
         return ""
-    shown = _git(["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"], folder)
-    return shown.strip().replace("-dirty", ", with changes that are not committed")
+    description = _git(["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"], folder)
+    return description.strip().replace("-dirty", ", with changes that are not committed")
 
 
 def _git(arguments: list[str], folder: Path) -> str:

@@ -29,23 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: If it cannot.
     """
     parser = _parser()
-    chosen = parser.parse_args(arguments)
-    if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
+    options = parser.parse_args(arguments)
+    if options.watch is not None and not 1 <= options.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
     # Here, as in the functions below, so that --help does not wait for slow imports.
     from rl_training.records.frames import find_runs
 
-    runs = find_runs(chosen.runs[0]) if len(chosen.runs) == 1 else []
+    runs = find_runs(options.runs[0]) if len(options.runs) == 1 else []
     is_one = len(runs) == 1
-    _refuse_options_without_effect(chosen, is_one)
+    _refuse_options_without_effect(options, is_one)
     if not is_one:
-        _compare(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
-    elif chosen.json:
+        _compare(options.runs, options.out or COMPARISON_FILE, options.pictures)
+    elif options.json:
         _print_json(runs[0])
     else:
-        if chosen.watch:
-            _watch(runs[0], chosen.watch)
-        _report(runs[0], chosen.pictures)
+        if options.watch:
+            _watch(runs[0], options.watch)
+        _report(runs[0], options.pictures)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,24 +116,27 @@ def _watch(run: Path, seconds: float) -> None:
     from rl_training.records.report import write_report
 
     log = run / LOGS_FOLDER / METRICS_FILE
-    drawn = -1
+    last_size: int | None = None  # of the log, when the page was last drawn
     with _until_ctrl_c():
         while True:
             size = log.stat().st_size if log.is_file() else 0
-            if size != drawn:
+            if size != last_size:
                 page = write_report(run, reload=math.ceil(seconds))
-                print(printable(f"Report: {page}") if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
-            drawn = size
+                if last_size is None:
+                    print(printable(f"Report: {page}"), flush=True)
+                else:
+                    print(".", end="", flush=True)
+            last_size = size
             time.sleep(seconds)
 
 
 @contextlib.contextmanager
 def _until_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end what is inside this context, and not the command, which has a handler of its own."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         print()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)

@@ -157,9 +157,9 @@ def at_equal_reward(first: Sequence[Member], second: Sequence[Member]) -> EqualR
     Several seeds give their mean, with the error between them; a single one has the error within its run.
     """
     paths = [[(member, path_of(member.run)) for member in members] for members in (first, second)]
-    missing = [member for group in paths for member, path in group if path is None]
-    if missing:
-        reason = _about(missing[0], NO_PATH.formatted(least=MIN_PATH_STEPS))
+    without_path = [member for group in paths for member, path in group if path is None]
+    if without_path:
+        reason = _about(without_path[0], NO_PATH.formatted(least=MIN_PATH_STEPS))
         return EqualReward(math.nan, (reason, reason), reason)
     level = min(path.reached for group in paths for _, path in group if path)
     entropies = [[(member, entropy_at(path, level)) for member, path in group if path] for group in paths]

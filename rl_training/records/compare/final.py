@@ -158,12 +158,12 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
 
 def _window(columns: Sequence[Column], values: Callable[[Run], pd.Series[float]]) -> tuple[int, int]:
     """Return the first and the last step that the means over the last steps of these runs cover."""
-    averaged = [
+    indices = [
         last_steps(values(member.run), column.step, column.since).index
         for column in columns
         for member in column.members
     ]
-    ends = [int(index[place]) for index in averaged if len(index) for place in (0, -1)] or [columns[0].step]
+    ends = [int(index[place]) for index in indices if len(index) for place in (0, -1)] or [columns[0].step]
     return min(ends), max(ends)
 
 

@@ -93,13 +93,13 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _make_group(letter: str, members: Sequence[Member]) -> Group:
-    named = [replace(member, seed=seed) for member, seed in zip(members, _seeds_in_words(members), strict=True)]
+    with_seeds = [replace(member, seed=seed) for member, seed in zip(members, _seeds_in_words(members), strict=True)]
     by_seed: dict[str | Member, list[Member]] = {}
-    for member in named:  # an unknown seed may be any: such a run is no repeat of another
+    for member in with_seeds:  # an unknown seed may be any: such a run is no repeat of another
         by_seed.setdefault(member if member.seed == ABSENT else member.seed, []).append(member)
-    chosen = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
-    repeats = [member for member in named if member not in chosen]
-    return Group(letter, chosen, repeats)
+    longest = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
+    repeats = [member for member in with_seeds if member not in longest]
+    return Group(letter, longest, repeats)
 
 
 def _seeds_in_words(members: Sequence[Member]) -> list[str]:
@@ -109,10 +109,10 @@ def _seeds_in_words(members: Sequence[Member]) -> list[str]:
         name: [member.further_seeds.get(name, member.seed) for member in members]
         for name in sorted({name for member in members for name in member.further_seeds})
     }
-    differing = {name: values for name, values in by_name.items() if len(set(values)) > 1 and values != seeds}
+    distinguishing = {name: values for name, values in by_name.items() if len(set(values)) > 1 and values != seeds}
     in_words = []
     for place, seed in enumerate(seeds):
-        further = " and ".join(f"{name}={values[place]}" for name, values in differing.items())
+        further = " and ".join(f"{name}={values[place]}" for name, values in distinguishing.items())
         in_words.append(f"{seed} with {further}" if further and seed != ABSENT else seed)
     return in_words
 
@@ -132,12 +132,12 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
     If a label is empty, too long or not unique, every group gets the name of its first run instead.
     """
-    differing = _without_repeats(differences(groups))
+    names = _without_repeats(differences(groups))
     labels = list[str]()
     for group in groups:
         settings = group.members[0].settings or {}
-        shown = (_describe_setting(setting, settings[setting]) for setting in differing if setting in settings)
-        labels.append(", ".join(shown))
+        parts = (_describe_setting(setting, settings[setting]) for setting in names if setting in settings)
+        labels.append(", ".join(parts))
     fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
     return labels if fits else [group.members[0].name for group in groups]
 

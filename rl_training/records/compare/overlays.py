@@ -52,7 +52,7 @@ def draw_overlays(groups: Sequence[Group], pairs: Sequence[final.Difference] = (
         is_share = metric_info(metric).is_share
         charts.append(overlay("evaluated", quantity, is_share=is_share, floor=floor,
                               evaluation=evaluation.title, metric=metric))  # fmt: skip
-    return [drawn for drawn in charts if drawn is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def _recorded(metric: str, source: Source = MEASURED) -> Quantity:
@@ -87,20 +87,22 @@ def _overlay(
     having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
     if not having:
         return None
-    shown = [finite(quantity(trunk)) for trunk in trunks]
-    series = [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in shown]
+    rows_of_curves = [finite(quantity(trunk)) for trunk in trunks]
+    series = [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in rows_of_curves]
     for group in having:
         color, stroke = looks[group.letter]
         curves, means = _curves(group, quantity, mean, color, stroke, group.name)
         series += curves
-        shown.append(means)
+        rows_of_curves.append(means)
         if dotted:
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    finite_rows = finite(pd.concat(shown))
+    finite_rows = finite(pd.concat(rows_of_curves))
     ends = axis_limits(finite_rows, is_share, floor) if len(finite_rows) else None
-    branched = branching_steps(groups)
-    return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
+    branch_steps = branching_steps(groups)
+    return draw(
+        f"overlay_{key}", series, missing, ends, rules={"x": branch_steps}, branched=bool(branch_steps), **words
+    )
 
 
 def _curves(
@@ -108,8 +110,8 @@ def _curves(
 ) -> tuple[list[Series], pd.DataFrame]:
     """Return the group's mean with its band and thin lines for its runs; and the rows of the mean."""
     runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
-    pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
-    mean = finite(pooled)
+    mean_rows = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
+    mean = finite(mean_rows)
     highest = MAX_END_FACTOR * mean["value"].abs().max()
     mean = mean.assign(high=mean["high"].clip(upper=highest))  # the frame cuts an infinite end
     series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
@@ -117,7 +119,7 @@ def _curves(
     series += [
         Series(f"{label}: {name}", color, values.index, values["value"], opacity=0.35) for name, values in singles
     ]
-    return series, pooled
+    return series, mean_rows
 
 
 def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_runs) -> dict[int, Estimate]:
@@ -142,16 +144,16 @@ def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[Source, str]]:
     """Return the (evaluation, metric) pairs to draw: those with a title, pass@1 and pass@k with the largest k."""
     runs = [member.run for group in groups for member in group.members]
     sources = {source for run in runs for source in run.evaluations_of_all}
-    chosen = []
+    pairs = []
     for source in sorted(sources, key=lambda source: source.title):
         names = {name for run in runs for name in run.names(source) if len(run.finite_rows(name, source))}
         passes = {"pass_at": ["pass_at_1", largest_pass_at(names)]}
-        several = [
+        titled = [
             metric for name, info in BUILT_IN_METRICS.items() if info.title for metric in passes.get(name, [name])
         ]
-        wanted = ["reward"] if source == TRAINERS_EVALUATION else dict.fromkeys(several)
-        chosen += [(source, metric) for metric in wanted if metric in names]
-    return chosen
+        candidates = ["reward"] if source == TRAINERS_EVALUATION else dict.fromkeys(titled)
+        pairs += [(source, metric) for metric in candidates if metric in names]
+    return pairs
 
 
 def _look(index: int) -> Look:

@@ -35,8 +35,8 @@ def _difference(pair: Difference) -> str:
     if pair.other_task:
         settings = ", ".join(pair.other_task)
         return f"{names}: different tasks ({settings}). Neither their rewards nor their entropies can be compared."
-    shown = [label for label in QUOTED_FIGURES if label in pair.figures]
-    if not shown:
+    labels = [label for label in QUOTED_FIGURES if label in pair.figures]
+    if not labels:
         return f"{names}: no step is recorded in both, and there is nothing to compare."
     equal = pair.equal_reward
     letter = pair.second.letter
@@ -44,9 +44,9 @@ def _difference(pair: Difference) -> str:
         at_reward = f"their entropies cannot be compared at equal reward ({equal.gap.reason})"
     else:
         at_reward = f"at reward {equal.level:#.2g}".rstrip(".") + f", {_entropy(letter, equal)}"
-        shown = [label for label in shown if label != TOKEN_ENTROPY]  # at a step it compares different rewards
+        labels = [label for label in labels if label != TOKEN_ENTROPY]  # at a step it compares different rewards
     by_window: dict[tuple[int, int], list[str]] = {}
-    for label in shown:
+    for label in labels:
         change = f"{letter}'s {label} {change_in_words(pair.figures[label])}"
         by_window.setdefault(pair.windows[label], []).append(change)
     at_steps = "".join(f" {_averaged(*window)}, {'; '.join(changes)}." for window, changes in by_window.items())

@@ -35,13 +35,13 @@ def since_branching(first: Sequence[Member], second: Sequence[Member], step: int
     Several runs must form pairs, one from each group. The result is the mean over pairs, with the error between pairs.
     """
     pairs = [(member.run, other.run, common_steps(member, other) + 1) for member in first for other in second]
-    branched = [(member, other, start) for member, other, start in pairs if start > 1]
-    if not len(branched) == len(first) == len(second):
+    branch_pairs = [(member, other, start) for member, other, start in pairs if start > 1]
+    if not len(branch_pairs) == len(first) == len(second):
         return {}
     changes = {}
     for label, change in ((MEASURED, _measured_since), (PREDICTED, _predicted_since)):
         pair_differences = [
-            difference(change(other, start, step), change(member, start, step)) for member, other, start in branched
+            difference(change(other, start, step), change(member, start, step)) for member, other, start in branch_pairs
         ]
         if all(math.isfinite(e.value) for e in pair_differences):
             changes[label] = (

@@ -30,9 +30,9 @@ def append_whole(path: Path, data: bytes) -> None:
         if path.suffix != ".gz" and size:
             size, data = _mended(path, file, size, data)
         try:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except BaseException:
             with suppress(OSError):
                 file.truncate(size)

@@ -29,9 +29,9 @@ def refuse_links_out(run: Path, *names: str) -> None:
         UserError: If there is one; names it.
     """
     home = run.resolve()
-    left = [run / name for name in names or WRITTEN]
-    while left:
-        path = left.pop()
+    remaining = [run / name for name in names or WRITTEN]
+    while remaining:
+        path = remaining.pop()
         if path.is_symlink():
             if not path.resolve().is_relative_to(home):
                 raise UserError(
@@ -41,7 +41,7 @@ def refuse_links_out(run: Path, *names: str) -> None:
         elif path.is_dir():
             if path.parent.name != TRAINING_STATE and path.relative_to(run) != WANDB:
                 with suppress(FileNotFoundError), os.scandir(path) as entries:  # the run may still be writing
-                    left += [path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
+                    remaining += [path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
         elif path.exists() and not path.is_file():
             raise UserError(f"{path} is neither a file nor a folder: remove it")
 

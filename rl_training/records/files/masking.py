@@ -71,14 +71,14 @@ def without_secrets(node: Any, name: str = "", is_below: bool = False) -> Any:
 
 def _elements_without_secrets(nodes: list[Any], name: str, is_below: bool) -> list[Any]:
     """Return the elements of a list with secrets masked: those after a secret's name in a pair, and after a flag."""
-    masked = []
+    elements = []
     for previous, node in zip([None, *nodes], nodes, strict=False):
         is_named = isinstance(previous, str) and (
             FLAG.fullmatch(previous) or (len(nodes) == 2 and PAIR_NAME.fullmatch(previous))
         )
         follows_name = bool(is_named) and is_secret(str(previous).lstrip("-"), node if isinstance(node, str) else "")
-        masked.append(without_secrets(node, name, is_below or follows_name))
-    return masked
+        elements.append(without_secrets(node, name, is_below or follows_name))
+    return elements
 
 
 def without_masks(node: Any) -> Any:
@@ -98,7 +98,9 @@ def _mask_setting(text: str) -> str:
 
 def _mask_argument(word: str) -> str:
     """Return one word of a command line with its secrets masked."""
-    key, equals, value = word.partition("=") if SETTING.match(word.lstrip("-")) else ("", "", word)
+    if not SETTING.match(word.lstrip("-")):
+        return mask_forms(_mask_value(word))
+    key, equals, value = word.partition("=")
     if equals and is_secret(key.lstrip("+~-"), value):
         return f"{key}={MASK}"
     return mask_forms(f"{key}{equals}{_mask_value(value)}")  # the word itself may be a connection string

@@ -133,7 +133,7 @@ class Series:
         """All values of y, and the ends of their intervals."""
         return itertools.chain(self.y, self.low, self.high)
 
-    def _drawn(self) -> Sequence[int]:
+    def _places_drawn(self) -> Sequence[int]:
         """Return the positions of the points that are drawn, at most MAX_POINTS of them.
 
         Of a line, each stretch keeps its lowest and its highest point, so that no spike is lost.
@@ -144,28 +144,28 @@ class Series:
         if not self.line:
             return range(0, number, math.ceil(number / MAX_POINTS))
         y = np.asarray(self.y, dtype=float)
-        drawn = {0, number - 1}
+        places = {0, number - 1}
         for start, end in itertools.pairwise(np.linspace(0, number, MAX_POINTS // 2, dtype=int).tolist()):
             finite = start + np.flatnonzero(np.isfinite(y[start:end]))
             extremes = {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])} if len(finite) else {start}
-            drawn |= extremes
-        return sorted(drawn)
+            places |= extremes
+        return sorted(places)
 
     @property
     def left_out(self) -> str:
         """Which points are not drawn, in words; "" if all are."""
         if len(self.x) <= MAX_POINTS:
             return ""
-        shown = "the lowest and the highest of each stretch are drawn" if self.line else "only some are drawn"
-        return f"single points: where there are over {MAX_POINTS}, {shown}"
+        selection = "the lowest and the highest of each stretch are drawn" if self.line else "only some are drawn"
+        return f"single points: where there are over {MAX_POINTS}, {selection}"
 
     def to_record(self, series_number: int) -> dict[str, Any]:
         """Return the style of the series, and by column the points that are drawn."""
-        drawn = self._drawn()
+        places = self._places_drawn()
         columns = {}
         for name in SERIES_COLUMNS:
             values = list(getattr(self, name))
-            columns[name] = [_rounded(values[place]) for place in drawn] if values else []
+            columns[name] = [_rounded(values[place]) for place in places] if values else []
         styles = {name: getattr(self, name) for name in SERIES_STYLES}
         return {"part": series_number, "series": self.label, **styles, **{k: v for k, v in columns.items() if v}}
 
@@ -197,9 +197,9 @@ class Chart:
     @functools.cached_property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite for a page, which adds the data under the name `rows`."""
-        return self._drawn(in_page=True)
+        return self._vega_lite(in_page=True)
 
-    def _drawn(self, in_page: bool) -> dict[str, Any]:
+    def _vega_lite(self, in_page: bool) -> dict[str, Any]:
         legend = {"values": [*self.legend]} if self.legend and not in_page else None
         template = ENVIRONMENT.get_template("vega.yaml")
         return read_yaml(template.render(**self.facts, parts=self.data, legend=legend, in_page=in_page))
@@ -217,7 +217,7 @@ class Chart:
             for number in range(len(record["x"]))
         ]
         facts = {"datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": template("style.yaml")}
-        return self._drawn(in_page=False) | facts
+        return self._vega_lite(in_page=False) | facts
 
 
 @dataclass(frozen=True)

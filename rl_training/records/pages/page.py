@@ -133,12 +133,13 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
     """
     if kind and kind not in KINDS:
         raise UserError(f"pictures={kind!r}: give {' or '.join(map(repr, KINDS))}")
-    drawn = [chart for chart in charts if chart.series and kind]
-    if not drawn:
+    with_data = [chart for chart in charts if chart.series and kind]
+    if not with_data:
         return {}
-    specs = all_printable([chart.standalone() for chart in drawn])
+    specs = all_printable([chart.standalone() for chart in with_data])
     lines = _run(PICTURES, json.dumps([kind, specs])).splitlines()
-    names = (printable(f"{chart.name}.{kind}").replace("/", "_") for chart in drawn)  # names of metrics contain slashes
+    # Names of metrics contain slashes.
+    names = (printable(f"{chart.name}.{kind}").replace("/", "_") for chart in with_data)
     return {name: base64.b64decode(line) for name, line in zip(names, lines, strict=True)}
 
 
@@ -161,7 +162,7 @@ def javascript() -> str:
 def _run(program: str, text: str = "") -> str:
     command = [sys.executable, "-P", "-c", program, VEGA_LITE]  # -P: ignore a json.py in the working folder
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    ended = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", env=environment, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"vl-convert could not draw a chart: {' '.join(ended.stderr.split())[-300:]}")
-    return ended.stdout
+    result = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", env=environment, check=False)
+    if result.returncode:
+        raise RuntimeError(f"vl-convert could not draw a chart: {' '.join(result.stderr.split())[-300:]}")
+    return result.stdout

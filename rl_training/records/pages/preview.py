@@ -32,12 +32,12 @@ def preview(chart: Chart) -> Markup:
         up = (min(max(y, low), high) - low) / ((high - low) or 1.0)
         return round(WIDTH * across, 1), round(height * (1 - up), 1)
 
-    drawn = Markup("").join(_curve(record, place, chart.legend[record["series"]].color) for record in records)
+    curves = Markup("").join(_curve(record, place, chart.legend[record["series"]].color) for record in records)
     frame = Markup(
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true" style="display: block; '
         'overflow: visible; width: calc(100% - {}px); height: {}px; margin: {}px {}px {}px {}px">{}</svg>'
     )
-    return frame.format(WIDTH, height, LEFT + RIGHT, height, TOP, RIGHT, BOTTOM, LEFT, drawn)
+    return frame.format(WIDTH, height, LEFT + RIGHT, height, TOP, RIGHT, BOTTOM, LEFT, curves)
 
 
 def _curve(record: dict[str, Any], place: Any, color: str) -> Markup:

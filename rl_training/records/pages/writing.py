@@ -30,8 +30,8 @@ def format_estimate(estimate: Estimate | None, signed: bool = False, times: floa
         return _near_0(abs(times))
     if estimate.interval and half > 0:
         decimals = _decimals(half)
-        written, low, high = (f"{_rounded(number, decimals):{sign}.{decimals}f}" for number in (value, *ends))
-        return f"{written} ({low} … {high})".replace("inf", "∞")
+        texts = [f"{_rounded(number, decimals):{sign}.{decimals}f}" for number in (value, *ends)]
+        return "{} ({} … {})".format(*texts).replace("inf", "∞")
     if ends == [-math.inf, math.inf]:  # nothing is known of it; without its ends it would look exact
         return f"{value + 0.0:{sign}.3g} (-∞ … {sign}∞)"
     return plus_minus(value, half, sign)
@@ -128,8 +128,8 @@ def steps_of(steps: Sequence[int] | pd.Series[float] | pd.Index[int]) -> str:
     >>> steps_of([3]), steps_of([3, 4, 7])
     ('step 3', 'steps 3–7')
     """
-    listed = list(steps.index if isinstance(steps, pd.Series) else steps)
-    return f"step {listed[0]}" if listed[0] == listed[-1] else f"steps {listed[0]}–{listed[-1]}"
+    numbers = list(steps.index if isinstance(steps, pd.Series) else steps)
+    return f"step {numbers[0]}" if numbers[0] == numbers[-1] else f"steps {numbers[0]}–{numbers[-1]}"
 
 
 def size_and_side(change: Estimate, more: str, less: str) -> str:

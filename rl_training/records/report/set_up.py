@@ -95,10 +95,12 @@ class SetUp:
     @property
     def interventions(self) -> list[str]:
         """The interventions that the run trains with, by name."""
-        named = self.settings.get("intervention") or self.trainer("interventions") or self.settings.get("interventions")
-        names = named if isinstance(named, list) else [named]
-        written = [PSR] if "PositiveOnly" in self.trainer_class else []
-        return written + [str(name) for name in names if name]
+        setting = (
+            self.settings.get("intervention") or self.trainer("interventions") or self.settings.get("interventions")
+        )
+        names = setting if isinstance(setting, list) else [setting]
+        of_class = [PSR] if "PositiveOnly" in self.trainer_class else []
+        return of_class + [str(name) for name in names if name]
 
     @property
     def has_sign_intervention(self) -> bool:
@@ -119,8 +121,8 @@ class SetUp:
         """
         probes = self.settings.get("probes")
         probe = probes.get("interventions") if isinstance(probes, dict) else None
-        named = probe.get("which") if isinstance(probe, dict) else None
-        names = [str(name) for name in named] if isinstance(named, list) else []
+        which = probe.get("which") if isinstance(probe, dict) else None
+        names = [str(name) for name in which] if isinstance(which, list) else []
         configured = next((name for name in names if name.endswith(f":{effect.name}")), effect.name)
         if not math.isfinite(effect.halves_at.value):
             return configured
@@ -144,12 +146,12 @@ def _without_strength(name: str) -> str:
 def _bound_of(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
     """Return `share` and `aimed_at` of SetUp; a share that is not recorded is read off the targets."""
     targets, entropy = run.values("bound/target_kl").align(run.token_entropy(), join="inner")
-    aimed = (targets / entropy)[entropy > 0]
+    shares = (targets / entropy)[entropy > 0]
     places = (settings.get("attached"), settings.get("trainer"), settings)
-    recorded = next((place[KEPT_STEP] for place in places if isinstance(place, dict) and place.get(KEPT_STEP)), None)
-    share = AUTO_SHARE if recorded == AUTO else math.nan
-    if isinstance(recorded, int | float):
-        share = float(recorded)
+    setting = next((place[KEPT_STEP] for place in places if isinstance(place, dict) and place.get(KEPT_STEP)), None)
+    share = AUTO_SHARE if setting == AUTO else math.nan
+    if isinstance(setting, int | float):
+        share = float(setting)
     elif math.isnan(share) and len(run.values("bound/kl")):
-        share = min(float(aimed.median()), AUTO_SHARE) if len(aimed) else AUTO_SHARE
-    return share, float(aimed.max()) if len(aimed) else math.nan
+        share = min(float(shares.median()), AUTO_SHARE) if len(shares) else AUTO_SHARE
+    return share, float(shares.max()) if len(shares) else math.nan

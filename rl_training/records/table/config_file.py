@@ -20,9 +20,9 @@ def read_config(folder: Path) -> str | None:
     if not config.is_file():
         return None
     settings = read_mapping(config)
-    masked = without_secrets(settings)
+    safe = without_secrets(settings)
     as_it_stands = read_text(config)
-    return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
+    return as_it_stands if safe == settings else yaml.safe_dump(safe, sort_keys=False, allow_unicode=True)
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def _with_all_columns(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _warn_of_shared_names(folder: Path, measured: pd.DataFrame) -> None:
     """Warn of estimates that two probes recorded under one name, as those of one's own could."""
-    named = measured[["step", "name"]].assign(probe=measured["probe"].map(str))  # a damaged line may hold anything
-    by_probe = named.drop_duplicates()
+    by_probe = measured[["step", "name"]].assign(probe=measured["probe"].map(str))  # a damaged line may hold anything
+    by_probe = by_probe.drop_duplicates()
     shared = by_probe[by_probe.duplicated(["step", "name"], keep=False)]
     for name, probes_of_name in shared.groupby("name")["probe"].unique().items():
         probes_named = " and ".join(map(repr, probes_of_name))

@@ -143,9 +143,9 @@ class Run:
         rows = self.rows(name)
         low = self.rows(f"{name}_low")["value"].reindex(rows.index)
         high = self.rows(f"{name}_high")["value"].reindex(rows.index)
-        beside = low.notna() & high.notna()
-        ends = {"low": low.where(beside, rows["low"]), "high": high.where(beside, rows["high"])}
-        return rows.assign(**ends, is_interval=beside | rows["is_interval"])
+        is_recorded = low.notna() & high.notna()
+        ends = {"low": low.where(is_recorded, rows["low"]), "high": high.where(is_recorded, rows["high"])}
+        return rows.assign(**ends, is_interval=is_recorded | rows["is_interval"])
 
     def values(self, name: str, source: Source = MEASURED) -> pd.Series[float]:
         """Return the finite values of this metric by step."""

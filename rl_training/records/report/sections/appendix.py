@@ -66,18 +66,18 @@ class Gap(NamedTuple):
 
 def gaps(run: Run) -> list[Gap]:
     """Return the reasons for every nan in probes.jsonl, each once, sorted by first step."""
-    measured = run.table[run.table["file"] == PROBES_FILE]
-    is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # otherwise the reason is only a remark
-    has_value_alone = is_own(measured) & measured["value"].notna()  # own_probes.py shows it
-    rows = measured[is_nan & (measured["reason"] != "") & ~has_value_alone]
+    estimates = run.table[run.table["file"] == PROBES_FILE]
+    is_nan = ~np.isfinite(estimates["value"] + estimates["stderr"])  # otherwise the reason is only a remark
+    has_value_alone = is_own(estimates) & estimates["value"].notna()  # own_probes.py shows it
+    rows = estimates[is_nan & (estimates["reason"] != "") & ~has_value_alone]
     rows = rows.assign(what=rows["value"].isna().map({True: "value", False: "error bar"}))
-    order = measured["name"].unique().tolist().index  # order of first appearance
-    listed = rows.groupby(["reason", "what"], sort=False).agg(
+    order = estimates["name"].unique().tolist().index  # order of first appearance
+    reasons = rows.groupby(["reason", "what"], sort=False).agg(
         names=("name", lambda names: sorted(names.unique(), key=order)),
         first_step=("step", "min"),
         num_steps=("step", "nunique"),
     )
-    in_order = listed.sort_values("first_step", kind="stable").reset_index()
+    in_order = reasons.sort_values("first_step", kind="stable").reset_index()
     return [Gap(*row) for row in in_order.itertuples(index=False, name=None)]
 
 

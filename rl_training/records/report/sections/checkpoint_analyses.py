@@ -74,12 +74,14 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
         first_order_verdict(content["step"] + 1, content["results"], content.get("reasons") or {}).sentence
         for content in contents
     ]
-    shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
+    table_rows = results[results["kind"].isin(["whole", "update"])].sort_values(
+        ["step", "kind"], ascending=[True, False]
+    )
     charts = [
         replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}") for chart in charts
     ]
     headings = ["step", "U", *(RESULT_STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
-    return Section(name, verdicts, [headings, *map(_cells, shown.to_dict("records"))], charts)
+    return Section(name, verdicts, [headings, *map(_cells, table_rows.to_dict("records"))], charts)
 
 
 def _cells(row: Mapping[Any, Any]) -> list[str]:
@@ -121,12 +123,12 @@ def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Chart:
-    shown = table[table["kind"] != "size"].dropna(subset=["deltaH1", "deltaH_true"])
+    measured = table[table["kind"] != "size"].dropna(subset=["deltaH1", "deltaH_true"])
     series = []
     for truth in ("deltaH_true", "deltaH_odd"):
-        rows = shown.dropna(subset=[truth])
+        rows = measured.dropna(subset=[truth])
         series.append(Series.cloud(*RESULT_STYLES[truth], estimated(rows, truth), estimated(rows, "deltaH1"), MILLI))
-    rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
+    rows = measured[measured["kind"] != "eta"].dropna(subset=["covariance"])
     columns = {"measured change": "deltaH_true", "prediction": "deltaH1", "−Cov(log π, A)": "covariance"}
     same = constants({name: rows[key].to_numpy() for name, key in columns.items()}) if len(rows) >= MIN_POINTS else []
     if len(rows) >= MIN_POINTS and not same:
@@ -167,11 +169,11 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
 
 
 def _step_size(table: pd.DataFrame) -> Chart:
-    shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
+    variations = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     series = []
-    for step in sorted(shown["step"].unique()):
-        of_step = shown[shown["step"] == step]
-        first = step == shown["step"].min()
+    for step in sorted(variations["step"].unique()):
+        of_step = variations[variations["step"] == step]
+        first = step == variations["step"].min()
         for key in ("deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd"):
             label, color, mark = RESULT_STYLES[key]
             rows = of_step.dropna(subset=[key])

@@ -32,22 +32,22 @@ HELD_OUT_LOOKS = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 def draw_figures(run: Run) -> list[Chart]:
     """Return the charts of this run. A chart without data only says why."""
-    drawn = [_reward(run), _token_entropy(run), _entropy(run), _delta_h(run), *_calibration(run)]
+    figures = [_reward(run), _token_entropy(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.rows("delta_h/part/momentum")):
-        drawn += [_causes(run), _layers(run)]
+        figures += [_causes(run), _layers(run)]
     if len(run.rows("bound/kl")):
-        drawn += [_declared(key, run) for key in ("bound", "bounded_rate")]
+        figures += [_declared(key, run) for key in ("bound", "bounded_rate")]
     if len(run.rows("gns/noise_scale_prompts")):
-        drawn.append(_noise_scale(run))
+        figures.append(_noise_scale(run))
     if len(run.rows("covariance/token")):
-        drawn.append(_predictors(run))
+        figures.append(_predictors(run))
     if len(run.rows("ess/advantage")):
-        drawn.append(_declared("ess", run))
+        figures.append(_declared("ess", run))
     for evaluation in run.evaluations:
         pass_at = largest_pass_at(run.names(evaluation))
         for key in ("solved", "certain"):
-            drawn.append(_declared(key, run, evaluation, evaluation=evaluation.title, pass_at=pass_at))
-    return drawn
+            figures.append(_declared(key, run, evaluation, evaluation=evaluation.title, pass_at=pass_at))
+    return figures
 
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
@@ -86,15 +86,15 @@ def _declared(
     chart = charts.load_chart(key, words)
     looks = chart["series"]
     quantities = {label: run.rows(look["metric"], source) for label, look in looks.items()}
-    drawn = [
+    curves = [
         Series.of_rows(label, NAMED[look["color"]], quantities[label], look["mark"], dash=look.get("dash", ()))
         for label, look in looks.items()
         if label not in without and len(finite(quantities[label]))
     ]
     missing = missing_notes(quantities) if source == MEASURED else []
-    is_share = drawn and chart.get("is_share")
+    is_share = curves and chart.get("is_share")
     ends = axis_limits(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
-    return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
+    return draw(key, [*further, *curves] if curves else [], missing, ends=ends, **words)
 
 
 def _reward(run: Run) -> Chart:
@@ -109,11 +109,11 @@ def _reward(run: Run) -> Chart:
         smooth = values.rolling(window, center=True).mean().dropna() if len(values) >= 2 * window else values
         series.append(Series(f"{name}", color, smooth.index, smooth))
     series += [
-        Series.of_rows(f"held out: {at}", color, rewards, mark)
-        for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT_LOOKS))
+        Series.of_rows(f"held out: {evaluation}", color, rewards, mark)
+        for (evaluation, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT_LOOKS))
     ]
-    shown = pd.concat([rows, *held_out.values(), *(pd.DataFrame({"value": curve.y}) for curve in series[1:])])
-    return draw("reward", series, ends=axis_limits(shown), window=window, held_out=held_out)
+    all_rows = pd.concat([rows, *held_out.values(), *(pd.DataFrame({"value": curve.y}) for curve in series[1:])])
+    return draw("reward", series, ends=axis_limits(all_rows), window=window, held_out=held_out)
 
 
 def _token_entropy(run: Run) -> Chart:
@@ -129,13 +129,13 @@ def _token_entropy(run: Run) -> Chart:
 def _entropy(run: Run) -> Chart:
     sums = {kind: run.rows(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
     naive = naive_sums(run)
-    drawn = [
+    curves = [
         Series.of_rows("measured", TEXT, sums["measured"], "circle"),
         Series.of_rows("predicted", BLUE, sums["predicted"], "square"),
         Series.of_rows("naive product (biased)", ORANGE, naive, "triangle", dash=(5, 3)),
     ]
     missing = missing_notes({**sums, "naive product": naive}, bands=False) + missing_notes(sums, values=False)
-    series = [curve for curve in drawn if len(curve.x) > 1]  # a single point is the initial 0
+    series = [curve for curve in curves if len(curve.x) > 1]  # a single point is the initial 0
     starts = sum_starts(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [NO_LATER_BATCH] * (not series), start=at_start)
@@ -230,8 +230,8 @@ def _predictors(run: Run) -> Chart:
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, opacity=0.7))
     if not clouds and not missing:
         missing = [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
-    drawn = [diagonal(clouds, "y = x"), *clouds] if clouds else []
-    return draw("predictors", drawn, [*dict.fromkeys(missing)], source=source)
+    series = [diagonal(clouds, "y = x"), *clouds] if clouds else []
+    return draw("predictors", series, [*dict.fromkeys(missing)], source=source)
 
 
 def _measured_changes(run: Run) -> tuple[pd.Series[float], str]:

@@ -223,10 +223,10 @@ def _table_row(name: str, entries: Sequence[Entry], columns: Sequence[str]) -> l
 def caption(account: Ledger) -> str:
     """Say what the rows mean, how many steps are predicted, and whether anything is left to explain."""
     count = account.last - account.first
-    missing = count - account.num_predicted
+    num_missing = count - account.num_predicted
     size = "more than its error" if is_significant(account.rest) else "within its error"
-    if missing:
-        remark = f" It includes {missing} of {count} steps, which have no prediction."
+    if num_missing:
+        remark = f" It includes {num_missing} of {count} steps, which have no prediction."
     else:
         remark = " All layers and the second order together are the predicted ΔH of the summary."
     return (

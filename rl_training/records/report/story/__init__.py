@@ -10,7 +10,7 @@ reward_functions.py   which rewards there are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -33,10 +33,12 @@ from rl_training.statistics.estimate import Estimate
 
 @dataclass(frozen=True)
 class Story:
-    """The curves of a run. `reward` and `entropy` are None for too few values.
+    """The curves of a run.
 
     Args:
+        reward, entropy: The paid reward and token entropy; None for too few values.
         functions: Of several reward functions, paid or watched (weight 0), those with enough values.
+        held_out: Rewards on prompts that training never sees, one for each evaluation with enough values.
         reward_levels, entropy_levels: The numbers at both ends of the run, however short; None without a value.
         function_levels: The same of each reward function, by name.
         effects: Sums of what the steps were measured to do to the paid reward, by step; empty if that was not measured.
@@ -69,8 +71,8 @@ class Story:
     @property
     def whole_effect(self) -> Estimate | None:
         """What the measured steps did to the paid reward in all; None if no step was measured."""
-        known = [effect for effect in self.effects.values() if math.isfinite(effect.stderr)]
-        return known[-1] if known else None
+        effects = [effect for effect in self.effects.values() if math.isfinite(effect.stderr)]
+        return effects[-1] if effects else None
 
     def effect_since(self, step: int) -> Estimate:
         """Return what the steps from this one on were measured to do to the paid reward; nan if some were not."""
@@ -85,34 +87,32 @@ class Story:
 
     @classmethod
     def of(cls, run: Run) -> Story:
+        """Return the story of a run, up to its last logged step."""
         rewards = run.logged("reward")
         entropies = run.token_entropy()
         spread = spread_of_rewards(run)
         parts = reward_functions(run)
-        weights = reward_weights(run)
-        top = highest_reward(rewards, parts, weights)
+        top = highest_reward(rewards, parts, reward_weights(run))
         reward = read_reward("reward", rewards, spread, top)
         entropy = read_entropy(entropies)
-        functions = [
-            replace(function, is_penalty=is_penalty(run, function.name), weight=weights.get(function.name, math.nan))
-            for function in _known(
-                read_reward(name, part, spread_of_function(run, name, spread), math.nan, FALL_OF_PART)
-                for name, part in (parts.items() if len(parts) > 1 else ())
-            )
-        ]
-        of_functions = {function.name: function for function in functions}
-        levels = {name: _levels(values, of_functions.get(name)) for name, values in parts.items()}
-        held_out = _known(
+        curves = {name: _function_curve(run, name, values) for name, values in parts.items()} if len(parts) > 1 else {}
+        function_levels = {name: _levels(values, curves.get(name)) for name, values in parts.items()}
+        held_out = [
             read_reward("held-out reward", rows["value"], spread, top) for rows in held_out_rewards(run).values()
-        )
-        effects = run.estimates(REWARD_SUM)
-        steps = run.steps
+        ]
         return cls(
-            reward=reward, entropy=entropy, functions=functions, held_out=held_out,
-            reward_levels=_levels(rewards, reward), entropy_levels=_levels(entropies, entropy),
-            function_levels={name: known for name, known in levels.items() if known},
-            effects=effects, first=steps[0], last=steps[-1], logged=len(steps),
-        )  # fmt: skip
+            reward=reward,
+            entropy=entropy,
+            functions=[curve for curve in curves.values() if curve is not None],
+            held_out=[curve for curve in held_out if curve is not None],
+            reward_levels=_levels(rewards, reward),
+            entropy_levels=_levels(entropies, entropy),
+            function_levels={name: levels for name, levels in function_levels.items() if levels is not None},
+            effects=run.estimates(REWARD_SUM),
+            first=run.steps[0],
+            last=run.steps[-1],
+            logged=len(run.steps),
+        )
 
 
 def _levels(values: pd.Series[float], curve: Reward | Entropy | None) -> Levels | None:
@@ -122,5 +122,10 @@ def _levels(values: pd.Series[float], curve: Reward | Entropy | None) -> Levels 
     return levels_of(values, None) if len(values) else None
 
 
-def _known(curves: Iterable[Reward | None]) -> list[Reward]:
-    return [curve for curve in curves if curve is not None]
+def _function_curve(run: Run, name: str, values: pd.Series[float]) -> Reward | None:
+    """Return the curve of one of several reward functions; None for too few values."""
+    spread = spread_of_function(run, name, spread_of_rewards(run))
+    curve = read_reward(name, values, spread, math.nan, FALL_OF_PART)
+    if curve is None:
+        return None
+    return replace(curve, is_penalty=is_penalty(run, name), weight=reward_weights(run).get(name, math.nan))

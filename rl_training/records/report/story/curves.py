@@ -189,9 +189,9 @@ def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float
     may be an outlier, or a lucky response where hardly any earns a reward.
     """
     first = float(values.iloc[0])
-    others = values.iloc[1:]
+    later = values.iloc[1:]
     noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
-    is_above = first - float(others.max()) > MIN_DEVIATIONS_OF_FIRST * noise
+    is_above = first - float(later.max()) > MIN_DEVIATIONS_OF_FIRST * noise
     is_lost = line.now < LEFT_OF_FIRST * first and first - line.now > LOST_FROM_FIRST * most
     return first if is_above and is_lost else -math.inf
 

@@ -96,14 +96,10 @@ def levels_of(values: pd.Series[float], line: BrokenLine | None) -> Levels:
         line: Their broken line, if there are enough of them for one.
     """
     if line is None:
-        (start, *first), *rest = first_and_last_means(values)
-        if not rest:
-            return Levels(start, None, math.nan, Window(WindowKind.SINGLE, (first[0], first[1]), (first[0], first[1])))
-        now, *last = rest[0]
-        return Levels(start, now, math.nan, Window(WindowKind.MEANS, (first[0], first[1]), (last[0], last[1])))
+        return _levels_of_few(values)
     head = first_values(values)
     start = float(head.mean())
-    ends = (int(head.index[0]), int(head.index[-1]))
+    ends = _ends(head)
     if float(np.ptp(values)) <= ROUNDING * float(values.abs().max()):  # a constant has no noise
         return Levels(start, float(values.iloc[-1]), 0.0, Window(WindowKind.CONSTANT, ends, (line.last, line.last)))
     now = min(max(line.now, float(values.min())), float(values.max()))  # a line's end may lie beyond all values
@@ -115,8 +111,17 @@ def first_values(values: pd.Series[float]) -> pd.Series[float]:
     return values.head(min(FIRST_STEPS, max(len(values) // 20, 1)))
 
 
-def first_and_last_means(values: pd.Series[float]) -> list[tuple[float, int, int]]:
-    """Return (mean, first step, last step) of the first few values and of the last few; for one value, one entry."""
-    window = min(MAX_WINDOW, max(len(values) // 2, 1))
-    parts = (values.iloc[:window], values.iloc[window:].tail(window))
-    return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
+def _levels_of_few(values: pd.Series[float]) -> Levels:
+    """Return the means of the first and of the last values, or the only value."""
+    length = min(MAX_WINDOW, max(len(values) // 2, 1))
+    head = values.iloc[:length]
+    tail = values.iloc[length:].tail(length)
+    if tail.empty:
+        return Levels(float(head.mean()), None, math.nan, Window(WindowKind.SINGLE, _ends(head), _ends(head)))
+    window = Window(WindowKind.MEANS, _ends(head), _ends(tail))
+    return Levels(float(head.mean()), float(tail.mean()), math.nan, window)
+
+
+def _ends(values: pd.Series[float]) -> tuple[int, int]:
+    """Return the first and the last step of these values."""
+    return int(values.index[0]), int(values.index[-1])

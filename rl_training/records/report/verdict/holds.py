@@ -65,8 +65,8 @@ def fallen_part(story: Story) -> Reward | None:
 
     While the paid sum rises, a paid function that has cost next to nothing of it is no news; one that is watched is.
     """
-    fallen = [part for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]
-    return max(fallen, key=relative_fall, default=None)
+    candidates = [part for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]
+    return max(candidates, key=relative_fall, default=None)
 
 
 def cost_next_to_nothing(part: Reward, paid: Reward | None) -> bool:
@@ -140,12 +140,12 @@ def is_lost(story: Story) -> bool:
     entropy = story.entropy
     if reward is None or entropy is None:
         return False
-    lost = entropy.lost_since(reward.flat_since)
-    price = max(MIN_REWARD_GAIN * lost, BAND) * reward.spread
+    loss = entropy.lost_since(reward.flat_since)
+    price = max(MIN_REWARD_GAIN * loss, BAND) * reward.spread
     (low, high) = story.effect_since(reward.flat_since).bounds()
     has_earned_it = low > 0 and high > price
     has_gained_less = reward.largest_gain_while_flat < price and not has_earned_it
-    return has_gained_less and (lost > LARGE_LOSS or (entropy.change < 0 and lost > MIN_LOSS))
+    return has_gained_less and (loss > LARGE_LOSS or (entropy.change < 0 and loss > MIN_LOSS))
 
 
 def has_erupted(story: Story) -> bool:

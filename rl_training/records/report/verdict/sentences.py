@@ -78,8 +78,8 @@ def loss(story: Story) -> str:
     assert reward is not None
     assert entropy is not None
     since = reward.flat_since
-    lost = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
-    return f" since step {since}{lost}, while reward is flat at {reward.levels.text_now}. {_describe_entropy(entropy)}"
+    share = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
+    return f" since step {since}{share}, while reward is flat at {reward.levels.text_now}. {_describe_entropy(entropy)}"
 
 
 def after_colon(story: Story) -> str:
@@ -139,12 +139,12 @@ def _describe_entropy(entropy: Entropy | None) -> str:
     levels = f"Entropy {entropy.levels.text} nats"
     if entropy.left < ALMOST_NOTHING:
         return f"{levels}, almost gone since step {entropy.since_below(ALMOST_NOTHING)}."
-    left = f", {share_left(entropy.left)} is left" if entropy.left < 1 else ""
+    remainder = f", {share_left(entropy.left)} is left" if entropy.left < 1 else ""
     now = "now it is flat"
     if entropy.change:
         falls = entropy.change < 0
         now = _direction(entropy.line, -1 if falls else 1, "falls" if falls else "rises")
-    return f"{levels}{left}, {now}."
+    return f"{levels}{remainder}, {now}."
 
 
 def _direction(line: BrokenLine, sign: float, verb: str) -> str:
