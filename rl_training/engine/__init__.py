@@ -1,7 +1,7 @@
 """One optimizer step in any training loop: recorded, measured, and checked against what happened.
 
 driver.py                           the six calls in which a loop reports each step: read it first
-measurer.py                         what they do at a measured step
+measurer.py, kl_bound.py            what takes part in a step: probes measure it, a set KL bounds it
 open_step.py, fold_recorder.py      collect the step's sequences and gradients; build_step.py turns them into StepData
 step_reasons.py                     what cannot be measured at a step
 probe.py, context.py                what a probe is and returns, and what it is given
@@ -15,6 +15,6 @@ gradient_check.py                   whether the step's gradient is that of its m
 copied_groups.py                    whether groups of responses are copies of others
 gradient_witness.py                 whether the optimizer gets the measured gradient
 predictions.py, verifier.py         what the step is predicted to do, and whether it followed the optimizer's formula
-kl_bound.py                         steps of a set KL; kl_search.py finds their length
+kl_search.py                        the length of a step of a set KL
 step_result.py, costs.py            what a step leaves for hosts; its seconds by name, and bytes
 """

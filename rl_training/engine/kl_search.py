@@ -117,9 +117,16 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
         kl = kl_of(factor)
         tries += 1
     if math.isfinite(kl):
-        return BoundInfo(target, first_kl, kl, tries, first_factor, factor)
+        return BoundInfo(
+            target=target,
+            first_kl=first_kl,
+            kl=kl,
+            tries=tries,
+            first_factor=first_factor,
+            factor=factor,
+        )
     return BoundInfo(
-        target,
+        target=target,
         first_kl=math.nan,
         kl=math.nan,
         tries=tries,

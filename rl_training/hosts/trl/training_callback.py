@@ -187,7 +187,7 @@ class TrainingCallback(TrainerCallback):
         Args:
             run_id: The id of the training that is resumed, as for `Destination.begin`.
         """
-        self._step_hooks.end()  # an exception may have ended the previous training in the middle of a step
+        self._step_hooks.end()  # of the previous training, if an exception has ended it
         self._writer.begin_training()
         self._checkpoint_hooks.run_id = self._destination.begin(run_id, self._write_before_termination)
         self._writer.records = self._destination.records
@@ -233,7 +233,6 @@ class TrainingCallback(TrainerCallback):
                 self._log.write_evaluation(state.global_step, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A callback may have ended it within a step.
-        for end in (self._step_hooks.end, self._driver.fail_step, self._log.flush, self._driver.end):
+        for end in (self._step_hooks.end, self._log.flush, self._driver.end):
             with self._guard.watching():
                 end()

@@ -89,7 +89,8 @@ class StepHooks:
             self._undo_optimizer.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
 
     def end(self) -> None:
-        """Stop watching the optimizer."""
+        """Stop watching the optimizer. If training has ended within a step, discard that."""
+        self._driver.fail_step()
         self._undo_optimizer.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------
