@@ -22,7 +22,7 @@ from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import terms_check
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loss_info import OTHER_TERMS, other_terms_reason
-from rl_training.engine.terms_check import EVERY, TermsCheck
+from rl_training.engine.terms_check import EVERY, OTHER_GRADIENT, TermsCheck
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.plain.measured_loop import DR_GRPO_FIX
 from rl_training.models.load import load_tiny
@@ -277,6 +277,13 @@ def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() 
         check.begin_step()
         due += [number] * check.is_due
     assert due == [1, 2, 4, 8, EVERY, 2 * EVERY]
+
+
+def test_what_a_loop_tells_of_its_loss_comes_before_what_gradients_show_where_they_are_asked() -> None:
+    check = TermsCheck(distance=0.5)
+    assert check.reason_of_step(OTHER_TERMS, is_asked=True) is OTHER_TERMS
+    assert check.reason_of_step(None, is_asked=True) == OTHER_GRADIENT.formatted(distance=0.5)
+    assert check.reason_of_step(None, is_asked=False) is None
 
 
 def test_a_multiple_of_the_loss_weights_needs_its_own_basis_where_the_loss_has_other_terms() -> None:
