@@ -43,19 +43,18 @@ class StepBuilder:
     fold_recorder: FoldRecorder  # holds the fold gradients caught by hooks
     checks: StepChecks  # what earlier steps have shown about the policy, the loss and the rewards
 
-    def build(self, open_step: OpenStep, seen_prompts: set[int], edit_reason: Unavailable | None) -> StepData:
+    def build(self, open_step: OpenStep, edit_reason: Unavailable | None) -> StepData:
         """Return the data of a step whose gradients are complete. Collective.
 
         Args:
             open_step: The step and its plan.
-            seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
             edit_reason: Set if the weights were changed since the step began.
         """
         loop = self.loop
         ranks = self.passes.ranks
         rollout = open_step.join_on_all_ranks(ranks)
         mismatch = self.checks.sampling_reason(rollout, loop, edit_reason)
-        reasons = reasons_of_step(open_step, loop, seen_prompts, mismatch)
+        reasons = reasons_of_step(open_step, loop, mismatch)
         scores = open_step.join_scores(rollout)
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
         reasons = _with_copies(reasons, copies)

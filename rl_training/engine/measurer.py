@@ -123,7 +123,7 @@ class Measurer:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
         predictions = self._predictions
         edit_reason = None if predictions is None else predictions.begin_measuring()
-        data = self._builder.build(step, step.seen_prompts, edit_reason)
+        data = self._builder.build(step, edit_reason)
         prediction = None
         if predictions is not None:
             prediction = predictions.predict(data, step.probes, self._residual_test)

@@ -28,13 +28,12 @@ NO_GROUPS_ELSEWHERE = Unavailable(
 NO_SAMPLE_ELSEWHERE = Unavailable("no_sample_elsewhere", "another process cannot sample fresh responses")
 
 
-def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mismatch: Unavailable | None) -> Reasons:
+def reasons_of_step(step: OpenStep, loop: LoopSpec, mismatch: Unavailable | None) -> Reasons:
     """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
 
     Args:
         step: The step, with all its microbatches.
         loop: The training loop.
-        seen_prompts: Prompts of the current rollout on this rank from which earlier steps have learned.
         mismatch: Set if the sequences are not samples of the scored policy.
     """
     fixes = loop.fixes
@@ -45,7 +44,7 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
         "no_sample": bool(origin.sample_reason),
         "no_groups": bool(origin.groups_reason),
         "no_fresh_responses": bool(no_fresh_responses),
-        **_facts(step, loop, seen_prompts),
+        **_facts(step, loop),
     }
     anywhere = loop.ranks.anywhere(here, step.rollouts[0].prompt_index.device)
 
@@ -74,7 +73,7 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, seen_prompts: set[int], mism
     )
 
 
-def _facts(step: OpenStep, loop: LoopSpec, seen_prompts: set[int]) -> dict[str, bool]:
+def _facts(step: OpenStep, loop: LoopSpec) -> dict[str, bool]:
     """Return what this rank knows of the step that may take something away, by name."""
     index = torch.cat([rollout.prompt_index for rollout in step.rollouts])
     prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
@@ -87,7 +86,7 @@ def _facts(step: OpenStep, loop: LoopSpec, seen_prompts: set[int]) -> dict[str, 
         "other_terms": step.other_terms == OTHER_TERMS,
         "incomplete": bool((counts != step.responses_per_prompt).any()),
         "mixed": is_mixed,
-        "reused": has_learned or not seen_prompts.isdisjoint(prompts.tolist()),
+        "reused": has_learned or not step.seen_prompts.isdisjoint(prompts.tolist()),
         "hooked": any(leaf._backward_hooks for leaf in loop.shard.leaves.values()),
         "other_sizes": [len(rows) for rows in step.microbatch_rows] != [*step.sizes],
     }

@@ -91,7 +91,8 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
         loop: Any = SimpleNamespace(ranks=ranks, fixes=FIXES, reasons=Reasons(), is_dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = OpenStep(1, [], folds=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = reasons_of_step(step, loop, seen_prompts={1} if rank == 0 else set(), mismatch=None)
+        step.seen_prompts = {1} if rank == 0 else set()  # from which an earlier step has learned
+        why = reasons_of_step(step, loop, mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.no_whole_folds), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2

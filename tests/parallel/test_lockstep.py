@@ -241,7 +241,7 @@ def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) ->
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
         step = OpenStep(1, [], folds=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        reasons = reasons_of_step(step, loop, set(), mismatch=None)
+        reasons = reasons_of_step(step, loop, mismatch=None)
         return [bool(value) for value in vars(reasons).values()]
 
     first, second = CountingRanks().run(found)

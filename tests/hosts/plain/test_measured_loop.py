@@ -627,7 +627,7 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = OpenStep(1, [], folds=plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = reasons_of_step(step, loop, set(), mismatch=None)
+        why = reasons_of_step(step, loop, mismatch=None)
         reasons = why.split_prompts, why.no_whole_folds
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
         assert why.dr_grpo_fix == words.dr_grpo
