@@ -28,7 +28,7 @@ def constant(completions: list[str], **kwargs: Any) -> list[float]:
 @pytest.fixture
 def trackers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, str]]]:
     """Return the alerts sent to each tracker. Both have a run, of which only its alerts are looked at."""
-    importlib.import_module("rl_training.hosts.trl.attachment")  # TRL looks for the trackers when it is imported
+    importlib.import_module("rl_training.hosts.trl.trainer_kind")  # TRL looks for the trackers when it is imported
     sent: dict[str, list[tuple[str, str]]] = {"wandb": [], "trackio": []}
     run = SimpleNamespace(alert=lambda title, text: sent["wandb"].append((title, text)))
     current: ContextVar[Any] = ContextVar("current", default=run)
