@@ -91,7 +91,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, options
         )
         self._checkpoint_hooks = CheckpointHooks(trainer, self.driver, self._guard)
-        self._training = TrainingCallback(
+        self._callback = TrainingCallback(
             trainer,
             self.driver,
             self._writer,
@@ -140,7 +140,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
                     wrap(callback, "on_log", self._log.on_print, undo)
                 elif is_dashboard(callback):
                     wrap(callback, "on_log", self._log.on_send, undo)
-            for added in filter(None, (self._training, self._alerts)):
+            for added in filter(None, (self._callback, self._alerts)):
                 trainer.add_callback(added)
                 undo.callback(trainer.remove_callback, added)
             return undo.pop_all()
@@ -186,7 +186,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
     def on_train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the trainer's `train`, measured. Without a `with` block, what is attached ends with it."""
         try:
-            with self._training.running():
+            with self._callback.running():
                 output = train(*args, **kwargs)
         except BaseException as error:
             if self._ends_with_training:
@@ -205,7 +205,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             with self._guard.after_error(error):
                 self._destination.note_interrupt(error)
             return
-        if not self._training.has_run and all_ranks().number == 0:
+        if not self._callback.has_run and all_ranks().number == 0:
             logger.warning(announcements.NOTHING_TRAINED)
         with self._guard.watching():
             self._end(None)
@@ -216,7 +216,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             if not self._options.keep_attached:
                 self._uninstall()
         finally:
-            self._training.finish(error)
+            self._callback.finish(error)
 
     def remove(self) -> None:
         """Remove the probes and everything else that was attached. The measurements are kept.

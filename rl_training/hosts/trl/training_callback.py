@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer_log import TrainerLog
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class _Training:
+    """What is known of one training, from its call of `train()`."""
+
+    step: int = 0  # the current one, 0 before the first one
+    failure: str = ""  # how it failed, in words; its error may be caught inside the `with` block
+    unwritten: UnwrittenLines = field(default_factory=UnwrittenLines)
 
 
 class TrainingCallback(TrainerCallback):
@@ -78,9 +88,7 @@ class TrainingCallback(TrainerCallback):
         self.options = options
         self.has_run = False
         self._has_stepped = False  # in any training
-        self._failure = ""  # how the training failed, in words; its error may be caught inside the `with` block
-        self._unwritten = UnwrittenLines()  # of the training
-        self._step = 0  # the current one, 0 before the first one
+        self._training = _Training()
 
     # --- around a training --------------------------------------------------------------------------------------------
 
@@ -90,20 +98,18 @@ class TrainingCallback(TrainerCallback):
         with self._guard.watching():
             self.finish(None)  # an earlier training in the same `with` block
         self.has_run = True
-        self._failure = ""
-        self._unwritten = UnwrittenLines()
-        self._step = 0
+        self._training = _Training()
         self._writer.records = None  # until their folder is locked
         self._guard.begin()
         self._checkpoint_hooks.take_resumed()  # of a training that ended between loading it and beginning
         try:
             yield
         except BaseException as error:
-            self._failure = announcements.how_it_ended(self._trainer, error)
-            with self._guard.after_error(error):
-                self._driver.fail_step()  # at once: the trainer may train again before a `with` block ends
-            with self._guard.after_error(error):
-                self._write_last_line()
+            self._training.failure = announcements.how_it_ended(self._trainer, error)
+            # The step fails at once: the trainer may train again before a `with` block ends.
+            for end in (self._driver.fail_step, self._write_last_line):
+                with self._guard.after_error(error):
+                    end()
             with self._guard.after_error(error):
                 self._destination.note_interrupt(error)
             raise
@@ -127,13 +133,13 @@ class TrainingCallback(TrainerCallback):
         finally:
             if self._writer.records is not None:
                 self._writer.records.on_write_error = None
-            how = self._failure or announcements.how_it_ended(self._trainer, error)
+            how = self._training.failure or announcements.how_it_ended(self._trainer, error)
             if line := self._destination.end(self._with_gaps(how)):
                 self._show_closing_line(line, error)
 
     def _show_closing_line(self, line: str, error: BaseException | None) -> None:
         """Say how training ended and where the report is: in the log, and below the traceback of an error."""
-        line += announcements.how_to_resume(self._trainer) if self._failure else ""
+        line += announcements.how_to_resume(self._trainer) if self._training.failure else ""
         logger.warning(line)
         if error is not None:
             error.add_note(line)
@@ -145,11 +151,11 @@ class TrainingCallback(TrainerCallback):
 
     def _with_gaps(self, how: str) -> str:
         """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
-        return "; ".join(filter(None, (how, self._guard.reason, str(self._unwritten))))
+        return "; ".join(filter(None, (how, self._guard.reason, str(self._training.unwritten))))
 
     def _leave_out(self, path: Path, error: OSError) -> None:
         """Go on without lines of the records that cannot be written."""
-        self._unwritten.add(self._step, path, error)
+        self._training.unwritten.add(self._training.step, path, error)
 
     # --- begin --------------------------------------------------------------------------------------------------------
 
@@ -208,8 +214,8 @@ class TrainingCallback(TrainerCallback):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = state.global_step + 1
-        self._guard.begin_step(state.global_step + 1)
+        self._training.step = state.global_step + 1
+        self._guard.begin_step(self._training.step)
         with self._guard.watching():
             self._log.flush()
 

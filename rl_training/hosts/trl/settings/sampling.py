@@ -15,19 +15,41 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # o
 # Options of `generate` other than the temperature, with the values that switch each off. None always does.
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
-    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
-    **dict.fromkeys(
-        ("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1.0,)
-    ),
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0.0,)),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "top_p": (1.0,),
+    "typical_p": (1.0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "guidance_scale": (1.0,),
+    "min_p": (0.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "penalty_alpha": (0.0,),
+    "diversity_penalty": (0.0,),
     "top_k": (0, -1),  # vLLM's own word for none is -1
-    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens"), (0,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"), (None,)),
-    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty"), (None,)),
-    **dict.fromkeys(("watermarking_config", "top_h"), (None,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0.0,)),  # this and the next line: vLLM's options
-    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX), (None,)),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "sequence_bias": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "top_h": (None,),
+    # vLLM's own options.
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None,),
+    "structured_outputs": (None,),
+    REGEX: (None,),
 }
 STREAM = Unavailable(
     "streamed",
