@@ -77,6 +77,7 @@ class Intervention:
     is_entropy_bonus: bool = False  # whether it changes the weights of entropies alone
     # Whether it recalculates the weights from advantages and ratios, which undoes interventions before it.
     overwrites_weights: bool = False
+    given: str = ""  # what the user wrote for it: also the file or module of a function of one's own
 
     @property
     def lr_factor(self) -> float:
@@ -245,6 +246,10 @@ def parse_intervention(text: str) -> Intervention:
     >>> parse_intervention("bonus").strength, parse_intervention("lr:2").strength
     (0.01, 2.0)
     """
+    return dataclasses.replace(_parse(text), given=text)
+
+
+def _parse(text: str) -> Intervention:
     name, _, strength = text.partition(":")
     if name in INTERVENTIONS:
         intervention = INTERVENTIONS[name]

@@ -38,6 +38,8 @@ from rl_training.interventions.named import GROWS, NEEDS, parse_intervention
 from rl_training.models.load import load_tiny
 from rl_training.policy.scorer import Scorer
 from rl_training.probes import InterventionsProbe, SamplerProbe
+from rl_training.records.report.set_up import set_up_of
+from rl_training.records.table.reading import read_run
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
 STALE = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))  # the policy before the first step
@@ -166,7 +168,10 @@ class Weights(Seen):
 
 
 def test_interventions_are_applied_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    """Positive samples only, with half their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
+    """Positive samples only, with half their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens).
+
+    Records have them as they were given, so that a report can say which ones to train with.
+    """
     file = tmp_path / "mine.py"
     file.write_text(
         "from rl_training.interventions.reweighting import scaled\n"
@@ -175,7 +180,9 @@ def test_interventions_are_applied_one_after_another(make_trainer: Callable[...,
         encoding="utf-8",
     )
     probe = Weights()
-    make_trainer(probes=[probe], interventions=["psr", f"{file}:softer:0.5", "bonus:0.1"], **SHAPE, max_steps=1).train()
+    names = ["psr", f"{file}:softer:0.5", "bonus:0.1"]
+    make_trainer(probes=[probe], interventions=names, records=tmp_path / "run" / "logs", **SHAPE, max_steps=1).train()
+    assert set_up_of(read_run(tmp_path / "run")).interventions == names
     positive = probe.rollout.advantages.clamp(min=0).unsqueeze(1) * probe.mask
     assert positive.any()
     torch.testing.assert_close(probe.weights.logps, -0.5 * positive / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)

@@ -82,7 +82,7 @@ class Options:
         """The settings that affect training, for its records."""
         return {
             "whole_prompts": self.whole_prompts,
-            "interventions": [intervention.name for intervention in self.changes_of_loss],
+            "interventions": [intervention.given for intervention in self.interventions],
             "target_kl_share": self._share_of_entropy(),
         }
 

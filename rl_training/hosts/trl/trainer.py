@@ -68,7 +68,8 @@ class DrGRPOTrainer(GRPOTrainer):
     Args:
         *args, **kwargs: As for `trl.GRPOTrainer`, with a `DrGRPOConfig` as `args`.
         probes: What to measure: names, as on the command line, or probe objects.
-        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing.
+        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. With "RUN/logs",
+            `rl-training report RUN` shows them. None writes nothing.
         interventions: What to train with, by name and in this order, such as `["psr", "bonus:0.02"]`.
             interventions/named.py lists them.
         buffer: A `FilteredBuffer`, which draws the prompts instead of the data loader and replaces those whose

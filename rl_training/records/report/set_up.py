@@ -95,9 +95,7 @@ class SetUp:
     @property
     def interventions(self) -> list[str]:
         """The interventions that the run trains with, by name."""
-        setting = (
-            self.settings.get("intervention") or self.trainer("interventions") or self.settings.get("interventions")
-        )
+        setting = self.settings.get("intervention") or self.recorded("attached", "interventions")
         names = setting if isinstance(setting, list) else [setting]
         of_class = [PSR] if "PositiveOnly" in self.trainer_class else []
         return of_class + [str(name) for name in names if name]

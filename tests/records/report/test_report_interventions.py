@@ -291,6 +291,18 @@ def test_an_attached_trainer_gets_the_lines_that_try_the_cheapest_intervention_f
     assert shlex.split(lines[-1]) == ["rl-training", "report", *folders]
 
 
+def test_a_dr_grpo_trainer_gets_lines_that_make_it_with_interventions_and_records(tmp_path: Path) -> None:
+    trainer = {"output_dir": "out", "learning_rate": 1e-5, "class": "DrGRPOTrainer"}
+    lines = told(record(tmp_path / "run", which={"lr": MEASURED["lr"]}, made_by="trl", trainer=trainer)).commands
+    folders = [f"{tmp_path}/run_{name}" for name in ("plain", "psr", "lr_0.5")]
+    given = ["without a change", 'with DrGRPOTrainer(…, interventions=["psr"])']
+    given += ['with DrGRPOTrainer(…, interventions=["lr:0.5"])']
+    assert lines[1:-2:2] == [
+        f'# One {how}, made with records="{folder}/logs":' for how, folder in zip(given, folders, strict=True)
+    ]
+    assert set(lines[2:-2:2]) == {'trainer.train(resume_from_checkpoint="out/checkpoint-N")'}
+
+
 def test_an_unbounded_interval_does_not_widen_the_plane() -> None:
     endless, known = Estimate(1e-3, math.inf, 8), Estimate(1e-3, 1e-4, 8)
     drawn = plane([Effect(name, e, e, NONE, NONE, NONE, NONE, 1) for name, e in (("psr", endless), ("nsr", known))])

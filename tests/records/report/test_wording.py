@@ -13,16 +13,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from logged_runs import log_run, noisy
 
 from rl_training import Estimate
+from rl_training.interventions.named import interventions_to_train
 from rl_training.records.report.as_json import first_lines
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.wording.base import Wording
 from rl_training.records.report.wording.job import JobWording
-from rl_training.records.report.wording.trl import TrlWording
+from rl_training.records.report.wording.trl import DrGrpoWording, TrlWording
 from rl_training.records.report.wording.verl import VerlWording
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.reading import read_run
 
 KNOWN, ZERO = Estimate(0.01, 0.001, 8), Estimate(0.0, 0.1, 8)
+TRAINED = {"class": "DrGRPOTrainer", "learning_rate": 1e-6}
 FALLS = {"entropy": noisy(lambda step: 0.5, 0.01, 2), "reward": noisy(lambda step: 0.8 if step < 25 else 0.2, 0.03, 1)}
 
 
@@ -109,6 +111,21 @@ def test_trl_is_advised_with_arguments_that_python_reads() -> None:
         call = ast.parse(setting, mode="eval").body
         assert isinstance(call, ast.Call)
         assert {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords} == arguments
+
+
+def test_a_dr_grpo_trainer_is_advised_with_its_own_config_and_with_interventions_beside_those_it_has() -> None:
+    own = DrGrpoWording(SetUp("trl", {"trainer": TRAINED, "attached": {"interventions": ["clip_cov", "nsr"]}}))
+    assert own.smaller_steps().settings == ('DrGRPOConfig(target_kl_share="auto")',)
+    assert own.fields(max_completion_length=64).settings == ("DrGRPOConfig(max_completion_length=64)",)
+    for change, names in (
+        (own.positive_only(), ["clip_cov", "psr"]),  # which has the place of its opposite
+        (own.intervention(effect("bonus", 0.02)), ["clip_cov", "nsr", "bonus:0.02"]),
+        (own.intervention(effect("lr", 0.5)), ["clip_cov", "nsr", "lr:0.5"]),
+    ):
+        (setting,) = change.settings
+        assert change.text == f"DrGRPOTrainer(…, {setting})"
+        assert setting == f"interventions={json.dumps(names)}"
+        assert [intervention.given for intervention in interventions_to_train(names)] == names
 
 
 def test_a_change_has_one_target_in_the_words_of_every_trainer() -> None:

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.hydra_text import quote_list, quote_value
-from rl_training.records.made_by import TRL
 from rl_training.records.report.set_up import PSR
 from rl_training.records.report.wording import wording_of
-from rl_training.records.report.wording.base import Wording
-from rl_training.records.report.wording.trl import PSR_PAGE
+from rl_training.records.report.wording.trl import TrlWording
 from rl_training.records.table.effects import Effect, effects_of
 from rl_training.records.table.rates import is_falling
 from rl_training.records.table.series import Run
@@ -33,7 +31,7 @@ def branch_commands(run: Run) -> list[str]:
     """
     wording = wording_of(run)
     set_up = wording.set_up
-    if set_up.kind == TRL:
+    if isinstance(wording, TrlWording):
         return _attached_branches(run, wording)
     checkpoints = checkpoints_of(run.folder)
     names = [name for name, _ in preferred_interventions(run)]
@@ -60,7 +58,7 @@ def _branch_folder(run: Run, intervention: str) -> Path:
     return Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', intervention)}")
 
 
-def _attached_branches(run: Run, wording: Wording) -> list[str]:
+def _attached_branches(run: Run, wording: TrlWording) -> list[str]:
     """Return the lines that continue an attached trainer from a checkpoint: unchanged, with PSR, and with another."""
     preferred = preferred_interventions(run)
     if not preferred:
@@ -70,11 +68,6 @@ def _attached_branches(run: Run, wording: Wording) -> list[str]:
     folder = set_up.trainer("output_dir", "OUTPUT_DIR")
     step = run.steps[-1]
     resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
-    if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
-        factor = name.partition(":")[2]
-        change = f"ScaleLearningRate({factor}) of {PSR_PAGE} among its callbacks, because resuming keeps the rate"
-    else:
-        change = wording.intervention(effect).text
     saved = "that it has saved"
     if set_up.trainer("save_strategy") == "no":
         saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
@@ -82,10 +75,10 @@ def _attached_branches(run: Run, wording: Wording) -> list[str]:
     if not set_up.has_sign_intervention:
         tries[f"{run.folder}_{PSR}"] = f"with {wording.positive_only().text}"
     if effect.bare_name != PSR:
-        tries[str(_branch_folder(run, name))] = f"with {change}"
+        tries[str(_branch_folder(run, name))] = f"with {wording.on_resuming(name, effect)}"
     lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {step}."]
     for folder, how in tries.items():
-        lines += [f"# One {how}:", f'with attach(trainer, "{folder}"):', f"    {resume}"]
+        lines += wording.recorded_in(folder, how, resume)
     return [*lines, "# Then, in a shell:", shlex.join(["rl-training", "report", *tries])]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import KEPT_STEP, PSR
 from rl_training.records.report.wording.base import LOSS, OPEN, Wording, argument_of, change_of, in_python
+from rl_training.records.table.effects import Effect
 
 PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
 # By intervention: the field of GRPOConfig that does the same, and its value; None for the intervention's strength.
@@ -24,10 +26,11 @@ class TrlWording(Wording):
     """For a TRL trainer with attached probes: arguments of GRPOConfig and `attach`."""
 
     responses_name = "num_generations"
+    config_name = "GRPOConfig"
 
     def fields(self, **fields: Any) -> Change:
         texts = [f"{name}={in_python(value)}" for name, value in fields.items()]
-        return change_of(fields, [f"GRPOConfig({', '.join(texts)})"])
+        return change_of(fields, [f"{self.config_name}({', '.join(texts)})"])
 
     def larger_batch(self, times: int) -> Change:
         accumulated = self.set_up.number("gradient_accumulation_steps")
@@ -44,18 +47,50 @@ class TrlWording(Wording):
     def positive_only(self) -> Change:
         return Change(f"PositiveOnly(GRPOTrainer) of {PSR_PAGE}", target=LOSS)
 
+    def on_resuming(self, name: str, effect: Effect) -> str:
+        """Return what trains with an intervention from a checkpoint on, given its name as configured."""
+        if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
+            factor = name.partition(":")[2]
+            return f"ScaleLearningRate({factor}) of {PSR_PAGE} among its callbacks, because resuming keeps the rate"
+        return self.intervention(effect).text
+
+    def recorded_in(self, folder: str, how: str, training: str) -> list[str]:
+        """Return the lines of Python that train with records in a folder.
+
+        Args:
+            folder: The folder.
+            how: How the trainer is made, in words.
+            training: The call that trains.
+        """
+        return [f"# One {how}:", f'with attach(trainer, "{folder}"):', f"    {training}"]
+
     def _trainers_own(self, name: str, strength: str) -> Change | None:
         field, value = INTERVENTION_FIELDS.get(name, ("", None))
         if not field or (value is None and not strength):
             return None
-        return change_of([field], [f"GRPOConfig({field}={strength if value is None else in_python(value)})"])
+        return change_of([field], [f"{self.config_name}({field}={strength if value is None else in_python(value)})"])
 
 
 class DrGrpoWording(TrlWording):
     """For a DrGRPOTrainer of one's own script, which has the bound and interventions itself."""
 
+    config_name = "DrGRPOConfig"
+
     def _bounded_to(self, share: float | str) -> Change:
-        return change_of([KEPT_STEP], [f"DrGRPOConfig({KEPT_STEP}={in_python(share)})"])
+        return self.fields(**{KEPT_STEP: share})
 
     def positive_only(self) -> Change:
-        return argument_of(LOSS, "DrGRPOTrainer", f'interventions=["{PSR}"]')
+        return self._train_with(PSR)
+
+    def intervention(self, effect: Effect) -> Change:
+        return self._train_with(self.set_up.name_as_configured(effect))
+
+    def on_resuming(self, name: str, effect: Effect) -> str:
+        return self.intervention(effect).text
+
+    def recorded_in(self, folder: str, how: str, training: str) -> list[str]:
+        return [f'# One {how}, made with records="{folder}/logs":', training]
+
+    def _train_with(self, name: str) -> Change:
+        names = self.set_up.interventions_with(name)
+        return argument_of(LOSS, "DrGRPOTrainer", f"interventions={json.dumps(names)}")
