@@ -36,9 +36,11 @@ from rl_training.records.table.effects import effects_of, halving, keeping
 from rl_training.records.table.measured import of_steps
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT
+from rl_training.statistics.estimate import Estimate
 
 HARDLY_EARNED = 0.05  # of the highest possible reward
 MIXED_ENOUGH = 0.5  # share of prompts with unequal rewards
+LARGER_BATCH = 2  # times the batch of a run whose steps are too noisy
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
 LITTLE_ENTROPY_LEFT = 0.15  # share of the first entropy: with less left, responses to a prompt are nearly all the same
 
@@ -48,6 +50,8 @@ class Situation:
     """What an action knows of a run.
 
     Args:
+        run: The run.
+        verdict: The verdict on it.
         cause: The finding that explains the verdict; None without one.
     """
 
@@ -199,8 +203,10 @@ def _psr_in_a_branch(situation: Situation) -> Advice:
     return Advice(f"{branch} {psr.text}", (branch, *psr.settings)) if branch else psr
 
 
-def _bound(situation: Situation) -> Advice:
-    return (situation.cause.proposal if situation.cause else situation.wording.smaller_steps()).sentence()
+def _stop_the_rise(situation: Situation) -> Advice:
+    """Advise on entropy that has risen while reward has not: what caused it, or smaller steps."""
+    change = situation.cause.proposal if situation.cause else situation.wording.smaller_steps()
+    return change.sentence()
 
 
 def _give_harder_prompts(situation: Situation) -> Advice:
@@ -233,15 +239,21 @@ def _let_it_learn(situation: Situation) -> Advice:
         probes = situation.wording.probes("measured")
         start = "To look at first: what a step does to reward. To measure it"
         return Advice.of(f"{start}: {probes.text}.", probes)
-    over = of_steps(effect, "of all steps")
-    measured = f"the measured effects {over} add up to {format_estimate(effect, signed=True)}"
+    return _mend_steps(situation.wording, effect)
+
+
+def _mend_steps(wording: Wording, effect: Estimate) -> Advice:
+    """Advise larger steps if all of them together were measured to raise reward, or else less noisy ones."""
+    measured = (
+        f"the measured effects {of_steps(effect, 'of all steps')} add up to {format_estimate(effect, signed=True)}"
+    )
     if effect.bounds()[0] > 0:
-        cause = "size"
-        change = situation.wording.larger_steps()
+        what = "size"
+        change = wording.larger_steps()
     else:
-        cause = "noise"
-        change = situation.wording.larger_batch(2)
-    return Advice.of(f"To look at first: the {cause} of the steps; {measured}. To change: {change.text}.", change)
+        what = "noise"
+        change = wording.larger_batch(LARGER_BATCH)
+    return Advice.of(f"To look at first: the {what} of the steps; {measured}. To change: {change.text}.", change)
 
 
 def _do_first(cause: Finding) -> Advice:
@@ -249,7 +261,15 @@ def _do_first(cause: Finding) -> Advice:
     return cause.proposal.sentence(to_change="To change first", to_do="To do first")
 
 
+# Of each kind of verdict that calls for something.
 ACTIONS: Mapping[Kind, Callable[[Situation], Advice]] = {
-    FALLEN: _go_back, GONE: _go_back, HELD_OUT: _stop_overfitting, PART: _stop_the_hack, LOST: _keep_entropy,
-    ERUPTS: _bound, SOLVED: _give_harder_prompts, FLAT: _let_it_learn, FLAT_FALLING: _let_it_learn,
-}  # fmt: skip
+    FALLEN: _go_back,
+    GONE: _go_back,
+    HELD_OUT: _stop_overfitting,
+    PART: _stop_the_hack,
+    LOST: _keep_entropy,
+    ERUPTS: _stop_the_rise,
+    SOLVED: _give_harder_prompts,
+    FLAT: _let_it_learn,
+    FLAT_FALLING: _let_it_learn,
+}

@@ -316,6 +316,19 @@ def test_a_lost_reward_with_changed_entropy_is_a_large_step_where_no_kl_is_recor
     assert (by_rule["large_step"].since, [*findings(tmp_path / "reward alone", **gone)]) == (4, [])
 
 
+def test_steps_that_are_lost_are_advised_on_before_a_sampler_that_is_off(tmp_path: Path) -> None:
+    """Though the sampler's line is shown first: whatever draws the responses, nothing is learned from them."""
+    lost = {"update/surviving_share": constant(0.03)}
+    run = read_run(
+        log_run(tmp_path, settings={"top_p": 0.7}, estimates=lost, reward=noisy(lambda step: 0.5, 0.02),
+                entropy=noisy(lambda step: 0.5, 0.01, 2))
+    )  # fmt: skip
+    assert [finding.name for finding in standing_out(run)] == ["sampler", "no_step"]
+    first = opening(run)
+    assert first.kind == "flat"
+    assert first.advice.text.startswith("To change first: weights in float32")
+
+
 def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Path) -> None:
     everything = {**FAR, **SCALE, **STALE}
     by_rule = findings(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)

@@ -46,7 +46,7 @@ QUESTIONS = {  # by probe: how the names of its metrics begin, and what it answe
 
 
 def summarize(run: Run) -> list[Row]:
-    """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
+    """Return the rows of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     verdict = judge(run)
     rows = [
         *level_rows(run, verdict.story),
@@ -79,13 +79,14 @@ def _further_probes(run: Run) -> Iterator[Row]:
 
 
 def _tokens(run: Run) -> Iterator[Row]:
-    """Yield the line on the token that takes most entropy."""
+    """Yield the row on the token that takes most entropy."""
     heaviest = tokens.heaviest(run)
     if heaviest:
         yield Row("token that surely takes most", *heaviest, Link(tokens.TITLE, f"#{tokens.ANCHOR}"), quotes=True)
 
 
 def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
+    """Yield the row on whether an intervention is needed, and on those that keep entropy, with their prices."""
     effects = effects_of(run)
     halve = halving(effects)
     keep = keeping(effects)

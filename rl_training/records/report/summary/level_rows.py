@@ -17,43 +17,49 @@ from rl_training.records.table.measured import REWARD_SUM, of_steps
 from rl_training.records.table.series import Run
 from rl_training.records.table.trends import MIN_STEPS
 
-MAX_FUNCTIONS = 6  # reward functions with a line of their own; more only if more have fallen
+MAX_FUNCTIONS = 6  # reward functions with a row of their own; more only if more have fallen
 
 
 def level_rows(run: Run, story: Story) -> Iterator[Row]:
+    """Yield the rows on steps, rewards, accepted prompts and token entropy."""
     logged = len(run.steps)
     yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
     accepted = run.logged("buffer/acceptance")
     drawn = "over all generated responses, with prompts drawn by difficulty; " if len(accepted) else ""
     rewards = story.reward_levels
-    yield _from_to("reward", rewards, drawn + rewards.window.text if rewards else "")
+    yield _levels_row("reward", rewards, drawn + rewards.window.text if rewards else "")
     yield from _functions(run, story)
     yield from _hacked(run, story)
-    for label, rows in held_out_rewards(run).items():
-        ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
-        of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
-        at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
-        yield Row("held-out reward", " → ".join(map(format_estimate, ends.values())), f"{label}, {at}{of}")
+    yield from _held_out(run)
     if len(accepted):
         levels = levels_of(accepted, broken_line(accepted))
-        yield _from_to("accepted prompts", levels, f"share of the prompts generated{_unless_said(levels, rewards)}")
+        yield _levels_row("accepted prompts", levels, f"share of the prompts generated{_other_window(levels, rewards)}")
     entropies = story.entropy_levels
-    by_trl = ", as TRL logs it" if run.entropy_is_the_trainers else ""
-    unit = f"nats per token{by_trl}"
-    yield _from_to("token entropy", entropies, unit + _unless_said(entropies, rewards) if entropies else "")
+    unit = "nats per token, as TRL logs it" if run.entropy_is_the_trainers else "nats per token"
+    yield _levels_row("token entropy", entropies, unit + _other_window(entropies, rewards) if entropies else "")
 
 
-def _from_to(label: str, levels: Levels | None, note: str) -> Row:
+def _levels_row(label: str, levels: Levels | None, note: str) -> Row:
     return Row(label, levels.text, note) if levels else Row(label, MISSING, "no finite value was logged")
 
 
-def _unless_said(levels: Levels, rewards: Levels | None) -> str:
-    """Return the window of a number if it is not that of the line on reward, which has said it."""
+def _other_window(levels: Levels, rewards: Levels | None) -> str:
+    """Return the window of a number, "" if it is that of the row on reward, which has said it."""
     return f"; {levels.window.text}" if rewards is None or levels.window != rewards.window else ""
 
 
+def _held_out(run: Run) -> Iterator[Row]:
+    """Yield a row for each evaluation on held-out prompts: its first and its last reward."""
+    for label, rows in held_out_rewards(run).items():
+        ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
+        rewards = " → ".join(map(format_estimate, ends.values()))
+        steps = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
+        error = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
+        yield Row("held-out reward", rewards, f"{label}, {steps}{error}")
+
+
 def _functions(run: Run, story: Story) -> Iterator[Row]:
-    """Yield a line for each of several reward functions: its mean at both ends, and what the steps did to it."""
+    """Yield a row for each of several reward functions: its mean at both ends, and what the steps did to it."""
     functions = reward_functions(run)
     weights = reward_weights(run)
     is_measured = any(name.startswith("measured/") for name in run.names())
@@ -72,7 +78,7 @@ def _functions(run: Run, story: Story) -> Iterator[Row]:
             side = "they raise it" if low > 0 else "they lower it" if high < 0 else "0 is within the interval"
             what = f"the measured effects {of_steps(total, 'of all steps')} add up to"
             note = f"{watched}{what} {format_estimate(total, True)}: {side}"
-        yield _from_to(f"reward {name}", story.function_levels.get(name), note)
+        yield _levels_row(f"reward {name}", story.function_levels.get(name), note)
     if further:
         yield Row("further reward functions", str(len(further)), f"{', '.join(further)}: the chart of reward has them")
 
@@ -86,7 +92,7 @@ def _shown_and_further(names: Collection[str], fallen: Container[str]) -> tuple[
 
 
 def _hacked(run: Run, story: Story) -> Iterator[Row]:
-    """Yield the line on whether a reward is earned at the cost of another, or what this run lacks to tell."""
+    """Yield the row on whether a reward is earned at the cost of another, or what this run lacks to tell."""
     label = "is it hacked?"
     see = how_to("is_it_hacked")
     fallen = [part.name for part in story.parts if part.fall and not cost_next_to_nothing(part, story.reward)]

@@ -8,14 +8,14 @@ from rl_training.version import REPOSITORY
 
 
 class Link(NamedTuple):
-    """Where a line of the summary sends the reader: a page of the documentation, or a section of the report."""
+    """Where a row of the summary sends the reader: a page of the documentation, or a section of the report."""
 
     text: str
     address: str
 
 
 class Row(NamedTuple):
-    """A line of the summary. If `value` is MISSING, `note` says why."""
+    """A row of the summary. If `value` is MISSING, `note` says why."""
 
     label: str
     value: str
