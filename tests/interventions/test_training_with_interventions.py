@@ -19,6 +19,7 @@ from simple_twin import Answers, Recorder, Twin
 from since import since
 from torch import Tensor
 from trainers import (
+    FEW,
     L_MAX,
     LORA,
     SGD,
@@ -30,8 +31,10 @@ from trainers import (
     outcome_without_probes,
     trained_weights,
 )  # fmt: skip
+from transformers import TrainerCallback
 
 from rl_training import DrGRPOTrainer, Reading
+from rl_training.errors import UserError
 from rl_training.hosts.trl.settings.sampling import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import GROWS, NEEDS, parse_intervention
@@ -239,6 +242,80 @@ def test_predictions_are_for_the_loss_changed_by_the_intervention(make_trainer: 
 def test_training_with_intervention_none_is_bitwise_plain_training(make_trainer: Callable[..., Any]) -> None:
     """On-policy, interventions on ratios change nothing either, and a message says so."""
     assert differing(outcome(make_trainer(**SHAPE)), outcome(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
+
+
+def step_on(trainer: Any, loss: Tensor) -> Tensor:
+    trainer.accelerator.backward(loss / trainer.current_gradient_accumulation_steps)
+    trainer._step += 1
+    return loss.detach()
+
+
+class OwnStep(DrGRPOTrainer):
+    """Never calls compute_loss."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        batch = self._prepare_inputs(inputs)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        return step_on(self, model(input_ids=ids, labels=ids).loss)
+
+
+class EverySecond(OwnStep):
+    """Calls compute_loss for the first of two microbatches."""
+
+    def training_step(self, *args: Any) -> Tensor:
+        step = super() if self._step % 2 else super(OwnStep, self)
+        return step.training_step(*args)
+
+
+class InEvaluationMode(DrGRPOTrainer):
+    """Computes the loss in evaluation mode, which switches dropout off."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        batch = self._prepare_inputs(inputs)
+        model.eval()
+        loss = self.compute_loss(model, batch)
+        model.train()
+        return step_on(self, loss)
+
+
+class AfterTheGradients(DrGRPOTrainer):
+    """Adds to the gradients of a step once more when they are complete."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(AddsToGradients(self))
+
+
+class AddsToGradients(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, *others: Any, **kwargs: Any) -> None:
+        self.trainer.compute_loss(self.trainer.model, self.trainer._buffered_inputs[0]).backward()
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "change"),
+    [
+        (OwnStep, {"interventions": ["psr"]}),
+        (OwnStep, {"target_kl_share": 1e-2}),
+        (EverySecond, {"interventions": ["psr"]}),
+        (InEvaluationMode, {"interventions": ["psr"]}),
+        (InEvaluationMode, {"target_kl_share": 1e-2}),
+        (AfterTheGradients, {"interventions": ["psr"]}),
+        (AfterTheGradients, {"target_kl_share": 1e-2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or next(iter(value)),
+)
+def test_no_training_goes_on_with_a_loss_that_its_change_does_not_act_on(
+    make_trainer: Callable[..., Any], trainer_class: Any, change: dict[str, Any]
+) -> None:
+    trainer = make_trainer(trainer_class, **FEW, **change)
+    first = trained_weights(trainer)
+    (name,) = change
+    with pytest.raises(UserError, match=rf"^step 1: {trainer_class.__name__} .*{name}.* super\(\)\.training_step"):
+        trainer.train()
+    assert torch.equal(trained_weights(trainer), first)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,14 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         hooks = {
             **RolloutHooks(self._trainer, self.driver, self._rollouts, self._loss).hooks(),
             **LossHook(
-                self._trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, self._writer
+                self._trainer,
+                self.driver,
+                self._policy,
+                self._rollouts,
+                self._loss,
+                self._guard,
+                self._writer,
+                self._options,
             ).hooks(),
             **self._step_hooks.hooks(),
         }

@@ -11,6 +11,7 @@ from pretend_gpu import GPU, PretendGpu
 
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.hooks.loss import LossHook
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts import current as rollouts_module
 from rl_training.hosts.trl.rollouts.current import Rollouts
@@ -57,7 +58,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
     loss_without_interventions: Any = SimpleNamespace(interventions=(), settings=None)
     guard = Guard(driver, writer, training_needs_measurements=False, strict=True)
-    hook = LossHook(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer)
+    hook = LossHook(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, Options())
     compute_loss = guard.around(hook.around_loss)
     with PretendGpu() as gpu:
         output = batch_on_gpu()

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -15,7 +16,9 @@ from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.guard import Guard, Hook
 from rl_training.hosts.trl.hooks.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, LossScores, ScoringCalls
+from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss
 from rl_training.hosts.trl.members import FORWARD_PASS
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
@@ -37,6 +40,7 @@ class LossHook:
         loss: The trainer's loss with its interventions.
         guard: Runs the hook of the forward pass within the loss.
         writer: Says which steps are recorded.
+        options: The options of the attachment.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class LossHook:
         loss: TrainedLoss,
         guard: Guard,
         writer: EstimateWriter,
+        options: Options,
     ) -> None:
         self._trainer = trainer
         self._driver = driver
@@ -56,6 +61,7 @@ class LossHook:
         self._loss = loss
         self._guard = guard
         self._writer = writer
+        self._options = options
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hook around each trainer method, by the method's name."""
@@ -64,6 +70,7 @@ class LossHook:
     def around_loss(self, *args: Any, **kwargs: Any) -> Generator[None, Tensor, Tensor | None]:
         """Pass a microbatch to the driver, and return its loss with the gradient that interventions ask for."""
         if not self._trainer.model.training or not self._driver.awaits_gradients:
+            self._refuse_a_loss_out_of_step()
             yield
             return None
         inputs = argument_of("inputs", "compute_loss", args, kwargs)
@@ -81,6 +88,16 @@ class LossHook:
                 keep_graph_of_entropies(undo)
             trl_loss = yield
         return self._take_microbatch(inputs, calls.scores_behind(trl_loss), trl_loss, needs_scores)
+
+    def _refuse_a_loss_out_of_step(self) -> None:
+        """Raise UserError for a loss to train on that comes outside training_step, or after the step's gradients.
+
+        A loss in evaluation mode is none to train on: if it is, the hook of training_step raises.
+        """
+        is_trained_on = self._trainer.model.training and torch.is_grad_enabled()
+        is_late = self._driver.has_step and self._options.training_needs_measurements
+        if is_trained_on and (self._loss.interventions or is_late):
+            refuse_an_unchanged_loss(self._trainer, self._options)
 
     def _needs_scores(self) -> bool:
         """Return whether the driver or the records read the step's scores. Interventions read the loss's own."""

@@ -10,19 +10,17 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard, Hook
+from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss, warn_of_a_step_without_loss
 from rl_training.hosts.trl.loop_spec import loop_spec_of
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.wrapping import wrap
-
-logger = logging.get_logger(__name__)
 
 
 class StepHooks:
@@ -99,12 +97,15 @@ class StepHooks:
         """Report the backward of a microbatch, and run the probes after the last one."""
         if not self._driver.has_step:
             self._driver.begin(self._trainer.state.global_step + 1)
+        num_before = self._driver.num_microbatches
         try:
             yield
         except BaseException:
             self._driver.drop_backward()
             raise
         self._driver.finish_backward()
+        if self._loss.interventions and self._driver.num_microbatches == num_before:
+            refuse_an_unchanged_loss(self._trainer, self._options)
         self._run_probes_if_ready()
 
     def _around_engine_step(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
@@ -117,20 +118,13 @@ class StepHooks:
         self._guard.attempt(self._driver.about_to_step)
 
     def _run_probes_if_ready(self) -> None:
-        """Run the probes if all gradients of the step are complete. Skip a step whose loss bypassed compute_loss."""
+        """Run the probes if all gradients of the step are complete. Skip a step of which no loss was seen."""
         if not self._trainer.accelerator.sync_gradients or not self._driver.awaits_gradients:
             return
         if self._driver.num_microbatches:
             self._driver.gradients_ready(self._rollouts.number)
-        else:
-            _warn_of_a_step_without_loss(self._trainer)
-            self._driver.skip_step()
-
-
-def _warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
-    """Warn, once, about a step whose loss was not computed by compute_loss, the method that is wrapped."""
-    if trainer.accelerator.is_main_process:
-        logger.warning_once(
-            f"{type(trainer).__name__}.training_step does not call compute_loss, where probes see the loss: its steps "
-            "have no estimates. Call super().training_step, or compute the loss in compute_loss"
-        )
+            return
+        if self._options.training_needs_measurements:
+            refuse_an_unchanged_loss(self._trainer, self._options)
+        warn_of_a_step_without_loss(self._trainer)
+        self._driver.skip_step()
