@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from rl_training.records.made_by import made_by
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import Run, once_per_run
@@ -80,6 +82,7 @@ class SetUp:
 
     @property
     def prompts(self) -> float:
+        """Prompts per optimizer step; nan if not recorded."""
         return self.sequences / self.responses if self.responses > 0 else math.nan
 
     @property
@@ -107,9 +110,9 @@ class SetUp:
 
     def interventions_with(self, name: str) -> list[str]:
         """Return the run's interventions and this one, which takes the place of one that cannot be beside it."""
-        added = _without_strength(name)
-        present = {other: _without_strength(other) for other in self.interventions}
-        return [*(other for other, bare in present.items() if bare != added and not {bare, added} <= SIGNS), name]
+        bare_name = _without_strength(name)
+        excluded = {bare_name, *(SIGNS if bare_name in SIGNS else ())}
+        return [*(other for other in self.interventions if _without_strength(other) not in excluded), name]
 
     def name_as_configured(self, effect: Effect) -> str:
         """Return the value of the setting `intervention` that trains with a measured intervention.
@@ -130,7 +133,9 @@ class SetUp:
 @once_per_run
 def set_up_of(run: Run) -> SetUp:
     """Return the settings of a run."""
-    return SetUp(made_by(run.settings), run.settings, *_bound_of(run, run.settings))
+    shares = _target_shares(run)
+    largest = float(shares.max()) if len(shares) else math.nan
+    return SetUp(made_by(run.settings), run.settings, share=_kept_share(run, shares), aimed_at=largest)
 
 
 def _as_number(value: Any, default: float = math.nan) -> float:
@@ -141,15 +146,23 @@ def _without_strength(name: str) -> str:
     return STRENGTH.sub("", name)
 
 
-def _bound_of(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
-    """Return `share` and `aimed_at` of SetUp; a share that is not recorded is read off the targets."""
-    targets, entropy = run.values("bound/target_kl").align(run.token_entropy(), join="inner")
-    shares = (targets / entropy)[entropy > 0]
-    places = (settings.get("attached"), settings.get("trainer"), settings)
-    setting = next((place[KEPT_STEP] for place in places if isinstance(place, dict) and place.get(KEPT_STEP)), None)
-    share = AUTO_SHARE if setting == AUTO else math.nan
+def _target_shares(run: Run) -> pd.Series[float]:
+    """Return the KL that each step was bounded to, as a share of entropy, by step; empty without a bound."""
+    (targets, entropy) = run.values("bound/target_kl").align(run.token_entropy(), join="inner")
+    return (targets / entropy)[entropy > 0]
+
+
+def _kept_share(run: Run, shares: pd.Series[float]) -> float:
+    """Return the share of entropy that steps are bounded to; nan if they are not.
+
+    One that is not recorded is read off the targets, and is AUTO_SHARE at most.
+    """
+    groups = (run.settings.get("attached"), run.settings.get("trainer"), run.settings)
+    setting = next((group[KEPT_STEP] for group in groups if isinstance(group, dict) and group.get(KEPT_STEP)), None)
     if isinstance(setting, int | float):
-        share = float(setting)
-    elif math.isnan(share) and len(run.values("bound/kl")):
-        share = min(float(shares.median()), AUTO_SHARE) if len(shares) else AUTO_SHARE
-    return share, float(shares.max()) if len(shares) else math.nan
+        return float(setting)
+    if setting == AUTO:
+        return AUTO_SHARE
+    if run.values("bound/kl").empty:
+        return math.nan
+    return min(float(shares.median()), AUTO_SHARE) if len(shares) else AUTO_SHARE

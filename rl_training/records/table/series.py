@@ -99,7 +99,7 @@ class Run:
         return np.isfinite(self.table["value"].to_numpy())
 
     @cached_property
-    def known(self) -> dict[Callable[[Run], Any], Any]:
+    def results_by_function(self) -> dict[Callable[[Run], Any], Any]:
         """What `once_per_run` has calculated, by function."""
         return {}
 
@@ -108,7 +108,7 @@ class Run:
         """A cache of tables, because a report asks for most of them many times."""
         return {}
 
-    def _taken(self, source: Source, name: str, finite_only: bool) -> pd.DataFrame:
+    def _cached_rows(self, source: Source, name: str, finite_only: bool) -> pd.DataFrame:
         numbers = self.row_numbers.get((*source, name))
         # All without rows are one table.
         key = (*source, name, finite_only) if numbers is not None else ("", "", "", False)
@@ -119,11 +119,11 @@ class Run:
 
     def rows(self, name: str, source: Source = MEASURED) -> pd.DataFrame:
         """Return this metric's rows by step, empty if it was not recorded. Do not change the table: it is cached."""
-        return self._taken(source, name, finite_only=False)
+        return self._cached_rows(source, name, finite_only=False)
 
     def finite_rows(self, name: str, source: Source = MEASURED) -> pd.DataFrame:
         """Return the rows of this metric with a finite value, by step. Do not change the table: it is cached."""
-        return self._taken(source, name, finite_only=True)
+        return self._cached_rows(source, name, finite_only=True)
 
     def estimates(self, name: str, source: Source = MEASURED) -> dict[int, Estimate]:
         """Return this metric's estimates by step."""
@@ -190,9 +190,9 @@ def once_per_run(function: Callable[[Run], Result]) -> Callable[[Run], Result]:
     """Return the function, which then calculates its result once for each run. Do not change the result."""
 
     @functools.wraps(function)
-    def remembering(run: Run) -> Result:
-        if function not in run.known:
-            run.known[function] = function(run)
-        return cast("Result", run.known[function])
+    def cached(run: Run) -> Result:
+        if function not in run.results_by_function:
+            run.results_by_function[function] = function(run)
+        return cast("Result", run.results_by_function[function])
 
-    return remembering
+    return cached

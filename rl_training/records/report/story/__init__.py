@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from rl_training.records.report.story.curves import FALL_OF_PART, Entropy, Reward, read_entropy, read_reward
+from rl_training.records.report.story.curves import MIN_FALL_OF_PART, Entropy, Reward, read_entropy, read_reward
 from rl_training.records.report.story.levels import Levels, levels_of
 from rl_training.records.report.story.reward_functions import (
     held_out_rewards,
@@ -125,7 +125,7 @@ def _levels(values: pd.Series[float], curve: Reward | Entropy | None) -> Levels 
 def _function_curve(run: Run, name: str, values: pd.Series[float]) -> Reward | None:
     """Return the curve of one of several reward functions; None for too few values."""
     spread = spread_of_function(run, name, spread_of_rewards(run))
-    curve = read_reward(name, values, spread, math.nan, FALL_OF_PART)
+    curve = read_reward(name, values, spread, math.nan, MIN_FALL_OF_PART)
     if curve is None:
         return None
     return replace(curve, is_penalty=is_penalty(run, name), weight=reward_weights(run).get(name, math.nan))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,20 +25,24 @@ from rl_training.records.report.story.pieces import MIN_PIECE
 from rl_training.records.table.trends import place_of_trailing
 
 NOW = 0.75  # share of the run at which the present begins
-FALL = 0.15  # standard deviations of the rewards: a smaller fall does not matter
-FALL_OF_TOP = 0.05  # of the highest possible reward: likewise
-FALL_OF_PART = 0.25  # a fall that matters in one of several reward functions, whose weights are a matter of choice
-RISE = 0.05  # standard deviations, over the last quarter: reward rises
-BAND = 0.1  # standard deviations: a smaller rise is none
-MIN_DEVIATIONS = 2.5  # standard errors that a fall must have
-LEFT_OF_FIRST = 0.5  # share of the first value; with less left, the first step may have broken the policy
-LOST_FROM_FIRST = 0.15  # of the highest possible reward, or standard deviations if that is unknown; likewise
-MIN_DEVIATIONS_OF_FIRST = 4.5  # standard deviations by which the first value must lie above all others to be the best
-OSCILLATES = 2  # times that a curve recovered from such a dip: one more is no news
-AS_DEEP = 2 / 3  # of the present fall: such a dip
-CHANGE = 0.03  # share of entropy, over the last quarter: it falls or rises
-LEAST_CHANGE = 0.01  # of the first entropy, likewise
-FLOOR = 1e-3  # of the first entropy: less is as good as nothing
+# Least sizes that matter, of reward in standard deviations of single rewards:
+MIN_FALL = 0.15
+MIN_FALL_OF_PART = 0.25  # of one of several reward functions, whose weights are a matter of choice
+MIN_FALL_OF_TOP = 0.05  # likewise of the paid sum, as a share of its highest possible value
+MIN_FALL_IN_ERRORS = 2.5  # likewise, in standard errors
+MIN_RISE = 0.05  # over the last quarter
+FLAT_BAND = 0.1  # reward that has risen by no more than this is flat
+# A first step that broke the policy: the first value lies so far above all others, and so much of it is gone.
+MIN_HEIGHT_OF_FIRST = 4.5  # standard deviations of one value
+MAX_LEFT_OF_FIRST = 0.5  # share of the first value
+MIN_LOSS_OF_FIRST = 0.15  # of the highest possible reward, or standard deviations of rewards if that is unknown
+# A curve that oscillates: a fall is no news if the curve has recovered from dips of a similar depth.
+MIN_DIPS = 2
+SIMILAR_DEPTH = 2 / 3  # of the present fall
+# Of entropy:
+MIN_ENTROPY_CHANGE = 0.03  # share of its level, over the last quarter
+MIN_ENTROPY_CHANGE_OF_FIRST = 0.01  # likewise, as a share of the first level
+ENTROPY_FLOOR = 1e-3  # share of the first level: less is as good as nothing
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,12 @@ class Reward:
     @property
     def rises(self) -> bool:
         """Whether it has risen in the last quarter by what matters, and has not fallen."""
-        return not self.fall and self.now - self.line.at(NOW) > RISE * self.spread
+        return not self.fall and self.now - self.line.at(NOW) > MIN_RISE * self.spread
 
     @property
     def has_risen(self) -> bool:
         """Whether it lies above its start by as much as a fall that matters."""
-        return self.now - self.start > FALL * self.spread
+        return self.now - self.start > MIN_FALL * self.spread
 
     def is_at_ceiling(self, share: float) -> bool:
         """Return whether it is within this share of the highest possible reward; False if that is unknown."""
@@ -93,7 +98,7 @@ class Reward:
 
     @property
     def flat_since(self) -> int:
-        """The step since which it has not risen by more than BAND."""
+        """The step since which it has not risen by more than FLAT_BAND."""
         return self.line.step_of(self._first_flat_bin)
 
     @property
@@ -104,7 +109,7 @@ class Reward:
 
     @property
     def _first_flat_bin(self) -> int:
-        band = max(BAND * self.spread, 2 * self.line.now_error)
+        band = max(FLAT_BAND * self.spread, 2 * self.line.now_error)
         return place_of_trailing(self.line.fitted >= self.now - band) or 0
 
 
@@ -133,7 +138,7 @@ class Entropy:
         """Change over the last quarter, as a share of the level before; 0 if it does not matter."""
         before = self.line.at(NOW)
         change = self.now - before
-        matters = abs(change) > max(LEAST_CHANGE * self.start, CHANGE * before)
+        matters = abs(change) > max(MIN_ENTROPY_CHANGE_OF_FIRST * self.start, MIN_ENTROPY_CHANGE * before)
         is_news = not _oscillates(math.copysign(1.0, change) * self.line.smooth(), abs(change))
         return change / before if matters and is_news else 0.0
 
@@ -159,47 +164,91 @@ class Entropy:
         return 1 - self.now / max(float(self.line.fitted[place]), self.now)
 
 
-def read_reward(name: str, values: pd.Series[float], spread: float, top: float, matters: float = FALL) -> Reward | None:
-    """Return what a curve of rewards does; None for too few values."""
+class Fall(NamedTuple):
+    """How far a curve lies below its best.
+
+    Args:
+        size: 0 if it does not matter.
+        since: Step since which it has fallen; the last step if it has not.
+        best: Its best level, within the range of its values.
+    """
+
+    size: float
+    since: int
+    best: float
+
+
+def read_reward(
+    name: str, values: pd.Series[float], spread: float, top: float, min_fall: float = MIN_FALL
+) -> Reward | None:
+    """Return what a curve of rewards does; None for too few values.
+
+    Args:
+        name: As in Reward.
+        values: Finite values by step.
+        spread: Standard deviation of single rewards; where it is 0, the scatter of the values takes its place.
+        top: The highest possible value; nan if unknown.
+        min_fall: Least fall that matters, in standard deviations of single rewards.
+    """
     line = broken_line(values)
     if line is None:
         return None
     if not spread > 0:
         spread = max(4 * line.noise, float(np.ptp(line.fitted)))
-    levels = levels_of(values, line)
-    untrained = _untrained(values, line, top if math.isfinite(top) else spread)
-    best = max(float(line.smooth().max()), line.start, untrained)
+    least = max(min_fall * spread, MIN_FALL_IN_ERRORS * line.now_error)
+    if math.isfinite(top):
+        least = max(least, MIN_FALL_OF_TOP * top)
+    fall = _find_fall(values, line, least, _untrained(values, line, top if math.isfinite(top) else spread))
+    return Reward(name, line, spread, top, fall.size, fall.since, fall.best, levels_of(values, line))
+
+
+def _find_fall(values: pd.Series[float], line: BrokenLine, least: float, untrained: float) -> Fall:
+    """Return the fall of a curve from its best level.
+
+    Args:
+        values: The curve's values by step.
+        line: Their broken line.
+        least: Size of a fall that matters.
+        untrained: The level of the policy that the first step broke; −inf if it broke none.
+    """
     highest = float(values.max())
-    fall = best - line.now
-    least = max(matters * spread, MIN_DEVIATIONS * line.now_error, FALL_OF_TOP * top if math.isfinite(top) else 0.0)
-    if not fall > least or _oscillates(-line.smooth(), fall):
-        return Reward(name, line, spread, top, 0.0, line.last, min(best, highest), levels)
+    best = max(float(line.smooth().max()), line.start, untrained)
+    size = best - line.now
+    if not size > least or _oscillates(-line.smooth(), size):
+        return Fall(0.0, line.last, min(best, highest))
     if best == untrained:
-        return Reward(name, line, spread, top, fall, int(values.index[1]), best, levels)
-    fell_at = place_of_trailing(line.fitted < line.now + 0.9 * fall) or 0
-    if fell_at < MIN_PIECE:  # in the first steps, before which no piece shows how high it was
-        best = max(best, float(line.values[: max(fell_at, 1)].mean()))
-    return Reward(name, line, spread, top, fall, line.step_of(fell_at), min(best, highest), levels)
+        return Fall(size, int(values.index[1]), best)
+    place = place_of_trailing(line.fitted < line.now + 0.9 * size) or 0
+    if place < MIN_PIECE:  # in the first steps, before which no piece shows how high it was
+        best = max(best, float(line.values[: max(place, 1)].mean()))
+    return Fall(size, line.step_of(place), min(best, highest))
 
 
-def _untrained(values: pd.Series[float], line: BrokenLine, most: float) -> float:
+def _untrained(values: pd.Series[float], line: BrokenLine, scale: float) -> float:
     """Return the first value if what follows is so much lower that the first step must have broken the policy.
 
     Otherwise −inf. No piece of the line is that short, so the line does not show it. Much must be gone, since one value
     may be an outlier, or a lucky response where hardly any earns a reward.
+
+    Args:
+        values: Rewards by step.
+        line: Their broken line.
+        scale: The highest possible reward, or the standard deviation of single rewards.
     """
     first = float(values.iloc[0])
     later = values.iloc[1:]
     noise = line.noise * math.sqrt(len(values) / len(line.values))  # of one value
-    is_above = first - float(later.max()) > MIN_DEVIATIONS_OF_FIRST * noise
-    is_lost = line.now < LEFT_OF_FIRST * first and first - line.now > LOST_FROM_FIRST * most
+    is_above = first - float(later.max()) > MIN_HEIGHT_OF_FIRST * noise
+    is_lost = line.now < MAX_LEFT_OF_FIRST * first and first - line.now > MIN_LOSS_OF_FIRST * scale
     return first if is_above and is_lost else -math.inf
 
 
 def read_entropy(entropies: pd.Series[float]) -> Entropy | None:
     """Return what entropy does; None for too few values, or if it starts at 0."""
     start = float(first_values(entropies).mean()) if len(entropies) else 0.0
-    line = broken_line(entropies.clip(lower=FLOOR * start), logarithmic=True) if start > 0 else None
+    if not start > 0:
+        return None
+    line = broken_line(entropies.clip(lower=ENTROPY_FLOOR * start), logarithmic=True)
     return Entropy(line, levels_of(entropies, line)) if line else None
 
 
@@ -207,5 +256,6 @@ def _oscillates(curve: np.ndarray, size: float) -> bool:
     """Return whether a curve has already come back several times from nearly as large a rise (with −: from a dip)."""
     left = np.minimum.accumulate(curve)
     right = np.minimum.accumulate(curve[::-1])[::-1]
-    above = curve - np.maximum(left, right) > AS_DEEP * size
-    return int((np.diff(above.astype(int)) == 1).sum()) + int(above[0]) >= OSCILLATES
+    above = curve - np.maximum(left, right) > SIMILAR_DEPTH * size
+    num_peaks = int((np.diff(above.astype(int)) == 1).sum()) + int(above[0])
+    return num_peaks >= MIN_DIPS

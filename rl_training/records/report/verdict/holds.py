@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 from rl_training.records.report.story import Story
-from rl_training.records.report.story.curves import BAND, RISE, Reward
+from rl_training.records.report.story.curves import FLAT_BAND, MIN_RISE, Reward
 from rl_training.records.table.trends import MIN_STEPS
 
 ALMOST_NOTHING = 0.1  # share of the first entropy: with no more left it is gone
@@ -32,7 +32,7 @@ CEILING = 0.8  # of the highest possible reward: learned
 CEILING_IF_GONE = 0.9  # likewise; without entropy, what is missing will not be found
 ERUPTION = 2.0  # times the first entropy
 STEADY_WITHIN = 0.5  # of the level: largest change that the last half may allow for a steady entropy
-LONG = 100  # logged steps of a long run, whose verdict waits for no more steps
+LONG_RUN = 100  # logged steps of a long run, whose verdict waits for no more steps
 MIN_STEPS_TO_RISE = 20  # logged steps that reward must have had before it is said to have hardly risen
 
 
@@ -82,7 +82,7 @@ def reward_rises(story: Story) -> bool:
     reward = story.reward
     if reward is None or not reward.rises:
         return False
-    if reward.now - max(reward.start, reward.line.start) <= RISE * reward.spread:
+    if reward.now - max(reward.start, reward.line.start) <= MIN_RISE * reward.spread:
         return False
     return not (is_gone(story) and gained_little(story))
 
@@ -141,7 +141,7 @@ def is_lost(story: Story) -> bool:
     if reward is None or entropy is None:
         return False
     loss = entropy.lost_since(reward.flat_since)
-    price = max(MIN_REWARD_GAIN * loss, BAND) * reward.spread
+    price = max(MIN_REWARD_GAIN * loss, FLAT_BAND) * reward.spread
     (low, high) = story.effect_since(reward.flat_since).bounds()
     has_earned_it = low > 0 and high > price
     has_gained_less = reward.largest_gain_while_flat < price and not has_earned_it
@@ -159,14 +159,14 @@ def has_hardly_risen(story: Story) -> bool:
 
 def has_hardly_risen_beside_a_fall(story: Story) -> bool:
     """Return whether reward is where it was in a long run, while entropy falls, though by too little to be lost."""
-    return entropy_falls(story) and story.logged >= LONG and _is_where_it_was(story.reward)
+    return entropy_falls(story) and story.logged >= LONG_RUN and _is_where_it_was(story.reward)
 
 
 def _is_where_it_was(reward: Reward | None) -> bool:
     if reward is None or reward.rises:
         return False
     gain = reward.now - max(reward.start, reward.line.start)
-    return gain <= max(BAND * reward.spread, 2 * reward.line.now_error)
+    return gain <= max(FLAT_BAND * reward.spread, 2 * reward.line.now_error)
 
 
 def entropy_falls(story: Story) -> bool:
@@ -181,4 +181,4 @@ def is_steady(story: Story) -> bool:
     """Return whether entropy has no trend, and a short run's noise could not hide a large one."""
     if story.entropy is None or entropy_falls(story):
         return False
-    return story.entropy.reach < STEADY_WITHIN or story.logged >= LONG
+    return story.entropy.reach < STEADY_WITHIN or story.logged >= LONG_RUN
