@@ -38,14 +38,14 @@ class LossInfo:
     other_terms: bool = False  # the loop knows of terms besides the scores
 
     def other_terms_reason(self, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
-        """Return the reason why the loss has a term besides these scores, or None: as the loop says, or its graph."""
+        """Return the reason why the loop, or the loss's graph, tells of a term besides these scores, or None."""
         if self.other_terms:
             return OTHER_TERMS
-        return None if self.value is None else other_terms_reason(self.value, scores, leaves)
+        return None if self.value is None else other_terms_in_graph(self.value, scores, leaves)
 
 
-def other_terms_reason(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
-    """Return the reason why the loss has a term besides these scores, or None: it reaches a leaf by another path.
+def other_terms_in_graph(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> Unavailable | None:
+    """Return the reason why the loss reaches a leaf by another path than these scores, or None.
 
     It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf. If
     no path leads through the scores, the loss is made of another forward pass.
@@ -54,7 +54,7 @@ def other_terms_reason(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -
     >>> w = torch.ones(1, 1, requires_grad=True)
     >>> scores = Scores(2 * w, 3 * w, torch.ones(1, 1))
     >>> loss = (scores.logps * scores.entropies).sum()
-    >>> reasons = (other_terms_reason(value, scores, [w]) for value in (loss, loss + (w - 1).sum(), (2 * w).sum()))
+    >>> reasons = (other_terms_in_graph(value, scores, [w]) for value in (loss, loss + (w - 1).sum(), (2 * w).sum()))
     >>> [reason and reason.code for reason in reasons]
     [None, 'other_terms', 'own_forward_pass']
     """

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, attach, measured_loop
 from rl_training.engine import terms_check
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.loss_info import OTHER_TERMS, other_terms_reason
+from rl_training.engine.loss_info import OTHER_TERMS, other_terms_in_graph
 from rl_training.engine.terms_check import EVERY, OTHER_GRADIENT, TermsCheck
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.plain.measured_loop import DR_GRPO_FIX
@@ -256,9 +256,9 @@ def test_a_coefficient_learned_beside_the_model_is_not_an_undeclared_term() -> N
     hidden = 2 * weight
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
     loss = (scores.logps * scores.entropies * coefficient).sum()
-    assert other_terms_reason(loss, scores, [weight]) is None
-    assert other_terms_reason(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores
-    assert other_terms_reason(scores.logps.detach().sum(), scores, [weight]) is None
+    assert other_terms_in_graph(loss, scores, [weight]) is None
+    assert other_terms_in_graph(loss + hidden.sum(), scores, [weight]) == OTHER_TERMS  # bypasses the scores
+    assert other_terms_in_graph(scores.logps.detach().sum(), scores, [weight]) is None
 
 
 def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -> None:
@@ -267,8 +267,8 @@ def test_a_loss_on_another_output_of_the_scoring_node_counts_as_another_term() -
     scores = Scores(logps.unsqueeze(0), entropies.unsqueeze(0), torch.ones(1, 2))
     whole = Scores(logps, entropies, torch.ones(2))
     for given in (scores, whole):
-        assert other_terms_reason(given.logps.sum() + given.entropies.sum(), given, [weight]) is None
-    assert other_terms_reason(whole.logps.sum() + third.sum(), whole, [weight]) == OTHER_TERMS
+        assert other_terms_in_graph(given.logps.sum() + given.entropies.sum(), given, [weight]) is None
+    assert other_terms_in_graph(whole.logps.sum() + third.sum(), whole, [weight]) == OTHER_TERMS
 
 
 def test_folds_are_checked_at_steps_that_double_and_then_at_regular_intervals() -> None:
