@@ -109,6 +109,11 @@ class _BoundedStep:
     info: BoundInfo | None = None  # how the factor was found; None if the step has no formula, until it has been made
     before: _PolicyBefore | None = None  # kept for that case alone
 
+    @property
+    def rate(self) -> float:
+        """The largest scheduled rate, for which the factor is searched."""
+        return max(self.rates)
+
 
 class KLBound:
     """Sets each step's learning rate so that its KL is the set share of entropy. See the module's docstring.
@@ -194,9 +199,8 @@ class KLBound:
                 bounded = self._step
                 assert bounded is not None
                 info = bounded.info or self._shorten(bounded)
-                rate = max(bounded.rates)
-                step.bounding = info.estimates(rate * info.factor)
-                self._state = self._state.after(info, rate)
+                step.bounding = info.estimates(bounded.rate * info.factor)
+                self._state = self._state.after(info, bounded.rate)
             self.drop()
 
     def _shorten(self, step: _BoundedStep) -> BoundInfo:
@@ -205,7 +209,7 @@ class KLBound:
         assert before is not None
         applied = step.applied_factor
         changes = {name: weight - before.weights[name] for name, weight in self._shard.copy_local_weights().items()}
-        info = self._search(step.target, max(step.rates), lambda factor: self._kl_at(before, changes, factor / applied))
+        info = self._search(step.target, step.rate, lambda factor: self._kl_at(before, changes, factor / applied))
         if info.factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
             self._shard.load_local_weights(before.weights)
         elif info.factor != applied:

@@ -15,11 +15,10 @@ from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import LossInfo
 from rl_training.engine.open_step import OpenStep
-from rl_training.engine.predictions import Predictions
+from rl_training.engine.predictions import NoPredictions, Predictions
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
-from rl_training.engine.verifier import Verification
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.errors import UserError
 from rl_training.parallel.fsdp import reshard
@@ -63,10 +62,9 @@ class Measurer:
         self._residual_test = ResidualTest(
             states[ResidualTest.name], loop.policy.scorer.temperature, loop.shard.layout.device
         )
-        self._update_state: UpdateState = states[ENGINE]  # of the predictions, where there are none
-        self._predictions: Predictions | None = None
+        self._predictions: Predictions | NoPredictions = NoPredictions(states[ENGINE])
         if Need.ENTROPY_GRADIENT in requirements.needs:
-            self._predictions = Predictions(loop, requirements, passes, self._update_state)
+            self._predictions = Predictions(loop, requirements, passes, states[ENGINE])
 
     # --- the moments of a measured step -------------------------------------------------------------------------------
 
@@ -75,8 +73,7 @@ class Measurer:
         with self._costs.timed():
             self._residual_test.begin()
             _refuse_other_parameters(self._loop.shard)
-            if self._predictions is not None:
-                self._predictions.begin()
+            self._predictions.begin()
 
     def plan(self, step: OpenStep, sizes: Sequence[int] | None, responses_per_prompt: int | None) -> None:
         """Plan the step's folds, and make room for what its probes need of them. Collective if `sizes` is given.
@@ -121,20 +118,16 @@ class Measurer:
 
     def _context(self, step: OpenStep) -> StepContext:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
-        predictions = self._predictions
-        edit_reason = None if predictions is None else predictions.begin_measuring()
+        edit_reason = self._predictions.begin_measuring()
         data = self._builder.build(step, edit_reason)
-        prediction = None
-        if predictions is not None:
-            prediction = predictions.predict(data, step.probes, self._residual_test)
+        prediction = self._predictions.predict(data, step.probes, self._residual_test)
         return with_seen_mismatch(StepContext(data, self._passes, prediction, _residual_test=self._residual_test))
 
     def about_to_step(self, step: OpenStep) -> None:
         """Read weights and gradients of a measured step right before the optimizer's."""
         if step.witness is not None:
             step.witness.about_to_step()
-        if self._predictions is not None:
-            self._predictions.about_to_step()
+        self._predictions.about_to_step()
 
     def after_step(self, step: OpenStep, was_taken: bool) -> None:
         """Run the probes after the optimizer's step, verify it, and keep the states that it leaves. Collective.
@@ -143,16 +136,15 @@ class Measurer:
             step: The measured step. Its readings become final.
             was_taken: False if the loop skipped the step.
         """
-        if self._predictions is not None:
-            with self._costs.timed():
-                self._predictions.stepped()
+        with self._costs.timed():
+            self._predictions.stepped()
         context = step.context_after_step(self._loop.ranks)
         for probe in step.probes:
             with self._costs.timed(probe.name):
                 reading = step.readings[probe.name]
                 step.readings[probe.name] = self._probe_states.after_step(probe, context, reading)
         with self._costs.timed():  # if verification fails, states that came with predictions are dropped
-            verification = Verification() if self._predictions is None else self._predictions.verify(was_taken)
+            verification = self._predictions.verify(was_taken)
             step.readings = self._probe_states.commit(step.readings, verification.void_reason)
             step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
         step.peak_bytes = self._peak_bytes(step)
@@ -160,22 +152,18 @@ class Measurer:
 
     def _peak_bytes(self, step: OpenStep) -> int:
         """Return the most bytes of vectors that the engine and the probes held at once during a measured step."""
-        of_predictions = 0 if self._predictions is None else self._predictions.peak_bytes
-        return self._fold_recorder.peak_bytes + of_predictions + step.bytes_of_probes()
+        return self._fold_recorder.peak_bytes + self._predictions.peak_bytes + step.bytes_of_probes()
 
     def drop(self) -> None:
         """Drop what was caught and predicted of a step that has not been taken. Not collective."""
-        if self._predictions is not None:
-            self._predictions.drop()
+        self._predictions.drop()
         self._fold_recorder.release()
 
     # --- state, end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free all vectors that no later training needs. The states stay."""
-        if self._predictions is not None:
-            self._update_state = self._predictions.state
-            self._predictions = None
+        self._predictions = NoPredictions(self._predictions.state)
 
     @staticmethod
     def initial_states() -> dict[str, Any]:
@@ -184,8 +172,11 @@ class Measurer:
 
     def states(self) -> dict[str, Any]:
         """Return the engine's own states that a resumed run needs, by name."""
-        update_state = self._update_state if self._predictions is None else self._predictions.state
-        return {ENGINE: update_state, ResidualTest.name: self._residual_test.run, StepChecks.name: self._checks.state}
+        return {
+            ENGINE: self._predictions.state,
+            ResidualTest.name: self._residual_test.run,
+            StepChecks.name: self._checks.state,
+        }
 
 
 def _refuse_other_parameters(shard: Shard) -> None:

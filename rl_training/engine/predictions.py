@@ -200,3 +200,40 @@ class Predictions:
             return Verification(estimates, reason.with_fix(reason.fix + NOT_TO_NEAREST))
         self._previous.forget(reason)
         return Verification(estimates, reason)
+
+
+class NoPredictions:
+    """Takes the place of Predictions if no probe asks for any, and once a training is closed. The state stays.
+
+    Args:
+        state: What earlier steps have left.
+    """
+
+    peak_bytes = 0
+
+    def __init__(self, state: UpdateState) -> None:
+        self.state = state
+
+    def begin(self) -> None:
+        """Read no weights."""
+
+    def begin_measuring(self) -> Unavailable | None:
+        """Return None: whether weights are edited matters to predictions alone."""
+        return None
+
+    def predict(self, step: StepData, probes: Sequence[Probe], test: ResidualTest) -> EntropyPrediction | None:
+        """Return None."""
+        return None
+
+    def about_to_step(self) -> None:
+        """Read no weights."""
+
+    def stepped(self) -> None:
+        """Measure no update."""
+
+    def drop(self) -> None:
+        """Discard nothing."""
+
+    def verify(self, was_taken: bool) -> Verification:
+        """Return that nothing was predicted."""
+        return Verification()
