@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -399,9 +400,24 @@ def test_responses_of_earlier_rollouts_are_recognized_until_the_memory_is_full(m
     keys_of(responses, [([9], [9])])
     assert responses.find([first[0]])[0][0].learned
     responses.begin_next([])
+    kept, _ = responses.find(first)
+    assert [response is not None for response in kept] == [True, False]  # the first was generated again, and is later
     keys_of(responses, [([8], [8])])
     responses.begin_next([])
     assert responses.find([first[0]]) == ([None], [False])
+
+
+def test_the_tool_mask_of_a_past_response_is_kept_in_a_bit_per_token() -> None:
+    """A training of many long turns keeps thousands of them. After its last token, a mask is 0."""
+    responses = GeneratedResponses()
+    mask = [1, 0, 0, 1, 1] * 1001
+    responses.add([[1]], [[2] * len(mask)], [mask])
+    responses.begin_next([])
+    (kept,) = responses._past.values()
+    assert len(pickle.dumps(kept)) < len(mask) / 8 + 300
+    assert kept.tool_bits is not None
+    unpacked = generated.tool_mask(kept.tool_bits)[0].tolist()
+    assert unpacked == mask + [0] * (len(unpacked) - len(mask))
 
 
 def test_a_response_once_learned_from_stays_so_when_generated_again_without_learning() -> None:

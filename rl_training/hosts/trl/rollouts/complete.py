@@ -14,7 +14,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.hosts.trl.rollouts import batches
-from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response, key_of, rows_as_bytes, tool_mask
 from rl_training.hosts.trl.rollouts.kind import BatchFacts
 from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT, number_prompts
 from rl_training.hosts.trl.versions import tokenizer_of
@@ -112,8 +112,10 @@ def _add_rewards(output: dict, responses: Sequence[Response | None]) -> bool:
 
 def _add_tool_masks(output: dict, responses: Sequence[Response | None]) -> None:
     """Add the tool masks from before TRL masked truncated responses."""
-    masks = [None if response is None else response.tool_mask for response in responses]
-    if any(mask is not None for mask in masks):
+    of_rows = [None if response is None else response.tool_bits for response in responses]
+    if any(bits is not None for bits in of_rows):
         ids = output["completion_ids"]
-        rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
-        output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
+        width = ids.shape[1]
+        all_of_policy = torch.ones(1, width, dtype=torch.long)
+        rows = [tool_mask(bits) if bits else all_of_policy for bits in of_rows]
+        output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=width)[:, :width].to(ids.device, non_blocking=True)

@@ -74,6 +74,8 @@ class Rollouts:
             reason_before: Why responses are no samples, by the settings before generation, or None.
         """
         prompts, completions, tool_masks = generated[:3]
+        if not self._trainer.mask_truncated_completions:  # TRL's batch then has them, of all responses
+            tool_masks = None
         self._generated.add(prompts, completions, tool_masks, reason_before or sampling_reason(self._trainer))
 
     def add_rewards(self, by_function: Tensor) -> None:

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rl_training.statistics.unavailable import Unavailable
@@ -20,15 +22,26 @@ from rl_training.statistics.unavailable import Unavailable
 MAX_PAST_RESPONSES = 2**16  # number of responses of earlier rollouts that are kept
 
 
-@dataclass
+@dataclass(slots=True)
 class Response:
-    """A generated response."""
+    """A generated response. Many are kept, so it is small."""
 
     reward: float | None = None  # nan if no reward function returned a number; None if unknown
     by_function: tuple[float, ...] = ()  # of each reward function, nan if it returned none; empty if unknown
-    tool_mask: list[int] | None = None  # (T,), 1 on tokens that the policy wrote; None if it wrote all of them
+    # (⌈T / 8⌉,), a bit for each token: 1 if the policy wrote it, and 0 after the last. None if it wrote all of them.
+    tool_bits: bytes | None = None
     learned: bool = False  # whether it was in the batch of an earlier rollout
     mismatch: Unavailable | None = None  # why it is not a sample of the scored policy
+
+
+def tool_bits(mask: Sequence[int]) -> bytes:
+    """Return a tool mask, (T,), as `Response.tool_bits`."""
+    return np.packbits(np.array(mask, dtype=bool)).tobytes()
+
+
+def tool_mask(bits: bytes) -> Tensor:
+    """Return the tool mask, (1, 8 ⌈T / 8⌉), of `Response.tool_bits`. It is 0 after the response."""
+    return torch.from_numpy(np.unpackbits(np.frombuffer(bits, dtype=np.uint8))).long().unsqueeze(0)
 
 
 def key_of(prompt: bytes, completion: bytes) -> bytes:
@@ -51,7 +64,7 @@ class GeneratedResponses:
         self._latest: list[Response] = []  # responses of the latest generation, in the same order
         self._fresh: dict[bytes, Response] = {}  # responses of all generations of this rollout
         self._num_drawn = Counter[bytes]()  # how often each was generated
-        self._past: dict[bytes, Response] = {}  # responses of earlier rollouts
+        self._past: dict[bytes, Response] = {}  # responses of earlier rollouts, the latest last
 
     def __bool__(self) -> bool:
         """Whether anything was generated for this rollout."""
@@ -61,7 +74,7 @@ class GeneratedResponses:
         self,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
-        tool_masks: Sequence[list[int]] | None,
+        tool_masks: Sequence[Sequence[int]] | None,
         mismatch: Unavailable | None = None,
     ) -> None:
         """Add the responses that were just generated.
@@ -76,8 +89,10 @@ class GeneratedResponses:
             key_of(array("q", prompt).tobytes(), array("q", completion).tobytes())
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        masks: Sequence[list[int] | None] = tool_masks or [None] * len(self._order)
-        self._latest = [Response(tool_mask=mask, mismatch=mismatch) for mask in masks]
+        masks: Sequence[Sequence[int] | None] = tool_masks or [None] * len(self._order)
+        self._latest = [
+            Response(tool_bits=None if mask is None else tool_bits(mask), mismatch=mismatch) for mask in masks
+        ]
         for key, response in zip(self._order, self._latest, strict=True):
             self._fresh.setdefault(key, response)
         self._num_drawn.update(self._order)
@@ -96,7 +111,7 @@ class GeneratedResponses:
             response.by_function = tuple(values)
             first = self._fresh[key]
             if first is not response and not _are_equal(first.reward, reward):
-                self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)
+                self._fresh[key] = Response(tool_bits=response.tool_bits, mismatch=response.mismatch)
 
     def matches_latest_order(self, keys: Sequence[bytes]) -> bool:
         """Return whether these are exactly the rows of the latest generation, in the same order."""
@@ -115,7 +130,8 @@ class GeneratedResponses:
     def begin_next(self, learned: Iterable[bytes]) -> None:
         """Close the rollout, whose batch contains these responses."""
         for key, response in self._fresh.items():
-            response.learned = key in self._past and self._past[key].learned
+            earlier = self._past.pop(key, None)  # which is generated again, so that its place is among the latest
+            response.learned = earlier is not None and earlier.learned
         self._past |= self._fresh
         for key in learned:
             if key in self._past:
