@@ -46,7 +46,7 @@ def find_checkpoint(
     Raises:
         UserError: If there is none; says where it looked.
     """
-    request = _Wanted(setting, resume, lambda checkpoint: find_flaw(checkpoint, sharded_by), or_else)
+    request = _Request(setting, resume, lambda checkpoint: find_flaw(checkpoint, sharded_by), or_else)
     if resume == "latest":
         return request.newest_in(run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent)
     return request.at(Path(resume))
@@ -66,7 +66,7 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """
     if not isinstance(choice, str):
         return [path for place in choice for path in resolve_checkpoints(str(place), runs)]
-    request = _Wanted("checkpoint", choice, find_weights_flaw)
+    request = _Request("checkpoint", choice, find_weights_flaw)
     if choice == "all":
         return request.all_in(_with_newest_first(runs), runs)
     if choice == "latest":
@@ -76,7 +76,7 @@ def resolve_checkpoints(choice: str | Sequence[str], runs: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Request:
     """A setting whose value names a checkpoint, and what a checkpoint must be for it."""
 
     setting: str

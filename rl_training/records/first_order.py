@@ -11,7 +11,7 @@ from rl_training.records.table.missing import NO_REASON
 from rl_training.statistics.estimate import Z_95
 
 KEYS = ("deltaH1", "deltaH_true", "paired_error")  # of the numbers that it takes, each with its `…_se`
-MISLEADING = 0.5  # of the prediction: a difference from which on first order fails
+MISLEADING = 0.5  # of the prediction: a difference from which on first order fails; chosen by hand
 
 
 class FirstOrderVerdict(NamedTuple):

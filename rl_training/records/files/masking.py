@@ -141,23 +141,23 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
 
 def _mask_named_values(text: str) -> str:
     parts = []
-    done = 0
+    last_end = 0
     for start, end in _places_of_secrets(text):
-        parts += [text[done:start], MASK]
-        done = end
-    return mask_forms("".join([*parts, text[done:]]))
+        parts += [text[last_end:start], MASK]
+        last_end = end
+    return mask_forms("".join([*parts, text[last_end:]]))
 
 
 def _secrets_named(text: str) -> list[str]:
-    named = [text[start:end] for start, end in _places_of_secrets(text)]
-    return [*named, *secrets_of_form(text)]
+    values = [text[start:end] for start, end in _places_of_secrets(text)]
+    return [*values, *secrets_of_form(text)]
 
 
 def _places_of_secrets(text: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each value that follows the name of a secret."""
-    done = 0
+    last_end = 0
     for name in NAMED.finditer(text):
         value = VALUE.match(text, name.end())
-        if name.start() >= done and value and is_secret(name[name.lastgroup or 0], value[0].strip("'\"")):
-            done = value.end()
+        if name.start() >= last_end and value and is_secret(name[name.lastgroup or 0], value[0].strip("'\"")):
+            last_end = value.end()
             yield value.span()

@@ -60,10 +60,10 @@ def _foreign_objects(path: Path) -> list[str]:
     """Return the names of the objects in a file that are not tensors, numbers or what DeepSpeed writes."""
     try:
         with torch.serialization.safe_globals(list(OF_NUMPY)):
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # damaged: it has no readable list of names
         return []
-    return sorted(set(named) - {*OF_DEEPSPEED, STAGE})
+    return sorted(set(objects) - {*OF_DEEPSPEED, STAGE})
 
 
 def _first_line(error: Exception) -> str:

@@ -66,8 +66,8 @@ def _mask_fields(text: str) -> str:
     """Mask the values of secret names in a connection string, and return any other text unchanged."""
     separator = ";" if ";" in text else " "
     fields = [field.partition("=") for field in text.split(separator)]
-    named = [name for name, equals, _ in fields if equals and FIELD_NAME.fullmatch(name)]
-    if len(named) < 2 or len(named) < len([name for name, _, _ in fields if name.strip()]):
+    names = [name for name, equals, _ in fields if equals and FIELD_NAME.fullmatch(name)]
+    if len(names) < 2 or len(names) < len([name for name, _, _ in fields if name.strip()]):
         return text
     return separator.join(f"{name}{equals}{_masked_field(name, value)}" for name, equals, value in fields)
 

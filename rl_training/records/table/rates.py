@@ -1,4 +1,7 @@
-"""Entropy's present rate: its change per step now, from the narrowest of the sources that know it."""
+"""Entropy's present rate: its change per step now, from the narrowest of the sources that know it.
+
+Thresholds were chosen by hand.
+"""
 
 from __future__ import annotations
 

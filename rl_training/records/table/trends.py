@@ -1,4 +1,4 @@
-"""Trends of logged numbers. None is claimed without an interval."""
+"""Trends of logged numbers. None is claimed without an interval. Thresholds were chosen by hand."""
 
 from __future__ import annotations
 

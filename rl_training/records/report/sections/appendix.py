@@ -16,8 +16,8 @@ from rl_training.records.report.sections.own_probes import is_own
 from rl_training.records.table.estimates import finite
 from rl_training.records.table.series import Run
 
-SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
-OF_A_STEP = 3  # sequences shown per step, from different prompts
+MAX_SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
+MAX_SEQUENCES_PER_STEP = 3  # that are shown, from different prompts
 # Defaults for a sequence that another program recorded.
 NOT_RECORDED = {"prompt": "", "response": "", "length": "", **dict.fromkeys(("reward", "advantage", "logp"), math.nan)}
 
@@ -48,9 +48,9 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     samples: dict[int, dict[int, Mapping[str, Any]]] = {}
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
         rows = samples.setdefault(int(row["step"]), {})
-        if len(rows) < OF_A_STEP:
+        if len(rows) < MAX_SEQUENCES_PER_STEP:
             rows.setdefault(row.get("prompt_index", 0), {**NOT_RECORDED, **row})
-    places = np.linspace(0, len(samples) - 1, min(len(samples), SAMPLED_STEPS)).round().astype(int)
+    places = np.linspace(0, len(samples) - 1, min(len(samples), MAX_SAMPLED_STEPS)).round().astype(int)
     return [row for place in places for row in samples[sorted(samples)[place]].values()]
 
 

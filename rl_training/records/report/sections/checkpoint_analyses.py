@@ -60,6 +60,29 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     results = table_of_analyses(analyses)
     name = folder.name
     contents = sorted(analyses.values(), key=lambda analysis: analysis["step"])
+    verdicts = [
+        first_order_verdict(content["step"] + 1, content["results"], content.get("reasons") or {}).sentence
+        for content in contents
+    ]
+    table_rows = results[results["kind"].isin(["whole", "update"])].sort_values(
+        ["step", "kind"], ascending=[True, False]
+    )
+    charts = [
+        replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}")
+        for chart in _charts(contents, results, run)
+    ]
+    headings = ["step", "U", *(RESULT_STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
+    return Section(name, verdicts, [headings, *map(_cells, table_rows.to_dict("records"))], charts)
+
+
+def _charts(contents: Sequence[Mapping[str, Any]], results: pd.DataFrame, run: Run | None) -> list[Chart]:
+    """Return the charts of analyses: of the last one's numbers, and of what was varied.
+
+    Args:
+        contents: Of each result.json, by step.
+        results: Their table.
+        run: The run whose predictions during training are drawn too.
+    """
     whole = results[results["kind"] == "whole"].sort_values("step")
     charts = [_numbers(contents[-1]), _agreement(results, contents)]
     if (results["kind"] == "size").any():
@@ -70,18 +93,7 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
         charts.append(_evolution(whole, run))
     if contents[-1]["tables"].get("conditioning"):
         charts.append(_conditioning(contents[-1]))
-    verdicts = [
-        first_order_verdict(content["step"] + 1, content["results"], content.get("reasons") or {}).sentence
-        for content in contents
-    ]
-    table_rows = results[results["kind"].isin(["whole", "update"])].sort_values(
-        ["step", "kind"], ascending=[True, False]
-    )
-    charts = [
-        replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}") for chart in charts
-    ]
-    headings = ["step", "U", *(RESULT_STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
-    return Section(name, verdicts, [headings, *map(_cells, table_rows.to_dict("records"))], charts)
+    return charts
 
 
 def _cells(row: Mapping[Any, Any]) -> list[str]:
@@ -132,17 +144,22 @@ def _agreement(table: pd.DataFrame, contents: Sequence[Mapping[str, Any]]) -> Ch
     columns = {"measured change": "deltaH_true", "prediction": "deltaH1", "−Cov(log π, A)": "covariance"}
     same = constants({name: rows[key].to_numpy() for name, key in columns.items()}) if len(rows) >= MIN_POINTS else []
     if len(rows) >= MIN_POINTS and not same:
-        x = rows["deltaH_true"].to_numpy()
-        y = rows["covariance"].to_numpy()
-        r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
-        label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
-        series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
+        series.append(_covariances(rows))
     series = [curve for curve in series if len(curve.x)]
     if not series:
         missing = [reason for content in contents for reason in reasons_for(content.get("reasons") or {}, KEYS[:2])]
         return draw("agreement", [], [*dict.fromkeys(missing)])
     missing = [f"covariance – the same at every step: {', '.join(same)}"] if same else []
     return draw("agreement", [diagonal(series, "y = x"), *series], missing)
+
+
+def _covariances(rows: pd.DataFrame) -> Series:
+    """Return −Cov(log π, A), scaled to the measured changes, with its correlation and that of the prediction."""
+    x = rows["deltaH_true"].to_numpy()
+    y = rows["covariance"].to_numpy()
+    r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
+    label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
+    return Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x))
 
 
 def _relative_error(table: pd.DataFrame) -> Chart:

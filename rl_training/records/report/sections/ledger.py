@@ -9,7 +9,7 @@ For steps s with forward F_s and, from the next batch, backward B_{s+1}:
 The sum is exact because the rest is defined by it. Batches of different steps are independent, so variances add up over
 steps. F_s and B_s share the noise of batch s. In the rest they have equal signs, so their standard errors add up. In
 the second order they have opposite signs, and most of the noise cancels: there, with y_s = ½(B_s − F_s) of a batch, the
-variance is ½ Σ (y_s − y_{s+1})², which counts true differences between steps as noise.
+variance is ½ Σ (y_s − y_{s+1})², which counts true differences between steps as noise. Thresholds were chosen by hand.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
 
 TRUNCATED = "truncated_sampler"  # code of a remark of probes/sampler.py
-HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
+KL_AT_HALF_SAMPLE = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
 
 
 def sampler_and_trainer(run: Run) -> list[str]:
@@ -17,7 +17,7 @@ def sampler_and_trainer(run: Run) -> list[str]:
         return []
     if kl.value == 0:
         return ["The responses are sampled from the policy that is trained: every ratio is 1."]
-    longest = two_digits(HALF_IS_LEFT / kl.value) if kl.value > 0 else "inf"
+    longest = two_digits(KL_AT_HALF_SAMPLE / kl.value) if kl.value > 0 else "inf"
     numerics = run.last("sampler/numerics_kl")
     ess = run.last("sampler/ess")
     outside = run.last("sampler/ratio_outside")
