@@ -95,10 +95,10 @@ def attach(
         target_kl_share: The KL divergence of each step as a share of the policy's entropy: "auto", which is 1e-2, or a
             number. The learning rate of each step is set so that its measured KL meets this target, which changes
             training. None keeps the trainer's learning rate.
-        strict: Whether an error in a probe ends training. If False, it ends only the measuring: training continues
-            bitwise unchanged, later estimates are nan with the reason, and the traceback is in logs/probe_error.txt.
-            None means True if the environment has RL_TRAINING_STRICT=1, else False. With several processes, or with
-            `target_kl_share`, an error always ends training.
+        strict: Whether an error in a probe, or in what runs it, ends training. If False, it ends only the measuring:
+            training continues bitwise unchanged, later estimates are nan with the reason, and the traceback is in
+            logs/probe_error.txt. None means True if the environment has RL_TRAINING_STRICT=1, else False. With several
+            processes, or with `target_kl_share`, an error always ends training.
         alerts: Whether to send what stands out, in the report's words, while training runs: as an alert of W&B and of
             trackio if the trainer logs there, else as a log line. Each is sent once. Needs a folder and the extra
             `report`.

@@ -7,7 +7,7 @@ other parameters, `attach` refuses it by name. sharding.py relies on DeepSpeed's
 from __future__ import annotations
 
 FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's forward pass, from whose scores the loss is computed
-# Methods that are called or wrapped here, with the parameters that must exist.
+# Methods that are called or wrapped here, with the parameters that must exist, in whatever order.
 METHODS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint",),
     # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout

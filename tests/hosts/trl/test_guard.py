@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,11 @@ def test_a_training_that_fails_raises_its_own_error_even_if_measuring_fails_beca
 def test_what_cannot_be_removed_after_a_training_does_not_end_the_script_that_goes_on_to_save_it(
     make_trainer, monkeypatch, caplog
 ) -> None:
+    def failing_once_trained(method: Callable[[StepDriver], None]) -> Callable[[StepDriver], None]:
+        return lambda driver: method(driver) if trainer.state.global_step == 0 else fail_as("removing")
+
     for name in ("end", "close"):
-        method = getattr(StepDriver, name)
-        failing = lambda driver, method=method: method(driver) if trainer.state.global_step == 0 else fail_as("x")  # noqa: E731
-        monkeypatch.setattr(StepDriver, name, failing)
+        monkeypatch.setattr(StepDriver, name, failing_once_trained(getattr(StepDriver, name)))
     trainer = make_trainer(**PLAIN | {"max_steps": 1})
     attach(trainer, probes=Failing(""), strict=False)
     trainer.train()
