@@ -1,10 +1,11 @@
 """Limits the damage of an error in measuring code: it ends the measuring, and training continues as if never measured.
 
-All measuring code runs in a guard, and there are three ways in:
+All measuring code runs in a guard, and there are four ways in:
 
-    around      a hook around a method of the trainer
-    attempt     a callback's work, unless measuring has ended
-    watching    work that goes on after measuring has ended, such as writing what is left
+    around        a hook around a method of the trainer
+    attempt       a callback's work, unless measuring has ended
+    watching      work that goes on after measuring has ended, such as writing what is left
+    after_error   work after training itself has failed, whose error stays the one that is raised
 
 A UserError before the first step is raised all the same: it tells the user what to change.
 """
@@ -130,7 +131,7 @@ class Guard:
 
     @contextlib.contextmanager
     def after_error(self, error: BaseException) -> Iterator[None]:
-        """Run measuring code after training has failed: if it fails too, the first error gets a note and stays the one.
+        """Run measuring code after training has failed. If it fails too, the error of training gets a note of that.
 
         Args:
             error: The error of training, which the caller raises.
@@ -138,7 +139,7 @@ class Guard:
         try:
             yield
         except BaseException as second:
-            if second is error or isinstance(second, StopIteration):  # as the hook has passed it on, or caught it
+            if second is error or isinstance(second, StopIteration):  # a hook has passed it on, or has caught it
                 return
             if not isinstance(second, Exception):  # Ctrl-C
                 raise
