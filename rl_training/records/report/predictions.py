@@ -59,6 +59,7 @@ def agreement_with_measurements(run: Run) -> str:
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
     if predictions_fail(run):
         return f"The predictions do not hold here: {figures}, which is further apart than their errors allow."
-    if 2.0 * error.bounds()[1] - 2.0 * error.value > abs(measured.value):  # twice the half-width
+    half_width = error.bounds()[1] - error.value
+    if 2 * half_width > abs(measured.value):  # the interval is wider than the change itself
         return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
     return f"The predictions hold so far: {figures}."

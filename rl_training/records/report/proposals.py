@@ -58,3 +58,6 @@ class Task(Advice):
     def sentence(self, to_change: str = "To change", to_do: str = "") -> Advice:
         """Return it as a sentence, which begins with `to_do` if that is given."""
         return Advice.of(f"{to_do}: {self.text}." if to_do else f"{capitalized(self.text)}.", self)
+
+
+Proposal = Change | Task

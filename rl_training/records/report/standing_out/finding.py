@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rl_training.records.pages.writing import on_one_line
-from rl_training.records.report.proposals import Advice, Change, Task
+from rl_training.records.report.proposals import Advice, Proposal
 from rl_training.records.report.standing_out.run_records import RunRecords
 from rl_training.records.report.wording.base import Wording
 
@@ -52,7 +52,7 @@ class Anomaly(ABC):
         """Whole sentences with the numbers."""
 
     @abstractmethod
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         """Return what to do about it, in the words of the trainer."""
 
     @property
@@ -76,7 +76,7 @@ class Finding:
     since: int
     evidence: str
     headline: str
-    proposal: Change | Task
+    proposal: Proposal
     follows_from_verdict: bool = False
 
     @classmethod

@@ -49,7 +49,7 @@ MIN_ENTROPY_CHANGE = 0.5  # share by which entropy changes after the best step
 
 @dataclass(frozen=True)
 class _TooLarge(Anomaly):
-    """Steps are too large."""
+    """Steps are too large, and a bound on them is what to do."""
 
     def advice(self, wording: Wording) -> Change:
         return wording.bounded_step()

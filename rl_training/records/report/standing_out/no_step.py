@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 
 from rl_training.records.pages.writing import capitalized, format_estimate, steps_of
-from rl_training.records.report.proposals import Change, Task
+from rl_training.records.report.proposals import Change, Proposal, Task
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.standing_out.finding import Anomaly
-from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, recent
+from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, recent, span_of
 from rl_training.records.report.wording.base import Wording, rounded
 from rl_training.records.table.measured import of_one_step
 from rl_training.records.table.trends import MIN_STEPS, first_of_trailing, mean_of_recent
@@ -57,7 +57,7 @@ class WarmUp:
     def sentence(self) -> str:
         return f"The warm-up takes {self.length:.0f} steps, and {self.done} are done."
 
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         """Return a shorter warm-up, or that it ends soon."""
         shorter = max(1, round(SHORT_WARM_UP * self.planned))
         if self.length <= shorter:
@@ -97,9 +97,9 @@ class NoRate(Anomaly):
         rate = float(now.max())
         if rate > NO_RATE * highest:
             return None
-        first = int(now.index[0])
-        since = first_of_trailing(rates <= rate) or first
-        return cls(since, rate, (first, int(now.index[-1])), WarmUp.of(records))
+        steps = span_of(now)
+        since = first_of_trailing(rates <= rate) or steps[0]
+        return cls(since, rate, steps, WarmUp.of(records))
 
     @property
     def evidence(self) -> str:
@@ -110,7 +110,7 @@ class NoRate(Anomaly):
     def headline(self) -> str:
         return "Nothing is trained"
 
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         if self.warm_up:
             return self.warm_up.advice(wording)
         return Change(f"{wording.rate_name}, its schedule and warm-up", target="lr_scheduler_type")
@@ -218,7 +218,7 @@ class HardlyMoves(Anomaly):
         sentences = [f"{capitalized(', '.join(parts))}."] if parts else []
         return [*sentences, self.warm_up.sentence] if self.warm_up else sentences
 
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         if self.warm_up:
             return self.warm_up.advice(wording)
         is_sgd = str(wording.set_up.trainer("optim", "")).startswith("sgd")

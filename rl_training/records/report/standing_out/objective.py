@@ -13,7 +13,7 @@ from typing import Self
 from rl_training.records.pages.writing import format_estimate, milli, steps_of
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.standing_out.finding import Anomaly
-from rl_training.records.report.standing_out.run_records import RunRecords, recent
+from rl_training.records.report.standing_out.run_records import RunRecords, recent, span_of
 from rl_training.records.report.story.broken_line import broken_line
 from rl_training.records.report.wording.base import Wording, rounded
 from rl_training.records.table.trends import MIN_STEPS, mean_of_recent
@@ -112,8 +112,8 @@ class ReferenceWins(Anomaly):
         if gain >= MIN_ALLOWED_GAIN:
             return None
         distance = mean_of_recent(records.run.logged("kl"))
-        first = int(reward.index[0])
-        return cls(first, beta, gain, spread, records.reward_rise, (first, int(reward.index[-1])), distance)
+        steps = span_of(reward)
+        return cls(steps[0], beta, gain, spread, records.reward_rise, steps, distance)
 
     @property
     def evidence(self) -> str:
@@ -153,8 +153,8 @@ class BonusWins(Anomaly):
         start = max(line.start, float(levels.head(FIRST_ENTROPIES).mean()))
         if not line.rise.bounds()[0] > MIN_ENTROPY_RISE * start:
             return None
-        first = int(levels.index[0])
-        return cls(first, weight, line.rise, records.reward_rise, (first, int(levels.index[-1])))
+        steps = span_of(levels)
+        return cls(steps[0], weight, line.rise, records.reward_rise, steps)
 
     @property
     def evidence(self) -> str:

@@ -12,7 +12,7 @@ from typing import Self
 from rl_training.records.pages.writing import format_estimate, steps_of
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.standing_out.finding import Anomaly
-from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, in_percent, recent, span_of
 from rl_training.records.report.wording.base import Wording
 from rl_training.records.table.trends import first_of_trailing, mean_of_recent
 from rl_training.statistics.estimate import Estimate
@@ -37,9 +37,9 @@ class NoResponseEnds(Anomaly):
         cut_off = recent(records.cut_off)
         if len(cut_off) < FEW_STEPS or not (cut_off >= 1).all():
             return None
-        first = int(cut_off.index[0])
-        since = first_of_trailing(records.cut_off >= 1) or first
-        return cls(since, records.of_responses(1 - cut_off), (first, int(cut_off.index[-1])))
+        steps = span_of(cut_off)
+        since = first_of_trailing(records.cut_off >= 1) or steps[0]
+        return cls(since, records.of_responses(1 - cut_off), steps)
 
     @property
     def evidence(self) -> str:
@@ -76,10 +76,9 @@ class MostCutOff(Anomaly):
         share = mean_of_recent(records.cut_off)
         if len(cut_off) < FEW_STEPS or (cut_off >= 1).all() or not share.bounds()[0] > MIN_CUT_OFF_SHARE:
             return None
-        first = int(cut_off.index[0])
-        since = first_of_trailing(records.cut_off > MIN_CUT_OFF_SHARE) or first
-        length = records.set_up.number("max_completion_length")
-        return cls(since, share, (first, int(cut_off.index[-1])), length)
+        steps = span_of(cut_off)
+        since = first_of_trailing(records.cut_off > MIN_CUT_OFF_SHARE) or steps[0]
+        return cls(since, share, steps, records.set_up.number("max_completion_length"))
 
     @property
     def evidence(self) -> str:

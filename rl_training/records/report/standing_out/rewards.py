@@ -12,9 +12,9 @@ from typing import Self
 import pandas as pd
 
 from rl_training.records.pages.writing import format_estimate, steps_of
-from rl_training.records.report.proposals import Change, Task
+from rl_training.records.report.proposals import Change, Proposal, Task
 from rl_training.records.report.standing_out.finding import Anomaly
-from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, in_percent, recent
+from rl_training.records.report.standing_out.run_records import FEW_STEPS, RunRecords, in_percent, recent, span_of
 from rl_training.records.report.story.reward_functions import MEAN, function_names
 from rl_training.records.report.wording.base import Wording
 from rl_training.records.table.series import LOGGED
@@ -55,7 +55,7 @@ class NotANumber(Anomaly):
                 continue
             missing = values[values.index >= since]
             if len(missing) >= min(FEW_STEPS, len(values)):
-                return cls(since, functions.get(name, ""), (since, int(missing.index[-1])))
+                return cls(since, functions.get(name, ""), span_of(missing))
         return None
 
     @property
@@ -136,7 +136,7 @@ class AllEqual(Anomaly):
     def headline(self) -> str:
         return "" if self.is_learned else NOTHING_LEARNED
 
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         if self.is_learned:
             return Task("stop here, or give harder prompts, or a reward that still differs between responses")
         if self.cut_off:
@@ -168,9 +168,9 @@ class HardlyMixed(Anomaly):
         mixed = records.of_prompts(shares)
         if mixed.bounds()[1] >= FEW_MIXED:
             return None
-        first = int(shares.index[0])
-        since = first_of_trailing(records.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
-        return cls(since or first, mixed, (first, int(shares.index[-1])), mean_of(list(recent(records.reward))))
+        steps = span_of(shares)
+        since = first_of_trailing(records.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED) or steps[0]
+        return cls(since, mixed, steps, mean_of(list(recent(records.reward))))
 
     @property
     def evidence(self) -> str:

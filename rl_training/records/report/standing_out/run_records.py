@@ -96,6 +96,11 @@ def recent(values: pd.Series[float]) -> pd.Series[float]:
     return values.tail(RECENT)
 
 
+def span_of(values: pd.Series[float]) -> tuple[int, int]:
+    """Return the first and the last step of these values."""
+    return int(values.index[0]), int(values.index[-1])
+
+
 def in_percent(share: Estimate) -> str:
     """Return a share with its interval, in percent.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rl_training.records.pages.writing import milli
-from rl_training.records.report.proposals import Change, Task
+from rl_training.records.report.proposals import Proposal, Task
 from rl_training.records.report.standing_out.finding import Anomaly
 from rl_training.records.report.standing_out.noise import fall_as_if_by_lot
 from rl_training.records.report.standing_out.run_records import RunRecords, recent
@@ -68,7 +68,7 @@ class StepFollowsNoise(Anomaly):
         )
         return f"{evidence} Within prompts, rewards differ as if drawn by lot." if self.is_by_lot else evidence
 
-    def advice(self, wording: Wording) -> Change | Task:
+    def advice(self, wording: Wording) -> Proposal:
         high = self.ratio[1]
         times = max(MIN_TIMES, math.ceil(ADVISED_BATCH_RATIO / high)) if high > 0 else TIMES_IF_UNKNOWN
         larger = wording.larger_batch(min(times, MAX_TIMES)).followed_by(", or a lower learning_rate")
