@@ -6,7 +6,7 @@ finding.py                                           a line, and the anomaly tha
 run_records.py, noise.py                             the records that rules look at, and how noisy rewards are
 rewards.py, reward_jump.py, reward_hacks.py          anomalies of the rewards,
 objective.py                                         of weight decay, the KL term and the entropy bonus,
-responses.py, sampler.py                             of the responses and of what draws them,
+responses.py, sampler.py, sampler_settings.py        of the responses and of what draws them,
 no_step.py, large_step.py, small_batch.py            and of the steps
 
 A new anomaly is a class in one of these files, and stands in the list of a rule below.
@@ -26,6 +26,7 @@ from rl_training.records.report.standing_out import (
     reward_jump,
     rewards,
     sampler,
+    sampler_settings,
     small_batch,
 )
 from rl_training.records.report.standing_out.finding import (
@@ -130,8 +131,8 @@ RULES = (
     Rule(
         SAMPLER,
         (
-            sampler.OtherTemperature,
-            sampler.TokensLeftOut,
+            sampler_settings.OtherTemperature,
+            sampler_settings.TokensLeftOut,
             sampler.NotDrawn,
             sampler.SamplerLeavesOut,
             sampler.SamplerIsBehind,
