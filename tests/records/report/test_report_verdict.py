@@ -41,7 +41,7 @@ from rl_training.records.report.verdict.kinds import (
 )
 from rl_training.records.table.rates import entropy_now, forward_and_backward, is_falling
 from rl_training.records.table.reading import read_run
-from rl_training.records.table.trends import line_through
+from rl_training.records.table.trends import MIN_STEPS, line_through
 from rl_training.records.writer import Records
 from rl_training.statistics.line import slope_with_error
 from rl_training.statistics.welch import is_significant
@@ -371,6 +371,15 @@ def test_a_policy_that_its_first_step_broke_has_lost_reward_and_is_advised_to_st
     assert first.headline == "Reward has fallen"
     assert "since step 2: from 0.48 at its best" in first.evidence
     assert "go back to the start (no checkpoint before step 2 was kept)" in first.advice.text
+
+
+def test_equal_rewards_follow_from_a_fall_eight_steps_later_and_from_a_loss_once_half_is_lost(tmp_path: Path) -> None:
+    fallen = verdict(tmp_path / "fallen", level, after(25, 0.6, 0.2))
+    assert fallen.kind == FALLEN
+    assert fallen.kind.equal_rewards_from(fallen.story) == fallen.since + MIN_STEPS + 1
+    lost = verdict(tmp_path / "lost", falling, level)
+    assert lost.kind == LOST
+    assert lost.kind.equal_rewards_from(lost.story) == pytest.approx(23, abs=4)
 
 
 def test_gone_entropy_is_advised_to_go_back_to_where_half_of_it_was_left_and_train_on_with_psr(tmp_path: Path) -> None:
