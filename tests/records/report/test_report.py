@@ -331,15 +331,25 @@ def test_the_advice_on_the_batch_size_follows_the_noise_scale_interval(
         ({"frac_reward_zero_std": 0.95, "reward": 0.5}, "only 5% of the prompts have unequal rewards"),
         ({"learning_rate": 0.0}, "what the first lines say comes before the size of the batch"),
         ({"entropy": lambda step: 1.0 if step < 10 else 0.02}, "what the first lines say comes before"),
+        ({"reward": noisy(lambda step: 0.6 if step < 25 else 0.2, 0.03)}, "what the first lines say comes before"),
         ({"reward": noisy(lambda step: 0.3 + 0.01 * step, 0.03)}, "100 prompts a step would take about"),
     ],
-    ids=["learned", "equal", "no rate", "gone", "learns"],
+    ids=["learned", "equal", "no rate", "gone", "fallen", "learns"],
 )  # fmt: skip
 def test_no_batch_is_called_for_where_nothing_is_learned_from_it(tmp_path: Path, curves, note: str) -> None:
     folder = log_run(tmp_path, **curves)
     record_noise_scale(folder, 100.0, 400.0, steps=[])
     assert summary(folder)["noise scale"][0] == "200 (100 … 400) prompts"
     assert note in summary(folder)["noise scale"][1]
+
+
+def test_a_reward_that_fell_as_steps_follow_noise_calls_for_a_larger_batch(tmp_path: Path) -> None:
+    scale = {"batch_ratio": 0.05, "batch_ratio_low": 0.02, "batch_ratio_high": 0.1, "noise_scale_prompts": 200.0,
+             "noise_scale_prompts_low": 100.0, "noise_scale_prompts_high": 400.0}  # fmt: skip
+    told = {f"gns/{name}": lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
+    falls = noisy(lambda step: 0.6 if step < 25 else 0.2, 0.03)
+    folder = log_run(tmp_path, estimates=told, reward=falls, entropy=noisy(lambda step: 0.5, 0.01, 1))
+    assert "would take about" in summary(folder)["noise scale"][1]
 
 
 @pytest.mark.parametrize("high", [400.0, math.inf])
