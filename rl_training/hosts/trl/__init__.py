@@ -73,9 +73,9 @@ def attach(
             trainer.train()
 
     The report is written when the block ends: after success, an exception or Ctrl-C. Without `with`, it is written
-    when `trainer.train()` ends. SIGTERM also writes it, and then ends the process as usual. Python handles the signal
-    once the current call into torch returns; a collective returns only when the other ranks join it. With several
-    processes, rank 0 writes.
+    when `trainer.train()` ends. After SIGTERM the step is finished and the report written, and then the process ends as
+    usual; a second one ends it at once. If it is killed before, `rl-training report FOLDER` makes the report of the
+    records. A signal handler of your own runs instead. With several processes, rank 0 writes.
 
     Args:
         trainer: A `trl.GRPOTrainer` or a subclass of it, before `train()`.

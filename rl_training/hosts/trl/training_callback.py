@@ -33,6 +33,7 @@ from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.output.unwritten_lines import UnwrittenLines
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer_log import TrainerLog
+from rl_training.records.files.masking import mask_line
 
 logger = logging.get_logger(__name__)
 
@@ -115,6 +116,8 @@ class TrainingCallback(TrainerCallback):
             raise
         with self._guard.watching():
             self._write_last_line()
+        if self._destination.is_told_to_end:
+            self.finish(None)
 
     def _write_last_line(self) -> None:
         try:
@@ -125,9 +128,22 @@ class TrainingCallback(TrainerCallback):
     def finish(self, error: BaseException | None) -> None:
         """Write what is left, then the report, and unlock the folder, even if the disk is full. Once for a training.
 
+        If SIGTERM has arrived, it then ends the process.
+
         Args:
             error: The error that ends the training or its `with` block.
         """
+        try:
+            self._write_report(error)
+        except Exception as failure:
+            if self._destination.is_told_to_end:  # nobody is left to say it
+                why = mask_line(f"{type(failure).__name__}: {failure}")
+                logger.warning(f"not all that was measured is in the records and the report ({why})")
+            raise
+        finally:
+            self._destination.obey_signal()
+
+    def _write_report(self, error: BaseException | None) -> None:
         try:
             self._log.flush()
         finally:
@@ -144,10 +160,11 @@ class TrainingCallback(TrainerCallback):
         if error is not None:
             error.add_note(line)
 
-    def _write_before_termination(self) -> str:
-        """Write what is left, because SIGTERM arrived, and return how training ended. It may still go on."""
-        self._log.flush()
-        return self._with_gaps(announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+    def _end_if_told(self) -> None:
+        """Write the report and end the process, if SIGTERM has arrived. Called where nothing is half written."""
+        if self._destination.is_told_to_end:
+            self._training.failure = announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)")
+            self.finish(None)
 
     def _with_gaps(self, how: str) -> str:
         """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
@@ -195,7 +212,7 @@ class TrainingCallback(TrainerCallback):
         """
         self._step_hooks.end()  # of the previous training, if an exception has ended it
         self._writer.begin_training()
-        self._checkpoint_hooks.run_id = self._destination.begin(run_id, self._write_before_termination)
+        self._checkpoint_hooks.run_id = self._destination.begin(run_id)
         self._writer.records = self._destination.records
 
     def _begin_records(self, after_step: int, settings: dict[str, Any]) -> None:
@@ -218,6 +235,8 @@ class TrainingCallback(TrainerCallback):
         self._guard.begin_step(self._training.step)
         with self._guard.watching():
             self._log.flush()
+        with self._guard.watching():
+            self._end_if_told()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guard.attempt(self._driver.stepped)
@@ -237,6 +256,10 @@ class TrainingCallback(TrainerCallback):
                 self._log.write(state.global_step, logs)
             elif "eval_loss" in logs:  # the summary at the end of training has neither
                 self._log.write_evaluation(state.global_step, logs)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._guard.watching():
+            self._end_if_told()  # an evaluation may last longer than a step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for end in (self._step_hooks.end, self._log.flush, self._driver.end):

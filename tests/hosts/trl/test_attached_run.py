@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from trl import GRPOTrainer
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.members import METHODS
-from rl_training.hosts.trl.output.termination import Termination
+from rl_training.hosts.trl.output.end_request import EndRequest
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.versions import TESTED
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
@@ -169,64 +170,105 @@ def test_the_last_line_after_ctrl_c_says_how_to_resume(make_trainer, tmp_path: P
 
 
 class Terminating(TrainerCallback):
-    """Sends the process SIGTERM after the first step."""
+    """Sends the process SIGTERM in the middle of its first step, or at the first batch of an evaluation."""
 
-    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
+    def __init__(self, where: str = "a step") -> None:
+        self.where = where
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 0 and self.where != "an evaluation":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_prediction_step(self, *others: Any, **kwargs: Any) -> None:
+        print("a batch is evaluated", file=sys.stderr)
+        if self.where == "an evaluation":
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def trained_until_told_to_end(folder: Path) -> None:
-    trainer = trainer_maker(folder)(**PLAIN)
-    trainer.add_callback(Terminating())
-    with attach(trainer, folder / "run", "ess"):
-        trainer.train()
-
-
-def test_a_terminated_process_writes_its_report_and_dies_by_that_signal(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f" -{signal.SIGTERM.value}$"):
-        forks.in_fork(trained_until_told_to_end, tmp_path)
-    assert files_in(tmp_path / "run") == FILES
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
-
-
-def told_to_end_behind_a_later_handler(folder: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undo what earlier tests have set
-    Termination(lambda: (folder / "reports").open("a").write("one ")).listen()
-    before = signal.getsignal(signal.SIGTERM)
+def call_from_a_later_handler() -> None:
+    before: Any = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *of_signal: before(*of_signal))
+
+
+class SetsHandler(TrainerCallback):
+    """Sets a handler once training listens."""
+
+    def on_step_begin(self, *others: Any, **kwargs: Any) -> None:
+        call_from_a_later_handler()
+
+
+def trained_until_told_to_end(folder: Path, where: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undo what earlier tests have set
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    logging.getLogger().addHandler(logging.StreamHandler())
+    settings: dict[str, Any] = {"max_steps": 1 if where == "the last step" else 2}
+    make = trainer_maker(folder)
+    if where == "an evaluation":
+        rows = make(**PLAIN).train_dataset.select(range(8))
+        settings |= {"eval_strategy": "steps", "eval_steps": 1, "trainer_arguments": {"eval_dataset": rows}}
+    trainer = make(**PLAIN, **settings)
+    trainer.add_callback(Terminating(where))
+    with attach(trainer, folder / "run", "ess", strict=False) as attached:
+        if where == "a step behind a later handler":
+            trainer.add_callback(SetsHandler())
+        if where == "a step whose line fails":
+            flush = attached._log.flush
+            attached._log.flush = lambda: flush() if trainer.state.global_step == 0 else {}["line"]
+        trainer.train()
+        print("the block went on", file=sys.stderr)
+
+
+@pytest.mark.parametrize(
+    "where", ["a step", "a step behind a later handler", "a step whose line fails", "an evaluation", "the last step"]
+)
+def test_a_process_told_to_end_finishes_its_step_and_report_and_dies_by_that_signal(tmp_path: Path, where: str) -> None:
+    """An evaluation is not finished. A line says if anything could not be written."""
+    with pytest.raises(RuntimeError, match=f" -{signal.SIGTERM.value}$"):
+        forks.in_fork(trained_until_told_to_end, tmp_path, where)
+    said = (tmp_path / "stderr").read_text()
+    assert said.count("SIGTERM: the report is written when this step ends") == 1
+    assert "the block went on" not in said
+    assert said.count("a batch is evaluated") == (where == "an evaluation")
+    ended = "has finished" if where == "the last step" else "was told to end (SIGTERM)"
+    (line,) = (line for line in said.splitlines() if line.endswith(f"; the report: {tmp_path}/run/report/report.html"))
+    assert line.startswith(f"training {ended} after 1 step; ")
+    assert ("in the records and the report (KeyError: 'line')" in said) == (where == "a step whose line fails")
+    assert files_in(tmp_path / "run") >= FILES
+    assert [(row["step"], "loss" in row) for row in read_metrics(tmp_path / "run" / "logs")] == [(1, True)]
+
+
+def told_to_end_after_listening() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with EndRequest([signal.SIGTERM], "waiting", ends_forks=True).listening():
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        call_from_a_later_handler()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_handler_set_later_that_calls_ours_ends_the_process_after_one_report(tmp_path: Path) -> None:
+def test_a_fork_ends_at_once_and_so_does_a_process_that_trains_no_more(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f" -{signal.SIGTERM.value}$"):
-        forks.in_fork(told_to_end_behind_a_later_handler, tmp_path)
-    assert (tmp_path / "reports").read_text() == "one "
+        forks.in_fork(told_to_end_after_listening)
 
 
-def test_a_users_signal_handler_runs_after_the_report_and_is_restored_after_the_block(
-    make_trainer, tmp_path: Path, caplog
-) -> None:
-    """A fork inherits the handler but writes nothing. In a thread, where Python forbids handlers, none is set."""
-    page, seen = tmp_path / "run" / "report" / "report.html", []
-    before = signal.signal(signal.SIGTERM, lambda *of_signal: seen.append(page.is_file()))
+def test_a_users_signal_handler_stays_and_training_goes_on_if_it_returns(make_trainer, tmp_path: Path, caplog) -> None:
+    """In a thread, where Python forbids handlers, none is set."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append(signum))
     try:
         handler = signal.getsignal(signal.SIGTERM)
         trainer = make_trainer(**PLAIN)
         trainer.add_callback(Terminating())
         with attach(trainer, tmp_path / "run", "ess"):
             trainer.train()
-            page.unlink()
-            if (child := os.fork()) == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            assert not page.exists()
         assert signal.getsignal(signal.SIGTERM) is handler
-        assert seen == [True]
-        assert trainer.state.global_step == 2
-        assert f"training was told to end (SIGTERM) after 1 step; the report: {page}" in caplog.messages
-        thread = threading.Thread(target=Termination(lambda: None).listen)
+        assert seen == [signal.SIGTERM]
+        page = tmp_path / "run" / "report" / "report.html"
+        assert caplog.messages[-1] == f"training has finished after 2 steps; the report: {page}"
+        waits = EndRequest([signal.SIGTERM], "waiting", ends_forks=True).listening()
+        thread = threading.Thread(target=waits.__enter__)
         thread.start()
         thread.join()
         assert signal.getsignal(signal.SIGTERM) is handler

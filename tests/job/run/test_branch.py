@@ -101,7 +101,7 @@ def test_a_stopped_branch_ends_at_its_own_last_step_when_resumed_as_it_says(
     assert config["provenance"]["loss"] == "Dr-GRPO except for entropy_coef=0.1, intervention=psr, intervention=lr:0.5"
     stopped, typed = tmp_path / "stopped", [*changed, "additional_steps=2"]
     run = run_of(stopped, f"branch={checkpoint(original, 1)}", *typed)
-    run.stop._on_signal(signal.SIGTERM, None)
+    run.stop.request.on_signal(signal.SIGTERM, None)
     run.train()
     monkeypatch.setattr(sys, "argv", ["train.py", *map(force_add, typed)])  # as the command makes them
     with pytest.raises(Interrupted) as ended:

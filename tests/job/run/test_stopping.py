@@ -27,7 +27,7 @@ def test_training_stops_at_the_first_step_that_uses_up_a_rollout() -> None:
     """Three steps train on each rollout. Step 6 is the last for its rollout, so training can resume exactly there."""
     stop = StopAtStepEnd()
     assert not ends_after(stop, 3, steps_per_rollout=3)
-    stop._on_signal(SIGTERM, None)
+    stop.request.on_signal(SIGTERM, None)
     assert [ends_after(stop, step, steps_per_rollout=3) for step in (4, 5, 6)] == [False, False, True]
     assert stop.signum == SIGTERM
 

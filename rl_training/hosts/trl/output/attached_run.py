@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.output.destination import Destination
+from rl_training.hosts.trl.output.end_request import EndRequest, end_process, request_of_process
 from rl_training.hosts.trl.output.run_folder import RunFolder, on_main_process
-from rl_training.hosts.trl.output.termination import Termination
 from rl_training.hosts.trl.settings.recorded import settings_of_probes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.claim import claim_folder
@@ -24,6 +25,7 @@ from rl_training.records.provenance import provenance
 logger = logging.get_logger(__name__)
 
 ANOTHER_FOLDER_FIX = "give attach another folder"
+TERMINATION = "the report is written when this step ends, and then the signal ends this process"
 MAKE_ROOM = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
 
 
@@ -47,24 +49,43 @@ class AttachedRun(Destination):
         for path in (self._requested, self._requested / LOGS_FOLDER, self._requested / REPORT_FOLDER):
             refuse_a_file(path)
         self.folder = self._requested
-        self._end_of_training = ExitStack()  # unlocks the folder and stops listening
+        self._end_of_training = ExitStack()  # unlocks the folder
+        self._end_of_listening = ExitStack()
+        self._request: EndRequest | None = None  # None if SIGTERM is not handled here
         self._has_begun = False
 
     @property
     def output(self) -> Path:
         return self.folder
 
-    def begin(self, run_id: str, flush: Callable[[], str]) -> str:
+    def begin(self, run_id: str) -> str:
         folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
         self.folder = Path(folder)
         self._has_begun = True
         self.has_report = False
         if all_ranks().number == 0:
             self.records = self._run.records()
-            termination = Termination(lambda: logger.warning(self._run.closing_line(flush())))
-            termination.listen()
-            self._end_of_training.callback(termination.release)
+        self._listen()
         return own_id
+
+    def _listen(self) -> None:
+        """Let SIGTERM wait for the report, on every rank: else a rank that has ended would hold up the first one.
+
+        A handler of the user's own stays: what it does, the end of training or of its `with` block reports.
+        """
+        self._request = request_of_process(signal.SIGTERM)
+        if self._request is None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._request = EndRequest([signal.SIGTERM], TERMINATION, ends_forks=True)
+            self._end_of_listening.enter_context(self._request.listening())
+
+    @property
+    def is_told_to_end(self) -> bool:
+        return self._request is not None and self._request.signum != 0
+
+    def obey_signal(self) -> None:
+        self._end_of_listening.close()
+        if self.is_told_to_end:
+            end_process(signal.SIGTERM)
 
     def _claim_folder(self, run_id: str) -> tuple[str, str]:
         claim = claim_folder(self._requested, run_id, ANOTHER_FOLDER_FIX)

@@ -6,7 +6,7 @@ it has written what is left: after `trained`, or at the end of a `with` block. I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,12 @@ class Destination:
         """The folder that is announced when training begins."""
         return None
 
-    def begin(self, run_id: str, flush: Callable[[], str]) -> str:
+    def begin(self, run_id: str) -> str:
         """Choose the folder to write to, and lock it. Collective.
 
         Args:
             run_id: The id of the training that the checkpoint belongs to from which training resumes. "" for a new
                 training. Neither writes to another training's folder.
-            flush: Called if SIGTERM arrives, before the report is written: writes the lines that are left, and returns
-                how training ended, in words.
 
         Returns:
             The id of the training. "" if it has none.
@@ -76,6 +74,14 @@ class Destination:
             on the other ranks, before `begin`, and after a second call.
         """
         return ""
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether a SIGTERM has arrived, which waits until the report is written."""
+        return False
+
+    def obey_signal(self) -> None:
+        """End the process by the SIGTERM that waits, if any. A later one ends it at once. Called last, after `end`."""
 
     def note_interrupt(self, error: BaseException | None) -> None:
         """Add a note to a KeyboardInterrupt that says where the measurements are, if no line of `end` says it."""
