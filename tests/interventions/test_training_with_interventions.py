@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +259,14 @@ class OwnStep(DrGRPOTrainer):
         return step_on(self, model(input_ids=ids, labels=ids).loss)
 
 
+class ReplacedStep(DrGRPOTrainer):
+    """Its training_step is replaced once probes are attached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.training_step = MethodType(OwnStep.training_step, self)
+
+
 class EverySecond(OwnStep):
     """Calls compute_loss for the first of two microbatches."""
 
@@ -299,6 +307,8 @@ class AddsToGradients(TrainerCallback):
     [
         (OwnStep, {"interventions": ["psr"]}),
         (OwnStep, {"target_kl_share": 1e-2}),
+        (ReplacedStep, {"interventions": ["psr"]}),
+        (ReplacedStep, {"target_kl_share": 1e-2}),
         (EverySecond, {"interventions": ["psr"]}),
         (InEvaluationMode, {"interventions": ["psr"]}),
         (InEvaluationMode, {"target_kl_share": 1e-2}),

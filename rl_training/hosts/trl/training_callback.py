@@ -28,6 +28,7 @@ from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.hooks.checkpoint import CheckpointHooks
 from rl_training.hosts.trl.hooks.training_step import StepHooks
+from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.output.unwritten_lines import UnwrittenLines
@@ -237,6 +238,12 @@ class TrainingCallback(TrainerCallback):
             self._log.flush()
         with self._guard.watching():
             self._end_if_told()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Perhaps someone has replaced training_step, which is wrapped.
+        is_seen = self._driver.has_step and not self._driver.awaits_gradients
+        if self.options.training_needs_measurements and not is_seen:
+            refuse_an_unchanged_loss(self._trainer, self.options)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guard.attempt(self._driver.stepped)
