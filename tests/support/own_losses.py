@@ -144,11 +144,23 @@ class DrawsAgain(GRPOTrainer):
 
 
 class KeepsSome(GRPOTrainer):
-    """Trains only on some rows of the rollout: those that the function `rows` selects from it."""
+    """Trains only on some rows of the rollout: those that the function `rows` selects from it.
+
+    It fills the same dictionary for every rollout, and so returns again whatever was added to that.
+    """
 
     rows: Any = None
+    kept: dict[str, Any]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
         rows = self.rows(out)
-        return {k: v[rows] if isinstance(v, Tensor) and v.ndim else v for k, v in out.items()}
+        self.rewards_of_rows = self._latest[rows]
+        self.kept = vars(self).get("kept", {})
+        self.kept.update({k: v[rows] if isinstance(v, Tensor) and v.ndim else v for k, v in out.items()})
+        return self.kept
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._latest = rewards[:, 0]
+        return rewards

@@ -101,7 +101,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         prompts = buffer.draw(most_empty * world, tried)
         output, rewards, logged = _attempt(trainer, generate, prompts[rank * most_empty : (rank + 1) * most_empty])
         rewards = rewards.view(world, most_empty, size)
-        batches.add_choice(output, rewards[rank].flatten())
+        output[batches.BUFFER_REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
         buffer.learn(prompts, rewards.flatten(0, 1))
         mixed = torch.cat([mixed, are_mixed(rewards).cpu()], dim=1)
         empty = [fill_slots(mixed_of_rank, num_slots)[1] for mixed_of_rank in mixed]

@@ -22,8 +22,11 @@ REWARD = "rollout_reward"
 REWARDS_BY_FUNCTION = "rollout_rewards_by_function"  # (B, reward functions), if there are several
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
 ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
-UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`
-EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED)
+UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`; a subclass may set it too
+BUFFER_REWARD = (
+    "rollout_buffer_reward"  # (B,), rewards by which a FilteredBuffer has chosen; until the batch is complete
+)
+EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED, BUFFER_REWARD)
 # Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
@@ -32,20 +35,6 @@ IMAGE_INPUTS = (
 # TRL's own keys.
 OLD_LOGPS = "old_per_token_logps"  # log-probabilities of the trainer's policy at sampling time
 SAMPLING_LOGPS = "sampling_per_token_logps"  # log-probabilities of a separate sampling engine
-
-
-def add_choice(output: dict[str, Any], rewards: Tensor) -> None:
-    """Add to a batch the rewards, (B,), by which a FilteredBuffer chooses its prompts, and that it does so.
-
-    Chosen by what was drawn, they are not tested as draws of the policy.
-    """
-    output[REWARD] = rewards.to(output["completion_ids"].device)
-    output[UNTESTED] = torch.ones_like(output[REWARD])
-
-
-def has_choice(output: Mapping[str, Any]) -> bool:
-    """Return whether a FilteredBuffer has chosen the prompts of a fresh batch, and added their rewards."""
-    return {REWARD, UNTESTED} <= output.keys()
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:

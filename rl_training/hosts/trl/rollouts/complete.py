@@ -62,17 +62,24 @@ def _to_host(*tables: Tensor) -> list[Tensor]:
 def complete_batch(trainer: GRPOTrainer, generated: GeneratedResponses, output: dict, rows: MatchedRows) -> BatchFacts:
     """Add to a batch what is known of its rows: tool masks, prompts and rewards. Return the facts of this rank.
 
+    If a subclass returns a dictionary again, what an earlier rollout had added to it is removed.
+
     Args:
         trainer: The trainer.
         generated: What was generated for this rollout and earlier ones.
         output: TRL's batch dictionary, changed in place.
         rows: Its rows, matched with `generated`.
     """
+    buffer_rewards = output.get(batches.BUFFER_REWARD)
+    for key in batches.EXTRA_BATCH_KEYS:
+        if key != batches.UNTESTED:  # which a subclass may have set
+            output.pop(key, None)
     if trainer.mask_truncated_completions:
         _add_tool_masks(output, rows.responses)
     group_size = _add_prompts(trainer, output, rows, is_in_order=generated.matches_latest_order(rows.keys))
-    is_rewarded = _add_rewards(output, rows.responses)
-    if generated and not generated.are_all(rows.keys):  # a subclass has selected rows
+    is_rewarded = _add_rewards(output, rows.responses, buffer_rewards)
+    is_selected = bool(generated) and not generated.are_all(rows.keys)  # by a subclass
+    if is_selected or buffer_rewards is not None:  # chosen by what was drawn
         output[batches.UNTESTED] = torch.ones(len(rows.keys), device=output["completion_ids"].device)
     past = [response for response, fresh in zip(rows.responses, rows.is_fresh, strict=True) if not fresh]
     return BatchFacts(
@@ -96,11 +103,19 @@ def _add_prompts(trainer: GRPOTrainer, output: dict, rows: MatchedRows, *, is_in
     return group_size
 
 
-def _add_rewards(output: dict, responses: Sequence[Response | None]) -> bool:
-    """Add the rewards of all rows, if they are known. Return whether the batch has them."""
+def _add_rewards(output: dict, responses: Sequence[Response | None], buffer_rewards: Tensor | None) -> bool:
+    """Add the rewards of all rows, if they are known. Return whether the batch has them.
+
+    Args:
+        output: TRL's batch dictionary, changed in place.
+        responses: The generated response that each row is.
+        buffer_rewards: The rewards, (B,), by which a FilteredBuffer has chosen the rows. None without a buffer.
+    """
     device = output["completion_ids"].device
-    rewards = [None if response is None else response.reward for response in responses]
-    if not batches.has_choice(output):
+    if buffer_rewards is not None:
+        output[batches.REWARD] = buffer_rewards
+    else:
+        rewards = [None if response is None else response.reward for response in responses]
         if not rewards or None in rewards:
             return False
         output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32).to(device, non_blocking=True)
@@ -112,10 +127,10 @@ def _add_rewards(output: dict, responses: Sequence[Response | None]) -> bool:
 
 def _add_tool_masks(output: dict, responses: Sequence[Response | None]) -> None:
     """Add the tool masks from before TRL masked truncated responses."""
-    of_rows = [None if response is None else response.tool_bits for response in responses]
-    if any(bits is not None for bits in of_rows):
+    tool_bits_by_row = [None if response is None else response.tool_bits for response in responses]
+    if any(bits is not None for bits in tool_bits_by_row):
         ids = output["completion_ids"]
         width = ids.shape[1]
         all_of_policy = torch.ones(1, width, dtype=torch.long)
-        rows = [tool_mask(bits) if bits else all_of_policy for bits in of_rows]
+        rows = [tool_mask(bits) if bits else all_of_policy for bits in tool_bits_by_row]
         output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=width)[:, :width].to(ids.device, non_blocking=True)
