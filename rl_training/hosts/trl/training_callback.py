@@ -117,7 +117,7 @@ class TrainingCallback(TrainerCallback):
             raise
         with self._guard.watching():
             self._write_last_line()
-        if self._destination.is_told_to_end:
+        if self._destination.agree_to_end():
             self.finish(None)
 
     def _write_last_line(self) -> None:
@@ -162,8 +162,11 @@ class TrainingCallback(TrainerCallback):
             error.add_note(line)
 
     def _end_if_told(self) -> None:
-        """Write the report and end the process, if SIGTERM has arrived. Called where nothing is half written."""
-        if self._destination.is_told_to_end:
+        """Write the report and end the process, if SIGTERM has arrived on any rank. Collective.
+
+        Called where nothing is half written.
+        """
+        if self._destination.agree_to_end():
             self._training.failure = announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)")
             self.finish(None)
 

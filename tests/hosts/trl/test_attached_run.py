@@ -237,6 +237,30 @@ def test_a_process_told_to_end_finishes_its_step_and_report_and_dies_by_that_sig
     assert [(row["step"], "loss" in row) for row in read_metrics(tmp_path / "run" / "logs")] == [(1, True)]
 
 
+def trained_by_two_until_one_is_told_to_end(rank: int, folder: Path, max_steps: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=max_steps)
+    if rank == 1:
+        trainer.add_callback(Terminating())
+    with attach(trainer, folder / "run", "ess", strict=False):
+        trainer.train()
+
+
+def exit_codes_of_two(*args: Any) -> list[int | None]:
+    processes = forks.begin_ranks(trained_by_two_until_one_is_told_to_end, args, 2).processes
+    for process in processes:
+        process.join()  # one after the other: the context would end the second one when the first has ended
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize("max_steps", [1, 2])
+def test_a_signal_to_one_process_ends_all_of_them_after_the_same_step(tmp_path: Path, max_steps: int) -> None:
+    """Otherwise the first process would wait in the next step, or later, for the one that has ended."""
+    assert forks.in_fork(exit_codes_of_two, tmp_path, max_steps) == [-signal.SIGTERM, -signal.SIGTERM]
+    assert files_in(tmp_path / "run") == FILES
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
+
+
 def told_to_end_after_listening() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with EndRequest([signal.SIGTERM], "waiting", ends_forks=True).listening():

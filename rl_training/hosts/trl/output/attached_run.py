@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
@@ -52,6 +53,7 @@ class AttachedRun(Destination):
         self._end_of_training = ExitStack()  # unlocks the folder
         self._end_of_listening = ExitStack()
         self._request: EndRequest | None = None  # None if SIGTERM is not handled here
+        self._is_told_elsewhere = False  # whether SIGTERM has arrived on some rank
         self._has_begun = False
 
     @property
@@ -80,7 +82,14 @@ class AttachedRun(Destination):
 
     @property
     def is_told_to_end(self) -> bool:
-        return self._request is not None and self._request.signum != 0
+        is_told_here = self._request is not None and self._request.signum != 0
+        return is_told_here or self._is_told_elsewhere
+
+    def agree_to_end(self) -> bool:
+        ranks = all_ranks()
+        if ranks.count > 1:
+            self._is_told_elsewhere = ranks.total(self.is_told_to_end, PartialState().device) > 0
+        return self.is_told_to_end
 
     def obey_signal(self) -> None:
         self._end_of_listening.close()

@@ -77,11 +77,18 @@ class Destination:
 
     @property
     def is_told_to_end(self) -> bool:
-        """Whether a SIGTERM has arrived, which waits until the report is written."""
+        """Whether this process is to end by SIGTERM once the report is written."""
+        return False
+
+    def agree_to_end(self) -> bool:
+        """Return whether a SIGTERM has arrived on any rank, by which all of them are then to end. Collective.
+
+        A rank that ended by itself would leave the others waiting for it.
+        """
         return False
 
     def obey_signal(self) -> None:
-        """End the process by the SIGTERM that waits, if any. A later one ends it at once. Called last, after `end`."""
+        """End the process by SIGTERM if it is to end. A later one ends it at once. Called last, after `end`."""
 
     def note_interrupt(self, error: BaseException | None) -> None:
         """Add a note to a KeyboardInterrupt that says where the measurements are, if no line of `end` says it."""
