@@ -216,6 +216,7 @@ class TrainingCallback(TrainerCallback):
         """
         self._step_hooks.end()  # of the previous training, if an exception has ended it
         self._writer.begin_training()
+        self._checkpoint_hooks.run_id = ""  # until the folder is locked
         self._checkpoint_hooks.run_id = self._destination.begin(run_id)
         self._writer.records = self._destination.records
 

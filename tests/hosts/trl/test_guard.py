@@ -19,6 +19,7 @@ from rl_training import Estimate, Probe, Reading, attach
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.hosts.trl import training_callback
+from rl_training.hosts.trl.output import attached_run
 from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -199,6 +200,24 @@ def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_
     assert not (tmp_path / "run-2" / "logs" / FAILURE_FILE).exists()
     for name, says_so in (("run", True), ("run-2", False)):
         assert opening(read_run(tmp_path / name)).headline.startswith("Measuring ended at step 2") == says_so
+
+
+def test_a_training_whose_folder_cannot_be_claimed_writes_nothing_and_goes_on(
+    make_trainer, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """The folder that the attachment names is the first training's, and no longer locked."""
+    with attach(make_trainer(**PLAIN), tmp_path / "run", "ess", strict=False) as attached:
+        trainer = attached._trainer
+        trainer.train()
+        written_at = (tmp_path / "run" / "config.yaml").stat().st_mtime_ns
+        monkeypatch.setattr(attached_run, "claim_folder", lambda *args: fail_as("claim"))
+        trainer.args.max_steps = 1
+        trainer.train()
+        assert "report is written when training ends" in attached._repr_html_()  # not the first training's report
+    assert (tmp_path / "run" / "config.yaml").stat().st_mtime_ns == written_at
+    assert len(read_metrics(tmp_path / "run" / "logs")) == 3
+    assert trainer.state.global_step == 1
+    assert caplog.messages[-1].startswith("measuring ended before its first step by an error (KeyError")
 
 
 def test_probe_states_that_cannot_be_saved_or_loaded_prevent_neither_a_checkpoint_nor_resuming_from_it(

@@ -61,10 +61,10 @@ class AttachedRun(Destination):
         return self.folder
 
     def begin(self, run_id: str) -> str:
+        self.has_report = False
         folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
         self.folder = Path(folder)
         self._has_begun = True
-        self.has_report = False
         if all_ranks().number == 0:
             self.records = self._run.records()
         self._listen()
@@ -108,8 +108,8 @@ class AttachedRun(Destination):
         return RunFolder(self.folder, MAKE_ROOM)
 
     def write_config(self, settings: Mapping[str, Any], probes: Sequence[Probe]) -> None:
-        """Write config.yaml, with secrets masked."""
-        if all_ranks().number == 0:
+        """Write config.yaml, with secrets masked, unless `begin` has failed: the folder may be another training's."""
+        if self._has_begun and all_ranks().number == 0:
             config = {**settings, "probes": settings_of_probes(probes), "provenance": provenance()}
             write_config(self.folder, plain_settings(config))
 
