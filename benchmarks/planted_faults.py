@@ -34,7 +34,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out import shown, standing_out
 from rl_training.records.table.reading import read_run
 from rl_training.records.table.series import Run
 from rl_training.tasks.arithmetic import arithmetic
@@ -87,8 +87,9 @@ def judge(out: Path, seed: int) -> list[list[str]]:
     for name, planted, folder in folders(out, seed):
         if (folder / "done").exists():
             run = read_run(folder)
-            lines = [[finding.name for finding in standing_out(records)] for records in (run, logged_by_trl(run))]
-            rows.append([name, " or ".join(planted.names), *(", ".join(said) for said in lines)])
+            lines = [shown(standing_out(records)) for records in (run, logged_by_trl(run))]
+            said = [", ".join(finding.name for finding in findings) for findings in lines]
+            rows.append([name, " or ".join(planted.names), *said])
     return rows
 
 

@@ -39,9 +39,9 @@ class Alerts(TrainerCallback):
         if not isinstance(run, AttachedRun):
             raise UserError("alerts=True reads the records of a run: attach(trainer, FOLDER, alerts=True)")
         with require_extra():
-            from rl_training.records.report.standing_out import standing_out
+            from rl_training.records.report.standing_out import shown, standing_out
             from rl_training.records.table.reading import read_run
-        self._find: Callable[[], list[Finding]] = lambda: standing_out(read_run(run.folder))
+        self._find: Callable[[], list[Finding]] = lambda: shown(standing_out(read_run(run.folder)))
         self._sent: set[tuple[str, str]] = set()  # names of a finding and of the tracker that has it
         self._next = FIRST
 

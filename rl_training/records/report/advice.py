@@ -72,11 +72,15 @@ def advise(run: Run, verdict: Verdict, findings: Sequence[Finding]) -> Advice:
     """Return the sentence that says what to change, or that there is nothing to do.
 
     A finding that explains the verdict comes first, then the verdict's own action, then any other finding.
+
+    Args:
+        run: The run.
+        verdict: The verdict on it.
+        findings: All that stands out, with what follows from the verdict marked.
     """
     action = ACTIONS.get(verdict.kind)
     if action is not None:
-        cause = first_cause(finding for finding in findings if not is_a_symptom(finding, verdict))
-        return action(Situation(run, verdict, cause))
+        return action(Situation(run, verdict, first_cause(findings)))
     if any(finding.name == LARGE_STEP for finding in findings):
         return wording_of(run).bounded_step().followed_by(", since steps are too large").sentence()
     yet = " yet" * verdict.kind.is_undecided

@@ -11,7 +11,7 @@ from rl_training.records.pages.writing import capitalized, non_empty_lines, on_o
 from rl_training.records.report.advice import advise, is_a_symptom
 from rl_training.records.report.predictions import agreement_with_measurements, why_no_predictions
 from rl_training.records.report.proposals import Advice
-from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out import shown, standing_out
 from rl_training.records.report.standing_out.finding import JUMP, Finding
 from rl_training.records.report.verdict import Verdict, judge
 from rl_training.records.table.series import Run
@@ -28,7 +28,7 @@ class Opening:
         evidence: The rest of that sentence.
         advice: The one thing to change.
         further: A sentence on the predictions, and one on bounded steps.
-        findings: What stands out.
+        findings: What stands out, as far as it is shown.
     """
 
     kind: str
@@ -48,12 +48,13 @@ def opening(run: Run) -> Opening:
     leading = next((finding for finding in findings if _comes_first(finding, run, verdict)), None)
     if leading is None:
         advice = advise(run, verdict, findings)
-        first = Opening(verdict.kind.name, verdict.since, verdict.headline, verdict.evidence, advice, further, findings)
+        lines = shown(findings)
+        first = Opening(verdict.kind.name, verdict.since, verdict.headline, verdict.evidence, advice, further, lines)
     else:
         headline, evidence = _first_sentence(leading, run)
-        others = [finding for finding in findings if finding is not leading]
+        lines = shown([finding for finding in findings if finding is not leading])
         advice = leading.proposal.sentence()
-        first = Opening(leading.name, leading.since, headline, evidence, advice, further, others)
+        first = Opening(leading.name, leading.since, headline, evidence, advice, further, lines)
     end = on_one_line(_early_end(run))
     return replace(first, headline=end, evidence=f" {first.headline}{first.evidence}") if end else first
 

@@ -48,12 +48,13 @@ class Change(Advice):
 
 @dataclass(frozen=True)
 class Task(Advice):
-    """What to do, from its verb on, such as "wait until step 40, where the warm-up ends"."""
+    """What to do, from its verb on, such as "wait until step 40, where the warm-up ends".
 
-    @property
-    def target(self) -> str:
-        """What it is about. No other task is about the same."""
-        return self.text
+    Args:
+        target: What it is about, in a few words, however the text says it; a field of GRPOConfig if that has one.
+    """
+
+    target: str = field(kw_only=True)
 
     def sentence(self, to_change: str = "To change", to_do: str = "") -> Advice:
         """Return it as a sentence, which begins with `to_do` if that is given."""

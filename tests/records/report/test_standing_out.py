@@ -19,8 +19,9 @@ from rl_training import Estimate
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.opening import opening
 from rl_training.records.report.set_up import SetUp, set_up_of
-from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out import shown, standing_out
 from rl_training.records.report.standing_out.finding import Finding
+from rl_training.records.report.summary import summarize
 from rl_training.records.report.wording import wording_of
 from rl_training.records.report.wording.job import JobWording
 from rl_training.records.report.wording.verl import VerlWording
@@ -228,6 +229,7 @@ def test_a_warm_up_that_goes_on_is_named_with_a_shorter_one(tmp_path: Path) -> N
         (finding,) = findings(tmp_path / str(warm_up), settings=settings, **still).values()
         assert (finding.name, finding.advice.text) == ("no_step", advised)
         assert "The warm-up takes " in finding.evidence
+        assert finding.proposal.target == "warmup_steps"
     never = {"settings": {"warmup_steps": 10**9, "max_steps": 400}, "learning_rate": 1e-13}
     assert findings(tmp_path / "never", **never)["no_step"].proposal.text == "GRPOConfig(warmup_steps=40)"
 
@@ -332,7 +334,28 @@ def test_steps_that_are_lost_are_advised_on_before_a_sampler_that_is_off(tmp_pat
 def test_at_most_three_lines_are_shown_with_explanatory_ones_first(tmp_path: Path) -> None:
     everything = {**FAR, **SCALE, **STALE}
     by_rule = findings(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
-    assert [*by_rule] == ["large_step", "equal", "endless"]
+    assert len(by_rule) > 3
+    assert [finding.name for finding in shown([*by_rule.values()])] == ["large_step", "equal", "endless"]
+
+
+def test_the_first_cause_is_advised_on_shown_and_known_to_the_table_whatever_else_stands_out(tmp_path: Path) -> None:
+    """Though three lines come before the one that weights lose the steps."""
+    scale = {"batch_ratio": 1.0, "batch_ratio_low": 0.8, "batch_ratio_high": 1.2, "noise_scale_prompts": 16.0,
+             "noise_scale_prompts_low": 13.0, "noise_scale_prompts_high": 20.0}  # fmt: skip
+    estimates = {"update/surviving_share": constant(0.03)}
+    estimates |= {f"gns/{name}": constant(value) for name, value in scale.items()}
+    run = read_run(
+        log_run(tmp_path, settings={"top_p": 0.7}, estimates=estimates, completions__clipped_ratio=0.9,
+                frac_reward_zero_std=0.96875, reward=noisy(lambda step: 0.5, 0.02),
+                entropy=noisy(lambda step: 0.5, 0.01, 2))
+    )  # fmt: skip
+    assert [finding.name for finding in standing_out(run)] == ["cut_off", "unmixed", "sampler", "no_step"]
+    first = opening(run)
+    assert first.kind == "flat"
+    assert first.advice.text.startswith("To change first: weights in float32")
+    assert [finding.name for finding in first.findings] == ["cut_off", "unmixed", "no_step"]
+    (note,) = [row.note for row in summarize(run) if row.label == "noise scale"]
+    assert note.endswith("what the first lines say comes before the size of the batch")
 
 
 def test_anomaly_lines_are_in_the_page_and_the_terminal(tmp_path, capsys, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What stands out in a run's records: at most three lines, each with its evidence, its first step and a setting.
+"""What stands out in a run's records: lines with evidence, a first step and a setting. A report shows three at most.
 
 They state what was measured and do not guess at causes. A line that explains others comes before them.
 
@@ -14,7 +14,7 @@ A new anomaly is a class in one of these files, and stands in the list of a rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rl_training.records.report.standing_out import (
@@ -51,7 +51,7 @@ from rl_training.records.report.standing_out.finding import (
 from rl_training.records.report.standing_out.run_records import RunRecords
 from rl_training.records.table.series import Run, once_per_run
 
-MAX_FINDINGS = 3
+MAX_SHOWN = 3
 # Consequences of large or wrong steps: left out if a finding explains them.
 EFFECTS = (LARGE_STEP, EQUAL, UNMIXED, ENDLESS, CUT_OFF, NOISE)
 # Findings that explain a bad verdict. What to do about the first of these comes before a change of the loss.
@@ -155,7 +155,14 @@ def standing_out(run: Run) -> list[Finding]:
         finding = rule.find(records)
         if finding is not None and not any(_explains(first, finding) for first in by_target.values()):
             by_target.setdefault(finding.proposal.target, finding)
-    return list(by_target.values())[:MAX_FINDINGS]
+    return list(by_target.values())
+
+
+def shown(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that a report has room for: the first ones, and among them what explains a bad verdict."""
+    first = list(findings[:MAX_SHOWN])
+    cause = first_cause(findings)
+    return first if cause is None or cause in first else [*first[:-1], cause]
 
 
 def rule_of(finding: Finding) -> Rule:
@@ -170,5 +177,5 @@ def _explains(cause: Finding, finding: Finding) -> bool:
 
 def first_cause(findings: Iterable[Finding]) -> Finding | None:
     """Return the finding that explains a bad verdict before the others; None without one."""
-    causes = [finding for finding in findings if finding.name in CAUSES]
+    causes = [finding for finding in findings if finding.name in CAUSES and not finding.follows_from_verdict]
     return min(causes, key=lambda finding: CAUSES.index(finding.name), default=None)

@@ -61,7 +61,7 @@ class WarmUp:
         """Return a shorter warm-up, or that it ends soon."""
         shorter = max(1, round(SHORT_WARM_UP * self.planned))
         if self.length <= shorter:
-            return Task(f"wait until step {self.length:.0f}, where the warm-up ends")
+            return Task(f"wait until step {self.length:.0f}, where the warm-up ends", target="warmup_steps")
         return wording.fields(warmup_steps=shorter)
 
 

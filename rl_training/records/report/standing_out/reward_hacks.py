@@ -83,7 +83,10 @@ class FunctionLowered(Anomaly):
 
     def advice(self, wording: Wording) -> Task:
         then = "pay for it, or stop" if self.is_watched else "correct what pays for them"
-        return Task(f"read the responses that earn most: they earn it without `{self.function}`. Then {then}")
+        return Task(
+            f"read the responses that earn most: they earn it without `{self.function}`. Then {then}",
+            target=f"what is paid instead of {self.function}",
+        )
 
 
 @dataclass(frozen=True)
@@ -122,4 +125,4 @@ class LengthGrows(Anomaly):
         )
 
     def advice(self, wording: Wording) -> Task:
-        return Task("check whether the reward function pays for length")
+        return Task("check whether the reward function pays for length", target="reward for length")

@@ -100,7 +100,9 @@ class RewardJumps(Anomaly):
         return f"Reward jumped from {' to '.join(ends)}: {size_and_side(self.change, 'higher', 'lower')}. {between}"
 
     def advice(self, wording: Wording) -> Task:
-        return Task(f"find what changed at step {self.since}: the reward function, its service or the data")
+        return Task(
+            f"find what changed at step {self.since}: the reward function, its service or the data", target="jump"
+        )
 
 
 def _moves_little(records: RunRecords, step: int) -> bool:

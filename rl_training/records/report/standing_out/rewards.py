@@ -28,6 +28,7 @@ STEPS_BEFORE = 4  # averaged before rewards became equal
 SAME = 1e-9  # rewards closer than this are equal
 HIGHEST = 1.0  # of a reward of 0 and 1
 NOTHING_LEARNED = "Nothing has been learned from rewards"
+SAME_REWARDS = "equal rewards"  # what the tasks about them are about
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class NotANumber(Anomaly):
         return NOTHING_LEARNED
 
     def advice(self, wording: Wording) -> Task:
-        return Task(f"correct what {self.function or 'reward'} returns")
+        return Task(f"correct what {self.function or 'reward'} returns", target="values of the reward")
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,20 @@ class AllEqual(Anomaly):
 
     def advice(self, wording: Wording) -> Proposal:
         if self.is_learned:
-            return Task("stop here, or give harder prompts, or a reward that still differs between responses")
+            return Task(
+                "stop here, or give harder prompts, or a reward that still differs between responses",
+                target=SAME_REWARDS,
+            )
         if self.cut_off:
             return wording.longer_responses()
         if self.rewards.iloc[-1] == HIGHEST:
-            return Task("read responses: if they are right, give harder prompts; if not, correct the reward function")
-        return Task("look at responses and their rewards: the reward function gives all of them the same")
+            return Task(
+                "read responses: if they are right, give harder prompts; if not, correct the reward function",
+                target=SAME_REWARDS,
+            )
+        return Task(
+            "look at responses and their rewards: the reward function gives all of them the same", target=SAME_REWARDS
+        )
 
 
 @dataclass(frozen=True)

@@ -78,4 +78,5 @@ class StepFollowsNoise(Anomaly):
             "check whether the reward function returns rewards in the order of the completions; if it does, "
             f"{larger.text}",
             larger.settings,
+            target="order of the rewards",
         )
