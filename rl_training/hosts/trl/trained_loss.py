@@ -107,7 +107,7 @@ class TrainedLoss:
             settings, differs=settings.differs | {intervention.differs for intervention in self.interventions}
         )
 
-    def begin(self, rollout: Rollout) -> None:
+    def begin_rollout(self, rollout: Rollout) -> None:
         """Register this rank's fresh rollout. Collective if there are interventions on the loss."""
         if self.interventions:
             self._zero_advantage_share = zero_advantage_share(

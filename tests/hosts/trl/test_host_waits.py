@@ -63,7 +63,7 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     with PretendGpu() as gpu:
         output = batch_on_gpu()
         gpu.start_counting()
-        rollouts.begin(output, is_measured=True)
+        rollouts.begin_rollout(output, is_measured=True)
         assert sum(gpu.waits.values()) == 1, gpu.waits
         monkeypatch.setattr(rollouts, "sizes_of_step", lambda inputs: [ROWS])
         loss = torch.zeros((), device=GPU)

@@ -17,7 +17,7 @@ from rl_training.hosts.trl.rollouts import current as module
 from rl_training.hosts.trl.rollouts import kind as batch_kind
 from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.rollouts.kind import UNEVEN
-from rl_training.hosts.trl.rollouts.old_logps import OldLogps
+from rl_training.hosts.trl.rollouts.old_logps import without_own_logps
 from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
@@ -72,7 +72,7 @@ def test_the_reward_of_a_response_is_the_weighted_sum_of_its_functions(rank: int
     rollouts._generated.add([[1], [1]], [[1], [1]], None)
     rollouts.add_rewards(by_function)
     output = batch(2)
-    rollouts.begin(output, is_measured=False)
+    rollouts.begin_rollout(output, is_measured=False)
     assert output[batches.REWARD].tolist() == expected
 
 
@@ -81,8 +81,8 @@ def test_a_prompt_with_responses_on_two_processes_counts_once(rank: int, expecte
     """Six sequences on each process, four per prompt: the second prompt has two on each."""
     rollouts = rollouts_of(rank)
     output = batch(6)
-    rollouts.begin(output, is_measured=False)
-    assert (rollouts.read(output).prompt_index - rollouts.number * 6).tolist() == expected
+    rollouts.begin_rollout(output, is_measured=False)
+    assert (rollouts.read(output).prompt_index - rollouts.current.number * 6).tolist() == expected
 
 
 # --- matching a batch's rows with what was generated ------------------------------------------------------------------
@@ -101,7 +101,7 @@ def begun(rollouts: Rollouts, rows: list[tuple[int, int]], of_batch: list[tuple[
     rollouts._generated.add([[prompt] for prompt, _ in rows], [[response] for _, response in rows], None)
     rollouts._generated.reward([float(number) for number in range(len(rows))])
     output = output_of(of_batch, **more)
-    rollouts.begin(output, is_measured=True)
+    rollouts.begin_rollout(output, is_measured=True)
     return rollouts.read(output)
 
 
@@ -132,18 +132,26 @@ def test_rows_in_any_order_have_their_own_prompts_rewards_and_origins(
     rollouts = rollouts_of(0, generations=2)
     rollout_begun = begun(rollouts, ROWS, rows)
     assert (rollout_begun.prompt_index - 6).tolist() == prompts
-    assert rollouts.responses_per_prompt == group
+    assert rollouts.current.responses_per_prompt == group
     assert (None if rollout_begun.rewards is None else rollout_begun.rewards.tolist()) == rewards
     reason = rollout_begun.origin.sample_reason
     assert ("" if reason is None else reason.code) == code
     assert counts in (reason or "")
 
 
+@pytest.mark.parametrize(("key", "is_untested"), [("", False), (batches.UNTESTED, True), (batches.BUFFER_REWARD, True)])
+def test_a_rollout_is_untested_if_a_buffer_has_chosen_it_or_a_subclass_says_so(key: str, is_untested: bool) -> None:
+    """All rows that were generated are in it. The buffer's rewards are those of its rows."""
+    rollout_begun = begun(rollouts_of(0, generations=2), ROWS, ROWS, **{key: torch.ones(6)})
+    assert rollout_begun.untested == is_untested
+    assert rollout_begun.rewards.tolist() == ([1.0] * 6 if key == batches.BUFFER_REWARD else [0, 1, 2, 3, 4, 5])
+
+
 def test_a_prompt_drawn_twice_counts_as_two_while_rows_keep_their_order() -> None:
     rollouts = rollouts_of(0, generations=2)
     rows = [(1, 11), (1, 12), (1, 13), (1, 14), (1, 15), (1, 16)]
     assert (begun(rollouts, rows, rows).prompt_index - 6).tolist() == [0, 0, 1, 1, 2, 2]
-    assert rollouts.responses_per_prompt == 2
+    assert rollouts.current.responses_per_prompt == 2
 
 
 @pytest.mark.parametrize(("learned", "again"), [(True, ROWS[:1]), (False, ROWS[4:5])])
@@ -183,7 +191,7 @@ def test_unequal_groups_on_one_process_are_reported_by_all(monkeypatch: Any) -> 
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS[:4] if rank == 0 else [ROWS[0], ROWS[2]])
-        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_reason == UNEVEN])
+        return torch.tensor([rollouts.current.responses_per_prompt, read.origin.groups_reason == UNEVEN])
 
     ranks: dict[int, Ranks] = {}
     assert [tensor.tolist() for tensor in on_two_ranks(found)] == [[2, True]] * 2
@@ -198,17 +206,17 @@ def test_old_log_probabilities_within_rounding_count_as_the_policys_own(
 ) -> None:
     """Only tokens that training scored count: the second row is hidden, and the second column is padding."""
     policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding=rounded))
-    old_logps = OldLogps(policy)
     ids, mask = torch.ones(2, 2, dtype=torch.long), torch.tensor([[1, 0], [1, 1]])
     now = torch.tensor([[-1.0, 7.0], [9.0, 9.0]])
     before = torch.tensor([[-1.0 - apart, -7.0], [-9.0, -9.0]])
     rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.zeros(2), before, True, old_logps=before)
-    with_logps = old_logps.drop_own(rollout, Scores(now, now, mask), torch.tensor([False, True]))
+    scores, hidden = Scores(now, now, mask), torch.tensor([False, True])
+    with_logps = without_own_logps(rollout, scores, hidden, policy, None)
     assert with_logps.on_policy == is_own
     assert (with_logps.old_logps is None) == is_own
     assert (with_logps.sampling_logps is None) == is_own
     of_engine = dataclasses.replace(rollout, sampling_logps=now)
-    with_logps = old_logps.drop_own(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
+    with_logps = without_own_logps(of_engine, scores, hidden, policy, None)
     assert with_logps.sampling_logps is now
 
 

@@ -22,6 +22,7 @@ from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
+from rl_training.hosts.trl.rollouts.old_logps import without_own_logps
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import argument_of, keep_graph_of_entropies
@@ -75,7 +76,7 @@ class LossHook:
             return None
         inputs = argument_of("inputs", "compute_loss", args, kwargs)
         if not self._driver.num_microbatches:
-            self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
+            self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.current.responses_per_prompt)
         needs_scores = self._needs_scores()
         if not needs_scores and not self._loss.interventions:
             trl_loss = yield
@@ -132,7 +133,7 @@ class LossHook:
         hidden = batches.are_hidden(inputs)
         with self._driver.costs.timed():
             scores = self._policy.complete_scores(loss_scores, batch, needs_scores)
-        rollout = self._rollouts.old_logps.drop_own(batch, scores, hidden)
+        rollout = without_own_logps(batch, scores, hidden, self._policy, self._rollouts.current.has_own_old_logps)
         trained_loss = self._loss(trl_loss, rollout, scores, inputs.get("ref_per_token_logps"))
         scores_of_all_rows = None
         if self._trainer.mask_truncated_completions and needs_scores:

@@ -39,7 +39,10 @@ class RolloutHooks:
         }
 
     def around_generate(self, *args: Any, **kwargs: Any) -> Generator[None, tuple, None]:
-        """Take the generated responses. What they are samples of, the settings say before: generating changes them."""
+        """Take the generated responses.
+
+        The sampling settings are read before generation too, because generation may change them.
+        """
         reason_before = sampling_reason(self._trainer)
         generated = yield
         if self._trainer.model.training:
@@ -57,5 +60,6 @@ class RolloutHooks:
         if not self._trainer.model.training:
             return
         with self._driver.costs.timed():  # with dropout or hidden rows it scores the rollout
-            self._rollouts.begin(output, is_measured=self._driver.is_needed or bool(self._loss.interventions))
-        self._loss.begin(self._rollouts.read(output))
+            is_measured = self._driver.is_needed or bool(self._loss.interventions)
+            self._rollouts.begin_rollout(output, is_measured)
+        self._loss.begin_rollout(self._rollouts.read(output))

@@ -122,7 +122,7 @@ class StepHooks:
         if not self._trainer.accelerator.sync_gradients or not self._driver.awaits_gradients:
             return
         if self._driver.num_microbatches:
-            self._driver.gradients_ready(self._rollouts.number)
+            self._driver.gradients_ready(self._rollouts.current.number)
             return
         if self._options.training_needs_measurements:
             refuse_an_unchanged_loss(self._trainer, self._options)

@@ -1,6 +1,7 @@
 """The rollouts of a trainer, and TRL's batches of their rows.
 
 current.py           what is known of the current rollout, from its generation to the steps that learn from it
+record.py            what is one for a whole rollout; the batch has what differs by row
 complete.py          adds to its batch what TRL leaves out
 generated.py         finds the generated response that a row is, and its reward, by the tokens
 prompt_numbers.py    numbers the prompts of a batch

@@ -17,21 +17,21 @@ from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, tokenizer_of
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 
-# Keys that this package adds to TRL's batch dictionaries.
+# Keys that this package adds to TRL's batch dictionaries: what differs by row. record.py has the rest.
 REWARD = "rollout_reward"
 REWARDS_BY_FUNCTION = "rollout_rewards_by_function"  # (B, reward functions), if there are several
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
 ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
-UNTESTED = "rollout_untested"  # 1 if `Rollout.untested`; a subclass may set it too
 BUFFER_REWARD = (
     "rollout_buffer_reward"  # (B,), rewards by which a FilteredBuffer has chosen; until the batch is complete
 )
-EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, UNTESTED, BUFFER_REWARD)
+EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, BUFFER_REWARD)
 # Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
+UNTESTED = "rollout_untested"  # a subclass may add it, 1 if `Rollout.untested`
 # TRL's own keys.
 OLD_LOGPS = "old_per_token_logps"  # log-probabilities of the trainer's policy at sampling time
 SAMPLING_LOGPS = "sampling_per_token_logps"  # log-probabilities of a separate sampling engine

@@ -72,21 +72,19 @@ def complete_batch(trainer: GRPOTrainer, generated: GeneratedResponses, output: 
     """
     buffer_rewards = output.get(batches.BUFFER_REWARD)
     for key in batches.EXTRA_BATCH_KEYS:
-        if key != batches.UNTESTED:  # which a subclass may have set
-            output.pop(key, None)
+        output.pop(key, None)
     if trainer.mask_truncated_completions:
         _add_tool_masks(output, rows.responses)
     group_size = _add_prompts(trainer, output, rows, is_in_order=generated.matches_latest_order(rows.keys))
     is_rewarded = _add_rewards(output, rows.responses, buffer_rewards)
-    is_selected = bool(generated) and not generated.are_all(rows.keys)  # by a subclass
-    if is_selected or buffer_rewards is not None:  # chosen by what was drawn
-        output[batches.UNTESTED] = torch.ones(len(rows.keys), device=output["completion_ids"].device)
+    is_selected_by_subclass = bool(generated) and not generated.are_all(rows.keys)
     past = [response for response, fresh in zip(rows.responses, rows.is_fresh, strict=True) if not fresh]
     return BatchFacts(
         num_rows=len(rows.keys),
         num_foreign=len(past) if generated else 0,
         has_learned=any(response is not None and response.learned for response in past),
         is_unrewarded=not is_rewarded,
+        is_untested=is_selected_by_subclass or buffer_rewards is not None,
         group_size=group_size,
     )
 

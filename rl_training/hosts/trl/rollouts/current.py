@@ -20,8 +20,9 @@ from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.complete import complete_batch, match_rows
 from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response
-from rl_training.hosts.trl.rollouts.kind import BatchKind, gather_facts, kind_of_batch
-from rl_training.hosts.trl.rollouts.old_logps import OldLogps
+from rl_training.hosts.trl.rollouts.kind import gather_facts, kind_of_batch
+from rl_training.hosts.trl.rollouts.old_logps import are_own_up_to_dropout
+from rl_training.hosts.trl.rollouts.record import RolloutRecord
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout, steps_per_rollout
 from rl_training.hosts.trl.settings.sampling import sampling_reason
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of
@@ -51,12 +52,14 @@ class Rollouts:
         self._trainer = trainer
         self._policy = policy
         self._generated = GeneratedResponses()
-        self.number = 0  # number of the current rollout, which training learns from
-        self.responses_per_prompt = trainer.num_generations  # in the current rollout
-        self._sampled_at = -1  # global_step at which the current rollout was sampled
-        self._is_fresh = True  # whether all its responses were generated for it, if that is known
-        self._origin = Origin(knows_sampler=True)
-        self.old_logps = OldLogps(policy)
+        self.current = RolloutRecord(  # the rollout that training learns from
+            number=0,
+            sampled_at=-1,
+            responses_per_prompt=trainer.num_generations,
+            is_fresh=True,
+            is_untested=False,
+            origin=Origin(knows_sampler=True),
+        )
 
     def mark_leftover_rollout(self) -> None:
         """Warn if TRL begins with responses left over from the trainer's previous training, and mark learned ones."""
@@ -64,7 +67,8 @@ class Rollouts:
         num_used = self._trainer._step % (args.steps_per_generation * args.num_iterations)  # microbatches
         if self._trainer._buffered_inputs and num_used:
             _warn_of_leftover_responses(self._trainer)
-            self._origin = dataclasses.replace(self._origin, learned=num_used >= args.steps_per_generation)
+            origin = dataclasses.replace(self.current.origin, learned=num_used >= args.steps_per_generation)
+            self.current = dataclasses.replace(self.current, origin=origin)
 
     def add_generated(self, generated: tuple, reason_before: Unavailable | None) -> None:
         """Take what TRL has generated, with the tool masks, before TRL masks truncated responses.
@@ -86,7 +90,7 @@ class Rollouts:
         local = slice(first, first + num_local)
         self._generated.reward(rewards[local].tolist(), by_function[local].tolist())
 
-    def begin(self, output: dict, is_measured: bool) -> None:
+    def begin_rollout(self, output: dict, is_measured: bool) -> None:
         """Begin a fresh rollout: add to this rank's batch what TRL does not pass on. Collective if it is measured.
 
         Args:
@@ -97,15 +101,23 @@ class Rollouts:
         local_facts = complete_batch(self._trainer, self._generated, output, rows)
         facts = gather_facts(local_facts, output["completion_ids"].device) if is_measured else [local_facts]
         has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
-        self._take_kind(output, kind_of_batch(facts, self._trainer.num_generations, has_logps))
-        self.number += 1
-        self._sampled_at = self._trainer.state.global_step
+        kind = kind_of_batch(facts, self._trainer.num_generations, has_logps)
+        if not kind.is_rewarded:
+            output.pop(batches.REWARD, None)
+            output.pop(batches.REWARDS_BY_FUNCTION, None)
         mismatch = self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None)
-        self._origin = dataclasses.replace(self._origin, sampler_reason=mismatch, knows_sampler=True)
+        record = RolloutRecord(
+            number=self.current.number + 1,
+            sampled_at=self._trainer.state.global_step,
+            responses_per_prompt=kind.responses_per_prompt,
+            is_fresh=kind.is_fresh,
+            is_untested=kind.is_untested,
+            origin=dataclasses.replace(kind.origin, sampler_reason=mismatch, knows_sampler=True),
+        )
         self._generated.begin_next(rows.keys)
-        self.old_logps.begin()
         if is_measured and batches.OLD_LOGPS in output:
-            self._examine_old_logps(output)
+            record = self._with_old_logps(record, output)
+        self.current = record
 
     def _sampling_mismatch(self, responses: Sequence[Response | None]) -> Unavailable | None:
         """Return the first reason if some of these responses are no samples of the policy. None if all are."""
@@ -114,26 +126,23 @@ class Rollouts:
             return sampling_reason(self._trainer)  # by the present settings
         return next((response.mismatch for response in known if response.mismatch), None)
 
-    def _examine_old_logps(self, output: dict) -> None:
-        """Tell whose old log-probabilities a fresh batch has, and complete them. Collective."""
+    def _with_old_logps(self, record: RolloutRecord, output: dict) -> RolloutRecord:
+        """Find out whose old log-probabilities a fresh batch has, and complete them. Collective.
+
+        Returns:
+            The record with what was found out. The batch gets those of responses that the loss masks.
+        """
         hidden = batches.are_hidden(output)
         if has_dropout(self._policy.model):
-            self.old_logps.compare(self.read(output), hidden)
-        are_needed = steps_per_rollout(self._trainer.args) > 1 or not self._is_fresh
+            has_own = are_own_up_to_dropout(self._read(output, record), hidden, self._policy)
+            record = dataclasses.replace(record, has_own_old_logps=has_own)
+        are_needed = steps_per_rollout(self._trainer.args) > 1 or not record.is_fresh
         if self._trainer.mask_truncated_completions and are_needed:
-            rollout = self.read(output)
+            rollout = self._read(output, record)
             logps = output[batches.OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
             output[batches.ALL_OLD_LOGPS] = self._policy.with_hidden(scores, rollout, hidden).logps
-
-    def _take_kind(self, output: dict, kind: BatchKind) -> None:
-        """Keep what the batch is, and remove its rewards unless all ranks have theirs."""
-        self.responses_per_prompt = kind.responses_per_prompt
-        self._is_fresh = kind.is_fresh
-        self._origin = kind.origin
-        if not kind.is_rewarded:
-            output.pop(batches.REWARD, None)
-            output.pop(batches.REWARDS_BY_FUNCTION, None)
+        return record
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
         """Return the number of sequences of each microbatch of the step on this rank, in order.
@@ -151,20 +160,29 @@ class Rollouts:
         return [size, *(sampled + [size] * count)[1:count]]
 
     def read(self, inputs: Mapping[str, Any]) -> Rollout:
-        """Return the sequences of one of TRL's batch dictionaries: a microbatch, or this rank's whole rollout.
+        """Return the sequences of the current rollout in one of TRL's dictionaries: a microbatch, or this rank's rows.
 
-        They keep the log-probabilities in the batch, whichever policy these are from; `old_logps` tells that.
+        They keep the log-probabilities in the batch, whichever policy these are from; old_logps.py tells that.
         """
+        return self._read(inputs, self.current)
+
+    def _read(self, inputs: Mapping[str, Any], record: RolloutRecord) -> Rollout:
+        """Return the sequences of a batch dictionary of this rollout, as they are at the trainer's present step."""
         trainer = self._trainer
         rollout = batches.read_rollout(
             inputs,
-            first_prompt=self.number * sequences_per_rollout(trainer.args),
-            on_policy=self._is_fresh and self._sampled_at == trainer.state.global_step,
+            first_prompt=record.number * sequences_per_rollout(trainer.args),
+            on_policy=record.is_on_policy(trainer.state.global_step),
             pad_token_id=tokenizer_of(trainer).pad_token_id if trainer.mask_truncated_completions else None,
             end_tokens=[*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id],
         )
         rewards_by_name = batches.rewards_by_name(trainer, inputs)
-        return dataclasses.replace(rollout, origin=self._origin, rewards_by_name=rewards_by_name)
+        return dataclasses.replace(
+            rollout,
+            origin=record.origin,
+            rewards_by_name=rewards_by_name,
+            untested=rollout.untested or record.is_untested,
+        )
 
 
 def _warn_of_leftover_responses(trainer: GRPOTrainer) -> None:

@@ -32,13 +32,14 @@ UNEVEN = Unavailable(
 
 
 class BatchFacts(NamedTuple):
-    """What is known of a rank's rows of a batch, as numbers that ranks exchange."""
+    """What is known of a rank's rows of a batch."""
 
-    num_rows: float
-    num_foreign: float  # rows that were not generated for this rollout
-    has_learned: float  # 1 if a step has learned from some of those
-    is_unrewarded: float  # 1 if rewards are missing
-    group_size: float  # responses per prompt, 0 if prompts differ in it
+    num_rows: int
+    num_foreign: int  # rows that were not generated for this rollout
+    has_learned: bool  # whether a step has learned from some of those
+    is_unrewarded: bool  # whether rewards are missing
+    is_untested: bool  # whether rows were chosen by what was drawn
+    group_size: int  # responses per prompt, 0 if prompts differ in it
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,26 @@ class BatchKind:
     is_fresh: bool  # all its rows were generated for it, as far as known
     origin: Origin
     is_rewarded: bool  # on all ranks
+    is_untested: bool  # whether rows were chosen by what was drawn, on any rank
 
 
 def gather_facts(local: BatchFacts, device: torch.device) -> list[BatchFacts]:
-    """Return the facts of each rank. Collective."""
-    table = torch.tensor([local], dtype=torch.float64)
+    """Return the facts of each rank, exchanged in a tensor of numbers. Collective."""
     ranks = all_ranks()
-    if ranks.count > 1:
-        table = ranks.gather(table[0].to(device)).cpu()
-    return [BatchFacts(*row) for row in table.tolist()]
+    if ranks.count == 1:
+        return [local]
+    table = ranks.gather(torch.tensor(local, dtype=torch.float64).to(device)).cpu()
+    return [
+        BatchFacts(
+            num_rows=int(num_rows),
+            num_foreign=int(num_foreign),
+            has_learned=bool(has_learned),
+            is_unrewarded=bool(is_unrewarded),
+            is_untested=bool(is_untested),
+            group_size=int(group_size),
+        )
+        for num_rows, num_foreign, has_learned, is_unrewarded, is_untested, group_size in table.tolist()
+    ]
 
 
 def kind_of_batch(facts: Sequence[BatchFacts], expected: int, has_logps: bool) -> BatchKind:
@@ -68,13 +80,13 @@ def kind_of_batch(facts: Sequence[BatchFacts], expected: int, has_logps: bool) -
         expected: Number of responses that were generated to each prompt.
         has_logps: Whether the batch has log-probabilities of the policy that generated it.
     """
-    num_foreign = int(sum(fact.num_foreign for fact in facts))
-    group_sizes = {int(fact.group_size) for fact in facts}
+    num_foreign = sum(fact.num_foreign for fact in facts)
+    group_sizes = {fact.group_size for fact in facts}
     is_even = len(group_sizes) == 1 and group_sizes != {0}
     responses_per_prompt = group_sizes.pop() if is_even else expected
     reason = None
     if num_foreign and not has_logps:
-        reason = NOT_GENERATED.formatted(count=num_foreign, rows=int(sum(fact.num_rows for fact in facts)))
+        reason = NOT_GENERATED.formatted(count=num_foreign, rows=sum(fact.num_rows for fact in facts))
     elif responses_per_prompt < expected:
         reason = NOT_ALL_KEPT.formatted(kept=responses_per_prompt, generated=expected)
     uneven = None if is_even else UNEVEN
@@ -83,4 +95,5 @@ def kind_of_batch(facts: Sequence[BatchFacts], expected: int, has_logps: bool) -
         is_fresh=not num_foreign,
         origin=Origin(reason or uneven, uneven, any(fact.has_learned for fact in facts)),
         is_rewarded=not any(fact.is_unrewarded for fact in facts),
+        is_untested=any(fact.is_untested for fact in facts),
     )

@@ -19,63 +19,42 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, take_rows
 from rl_training.policy.scores import Scores
 
-# Old log-probabilities at most this many times as far away as two passes of the policy are its own.
+# With dropout, two passes of the policy lie some distance apart. Old log-probabilities that lie at most this many times
+# that distance away are the policy's own.
 DROPOUT_FACTOR = 1.5
 ROWS = 32  # per rank, scored twice to measure the distance of two passes
 SEED = 26  # for the masks of these passes; any seed but training's
 
 
-class OldLogps:
-    """Tells whose old log-probabilities the batch of the current rollout has.
+def without_own_logps(
+    rollout: Rollout, scores: Scores, hidden: Tensor, policy: Policy, has_own: bool | None
+) -> Rollout:
+    """Return a microbatch with old log-probabilities only if they are another policy's.
+
+    At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
+    unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout two passes
+    of the policy itself differ, so `are_own_up_to_dropout` has decided it for the whole rollout.
 
     Args:
+        rollout: The microbatch.
+        scores: Training's scores of it.
+        hidden: (B,), responses that training did not score.
         policy: The policy that is trained.
+        has_own: Whether the rollout's old log-probabilities are the policy's own. None if this microbatch tells.
     """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        # With dropout: whether they are the policy's own; otherwise each microbatch tells.
-        self._are_own: bool | None = None
-
-    def begin(self) -> None:
-        """Begin a rollout."""
-        self._are_own = None
-
-    def compare(self, rollout: Rollout, hidden: Tensor) -> None:
-        """Compare those of a whole rollout with two passes of a policy that has dropout. Collective.
-
-        Args:
-            rollout: This rank's sequences, with old log-probabilities.
-            hidden: (B,), responses of which old log-probabilities were not computed.
-        """
-        self._are_own = _own_up_to_dropout(rollout, hidden, self._policy)
-
-    def drop_own(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
-        """Return the microbatch with old log-probabilities only if they are another policy's.
-
-        At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
-        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout two
-        passes of the policy itself differ, so `compare` has decided it over the whole rollout.
-
-        Args:
-            rollout: The microbatch.
-            scores: Training's scores of it.
-            hidden: (B,), responses that training did not score.
-        """
-        old_logps = rollout.old_logps
-        if not rollout.on_policy or old_logps is None:
-            return rollout
-        is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
-        is_own = self._are_own
-        if is_own is None:
-            is_own = _own_up_to_rounding(scores.logps, old_logps, is_scored, self._policy)
-        if not is_own:
-            return dataclasses.replace(rollout, on_policy=False)
-        engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
-        return dataclasses.replace(rollout, old_logps=None, sampling_logps=engine_logps)
+    old_logps = rollout.old_logps
+    if not rollout.on_policy or old_logps is None:
+        return rollout
+    is_scored = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
+    if has_own is None:
+        has_own = _are_own_up_to_rounding(scores.logps, old_logps, is_scored, policy)
+    if not has_own:
+        return dataclasses.replace(rollout, on_policy=False)
+    engine_logps = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
+    return dataclasses.replace(rollout, old_logps=None, sampling_logps=engine_logps)
 
 
-def _own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, policy: Policy) -> bool:
+def _are_own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, policy: Policy) -> bool:
     """Return whether old log-probabilities, (B, T), are the policy's own, for a policy without dropout.
 
     Args:
@@ -87,7 +66,7 @@ def _own_up_to_rounding(logps: Tensor, old_logps: Tensor, is_scored: Tensor, pol
     return not is_scored.any() or float(_differences(logps, old_logps, is_scored).mean()) <= _tolerance(policy)
 
 
-def _own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
+def are_own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool:
     """Return whether a fresh rollout's old log-probabilities are the policy's own, up to dropout. Collective.
 
     Args:
@@ -104,8 +83,9 @@ def _own_up_to_dropout(rollout: Rollout, hidden: Tensor, policy: Policy) -> bool
             draws.append(policy.score_rollout(rollout, as_training=True, dropout=True).logps)
     assert rollout.old_logps is not None
     is_scored = rollout.completion_mask.bool() & ~hidden[rows].unsqueeze(1)
-    distances = [_differences(draws[0], others, is_scored).sum() for others in (rollout.old_logps, draws[1])]
-    sums = torch.stack([*distances, is_scored.sum().to(distances[0])])
+    distance_of_old = _differences(draws[0], rollout.old_logps, is_scored).sum()
+    distance_of_passes = _differences(draws[0], draws[1], is_scored).sum()
+    sums = torch.stack([distance_of_old, distance_of_passes, is_scored.sum().to(distance_of_old)])
     distance, noise, count = all_ranks().reduce(sums).tolist()
     return distance <= _tolerance(policy) * count + DROPOUT_FACTOR * noise
 
@@ -114,6 +94,12 @@ def _tolerance(policy: Policy) -> float:
     return SAME_SCORES_ROUNDED if policy.scorer.training_rounding else SAME_SCORES
 
 
-def _differences(some: Tensor, others: Tensor, is_token: Tensor) -> Tensor:
-    """Return the absolute differences of the tokens' log-probabilities, (tokens,), in nats."""
-    return (some.detach() - others)[is_token].double().abs()
+def _differences(logps: Tensor, other_logps: Tensor, is_token: Tensor) -> Tensor:
+    """Return by how much the tokens' log-probabilities differ, (tokens,), in nats, without sign.
+
+    Args:
+        logps: Log-probabilities, (B, T).
+        other_logps: Those of another pass or policy, (B, T).
+        is_token: The tokens to compare, (B, T) bool.
+    """
+    return (logps.detach() - other_logps)[is_token].double().abs()
