@@ -12,7 +12,7 @@ Metrics = Mapping[str, Sequence[float]]  # what TRL has logged in an attempt, by
 
 
 def log_attempts(
-    trainer: GRPOTrainer, attempts: Sequence[Metrics], num_sequences: Sequence[int], of_buffer: dict[str, float]
+    trainer: GRPOTrainer, attempts: Sequence[Metrics], num_sequences: Sequence[int], buffer_metrics: dict[str, float]
 ) -> None:
     """Add one value per name to the trainer's metrics: those of all attempts merged, and the buffer's own.
 
@@ -20,11 +20,11 @@ def log_attempts(
         trainer: The trainer.
         attempts: What TRL has logged in each attempt.
         num_sequences: The number of sequences of each attempt, on all ranks.
-        of_buffer: Further values by name.
+        buffer_metrics: What the buffer itself measures, by name.
     """
     lengths = [logged["completions/mean_length"][-1] for logged in attempts]
     tokens = sum(round(length * count) for length, count in zip(lengths, num_sequences, strict=True))
-    merged = merge_metrics(attempts, num_sequences) | of_buffer | {"buffer/generated_tokens": float(tokens)}
+    merged = merge_metrics(attempts, num_sequences) | buffer_metrics | {"buffer/generated_tokens": float(tokens)}
     for name, value in merged.items():
         trainer._metrics["train"][name].append(value)
     trainer._metrics["train"]["num_tokens"] = list(attempts[-1]["num_tokens"])  # a running count, not an average

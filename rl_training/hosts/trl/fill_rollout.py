@@ -108,12 +108,12 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         tried += prompts
         outputs.append(output)
         metrics.append(logged)
-    of_buffer = {
+    buffer_metrics = {
         "buffer/attempts": float(len(outputs)),
         "buffer/acceptance": int(mixed.sum()) / len(tried),
         "buffer/filled": 1 - sum(empty) / (num_slots * world),
     }
-    log_attempts(trainer, metrics, [len(output["completion_ids"]) * world for output in outputs], of_buffer)
+    log_attempts(trainer, metrics, [len(output["completion_ids"]) * world for output in outputs], buffer_metrics)
     return _joined(trainer, outputs, fill_slots(mixed[rank], num_slots)[0])
 
 

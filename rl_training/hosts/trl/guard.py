@@ -75,7 +75,7 @@ class Guard:
     def around(self, hook: Hook, *, always: bool = False) -> Callable[..., Any]:
         """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
 
-        The method itself runs outside the guard: its errors pass through unchanged, and none of the hook hides one.
+        The method itself runs outside the guard. Its errors are raised unchanged, even if the hook fails too.
 
         Args:
             hook: The hook, which gets the arguments of each call.
@@ -146,7 +146,7 @@ class Guard:
             error.add_note(mask_line(f"measuring failed after this error ({_described(second)})"))
 
     def _end(self, error: Exception) -> None:
-        """End the measuring by an error, and say so. Of later errors, which writing may meet, the first is told."""
+        """End the measuring because of an error, with a warning. Of later errors only the first gets a warning."""
         if self.reason:
             if not self._has_warned_again:
                 logger.warning(

@@ -15,7 +15,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.devices import refuse_devices_without_float64
 from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.hosts.trl.sharding import has_sharded_weights
-from rl_training.hosts.trl.versions import cannot_train, setting
+from rl_training.hosts.trl.versions import cannot_train_reason, setting
 
 READABLE_STAGES = (1, 2, 3)  # stages of ZeRO
 FP16 = (
@@ -31,8 +31,9 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     refuse_devices_without_float64(trainer.accelerator.device, "use_cpu=True")
     args = trainer.args
     state = trainer.accelerator.state
-    if why := cannot_train(trainer.accelerator.device):
-        raise UserError(why)
+    reason = cannot_train_reason(trainer.accelerator.device)
+    if reason is not None:
+        raise UserError(reason)
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise UserError(
             "reentrant gradient checkpointing gives a second backward no gradients: "

@@ -53,7 +53,7 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
 def refuse_what_cannot_be_trained(
     trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention], spelling: Spelling
 ) -> None:
-    """Raise UserError, before training begins, for an intervention that this trainer cannot train with."""
+    """Raise UserError if this trainer cannot train with one of the interventions. Called before training begins."""
     for intervention in interventions:
         this = spelling.interventions([intervention.name])
         if intervention.name == "keep_truncated":
@@ -79,13 +79,16 @@ def refuse_what_cannot_be_trained(
 
 
 class TrainedLoss:
-    """The loss of a trainer with interventions. Raises UserError for one that it cannot train with.
+    """The loss of a trainer with interventions.
 
     Args:
         trainer: The trainer.
         policy: Scores with the reference model, if an intervention needs it and TRL does not.
         interventions: Applied in this order. Those that only change the optimizer's settings are ignored here.
         spelling: Names settings in advice.
+
+    Raises:
+        UserError: If the trainer cannot train with one of the interventions.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class TrainedLoss:
         """Return the loss's weights, changed by the intervention. Raise UserError if it cannot change them."""
         if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
             return inputs.weights  # all advantages are 0, so there is nothing to scale
-        why = intervention.unavailable_reason(inputs)
-        if why:
-            raise UserError(f"{self._spelling.interventions([intervention.name])}: {why}")
+        reason = intervention.unavailable_reason(inputs)
+        if reason:
+            raise UserError(f"{self._spelling.interventions([intervention.name])}: {reason}")
         return intervention.weights(inputs)

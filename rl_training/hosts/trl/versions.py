@@ -197,8 +197,8 @@ def keep_graph_of_entropies(undo: ExitStack) -> None:
     undo.callback(setattr, grpo_trainer, name, original)
 
 
-def cannot_train(device: torch.device) -> str:
-    """Return the reason and the fix if the installed TRL itself cannot train on a device. Empty if it can."""
+def cannot_train_reason(device: torch.device) -> str | None:
+    """Return the reason why the installed TRL itself cannot train on a device, with the fix, or None."""
     if device.type == "cpu" and trl_version.startswith(f"{NO_CPU}."):
         return f"trl {trl_version} computes its loss on a GPU only, by a Triton kernel: pip install 'trl!={NO_CPU}.*'"
-    return ""
+    return None

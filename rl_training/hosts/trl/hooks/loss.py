@@ -91,9 +91,10 @@ class LossHook:
         return self._take_microbatch(inputs, calls.scores_behind(trl_loss), trl_loss, needs_scores)
 
     def _refuse_a_loss_out_of_step(self) -> None:
-        """Raise UserError for a loss to train on that comes outside training_step, or after the step's gradients.
+        """Raise UserError for a loss that is trained on outside training_step, or after the step's gradients.
 
-        A loss in evaluation mode is none to train on: if it is, the hook of training_step raises.
+        A loss that is computed in evaluation mode is taken for an evaluation's. If training uses it all the same, the
+        hook of training_step raises.
         """
         is_trained_on = self._trainer.model.training and torch.is_grad_enabled()
         is_late = self._driver.has_step and self._options.training_needs_measurements

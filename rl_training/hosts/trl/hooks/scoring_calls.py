@@ -1,4 +1,4 @@
-"""Finds the forward pass from whose scores a loss is computed, of which a subclass's loss may run several."""
+"""Finds the scores that a loss is computed from. A subclass may run several forward passes for one loss."""
 
 from __future__ import annotations
 

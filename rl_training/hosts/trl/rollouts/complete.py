@@ -36,10 +36,10 @@ def match_rows(trainer: GRPOTrainer, generated: GeneratedResponses, output: Mapp
     ids = output["completion_ids"]
     tokens = batches.tokens_of(output, tokenizer_of(trainer).pad_token_id)
     placeholders = _are_placeholders(output).expand(len(ids), 1)
-    *of_prompts, host_ids, host_tokens, placeholders = _to_host(
+    prompt_ids, prompt_mask, host_ids, host_tokens, placeholders = _to_host(
         output["prompt_ids"], output["prompt_mask"], ids, tokens, placeholders
     )
-    prompts = rows_as_bytes(*of_prompts)
+    prompts = rows_as_bytes(prompt_ids, prompt_mask)
     keys = [key_of(*pair) for pair in zip(prompts, rows_as_bytes(host_ids, host_tokens), strict=True)]
     return MatchedRows(prompts, keys, *generated.find(keys), bool(placeholders.any()))
 

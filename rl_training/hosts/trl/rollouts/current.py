@@ -120,7 +120,7 @@ class Rollouts:
         self.current = record
 
     def _sampling_mismatch(self, responses: Sequence[Response | None]) -> Unavailable | None:
-        """Return the first reason if some of these responses are no samples of the policy. None if all are."""
+        """Return the first reason why some of these responses are no samples of the policy, or None."""
         known = [response for response in responses if response is not None]
         if not known:
             return sampling_reason(self._trainer)  # by the present settings

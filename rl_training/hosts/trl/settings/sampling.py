@@ -53,7 +53,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 STREAM = Unavailable(
     "streamed",
-    "prompts can be drawn at random only from a training set with a length",
+    "fresh responses need prompts drawn at random, which a training set without a length does not allow",
     fix="load it without streaming, or measure without fresh samples",
 )
 KEEPS_STATE = Unavailable(
@@ -73,7 +73,7 @@ OTHER_SAMPLING = Unavailable(
 
 
 def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return the reason if responses sampled now are not samples of the scored policy. None if they are.
+    """Return the reason why responses sampled now are not samples of the scored policy, or None.
 
     It reads the current options of generation, which a callback may have changed since the trainer was made.
     """
@@ -114,7 +114,7 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
 
 
 def fresh_responses_reason(trainer: GRPOTrainer) -> Unavailable | None:
-    """Return the reason if this trainer cannot sample extra responses during training. None if it can."""
+    """Return the reason why this trainer cannot sample extra responses during training, or None."""
     if versions.generation_calls_code(trainer):
         return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):
