@@ -38,28 +38,83 @@ TRAINER_ATTRIBUTES = (
     "_buffered_inputs",  # None until the first rollout, then the list of its microbatches' dictionaries
     "_step",  # number of microbatches so far, over all trainings of this trainer
     "_metrics",  # {"train": {name: [values]}, "eval": …}; the log line has their means
-    *("model", "model_wrapped", "ref_model", "args", "state", "accelerator", "callback_handler", "processing_class"),
-    *("train_dataset", "optimizer", "is_deepspeed_enabled", "is_fsdp_enabled"),
-    *("reward_funcs", "reward_func_names", "reward_weights", "multi_objective_aggregation"),
-    *("tools", "environments", "rollout_func", "use_vllm", "temperature", "num_generations", "max_completion_length"),
-    *("beta", "loss_type", "epsilon_low", "epsilon_high", "mask_truncated_completions"),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    "model",  # the policy, with its adapter if it has one
+    "model_wrapped",  # the same, as DDP, DeepSpeed or FSDP wraps it
+    "ref_model",  # the reference model, or None
+    "args",  # a GRPOConfig
+    "state",  # transformers' TrainerState: `global_step` counts optimizer steps
+    "accelerator",  # knows processes and device, and whether a step's gradients are complete
+    "callback_handler",  # has the callbacks, in the order in which they are called
+    "processing_class",  # the tokenizer, or a processor of text and images
+    "train_dataset",
+    "optimizer",  # None until `train()`, unless the trainer was given one
+    "is_deepspeed_enabled",
+    "is_fsdp_enabled",
+    "reward_funcs",
+    "reward_func_names",
+    "reward_weights",  # (reward functions,)
+    "multi_objective_aggregation",  # how the rewards of several functions become one advantage
+    "tools",  # functions that the policy may call; empty or None without
+    "environments",  # those of the responses in generation; None without
+    "rollout_func",  # the user's function that generates responses, or None
+    "use_vllm",
+    "temperature",  # of generation, and of the scores
+    "num_generations",  # responses per prompt
+    "max_completion_length",  # in tokens
+    "beta",  # coefficient of the KL term
+    "loss_type",
+    "epsilon_low",  # ratios are clipped at 1 - epsilon_low
+    "epsilon_high",  # and at 1 + epsilon_high
+    "mask_truncated_completions",  # whether the loss leaves truncated responses out
+    "vllm_importance_sampling_correction",  # whether the loss corrects for vLLM's own probabilities
+    "vllm_importance_sampling_mode",  # "LEVEL_KIND": by token or sequence, by truncating or masking
 )
 # Attributes that a trainer has while it trains, or only with one way of generating.
 LATER_ATTRIBUTES = (
-    *("lr_scheduler", "current_gradient_accumulation_steps"),
-    *("generation_config", "generation_kwargs"),  # without vLLM
-    "vllm_generation",
+    "lr_scheduler",
+    "current_gradient_accumulation_steps",  # microbatches of this step, fewer at the end of an epoch
+    "generation_config",  # without vLLM: all options of the next generation
+    "generation_kwargs",  # without vLLM: the trainer's own options, before a callback changes them
+    "vllm_generation",  # with vLLM: the engine, with its options
 )
 # Settings of a trainer's arguments, apart from those that are only recorded.
 SETTINGS = (
-    *("scale_rewards", "loss_type", "multi_objective_aggregation", "beta", "importance_sampling_level", "delta"),
-    *("top_entropy_quantile", "off_policy_mask_threshold", "cast_lm_head_to_fp32"),
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "use_vllm"),
-    *("vllm_structured_outputs_regex", "generation_batch_size", "steps_per_generation", "num_iterations"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "max_grad_norm"),
-    *("gradient_checkpointing_kwargs", "fp16", "seed", "learning_rate", "lr_scheduler_type", "output_dir"),
-    *("save_strategy", "should_save"),
+    # of the loss
+    "scale_rewards",  # what advantages are divided by
+    "loss_type",
+    "multi_objective_aggregation",
+    "beta",
+    "importance_sampling_level",  # "token" or "sequence"
+    "delta",  # upper bound of all ratios, before they are clipped; None without
+    "top_entropy_quantile",  # share of tokens, those of highest entropy, that the loss uses
+    "off_policy_mask_threshold",  # above this KL, responses with negative advantages are left out; None keeps all
+    "cast_lm_head_to_fp32",
+    # of generation
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",  # further options
+    "use_vllm",
+    "vllm_structured_outputs_regex",  # the pattern that responses follow, or None
+    # of rollouts, steps and microbatches
+    "generation_batch_size",  # responses per rollout, on all processes
+    "steps_per_generation",  # microbatches per rollout
+    "num_iterations",  # how often a rollout is learned from
+    "per_device_train_batch_size",  # responses per microbatch
+    "gradient_accumulation_steps",  # microbatches per optimizer step
+    # of training
+    "gradient_checkpointing",
+    "max_grad_norm",
+    "gradient_checkpointing_kwargs",
+    "fp16",
+    "seed",
+    "learning_rate",
+    "lr_scheduler_type",
+    "output_dir",  # has the checkpoints
+    "save_strategy",
+    "should_save",  # whether this process writes checkpoints
 )
 SHUFFLE = "shuffle_sequence_dict"  # in trl.trainer.grpo_trainer: shuffles a generation batch before splitting it
 REWRITE_LOGS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/

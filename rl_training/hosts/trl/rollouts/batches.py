@@ -18,18 +18,24 @@ from rl_training.hosts.trl.versions import IMAGE_POSITIONS, tokenizer_of
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 
 # Keys that this package adds to TRL's batch dictionaries: what differs by row. record.py has the rest.
-REWARD = "rollout_reward"
+REWARD = "rollout_reward"  # (B,), weighted sum over the reward functions
 REWARDS_BY_FUNCTION = "rollout_rewards_by_function"  # (B, reward functions), if there are several
 POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
 ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
-BUFFER_REWARD = (
-    "rollout_buffer_reward"  # (B,), rewards by which a FilteredBuffer has chosen; until the batch is complete
-)
+BUFFER_REWARD = "rollout_buffer_reward"  # (B,), those by which a FilteredBuffer has chosen; REWARD once it is complete
 EXTRA_BATCH_KEYS = (PROMPT, REWARD, REWARDS_BY_FUNCTION, POLICY_MASK, ALL_OLD_LOGPS, BUFFER_REWARD)
-# Model inputs of TRL's batches other than tokens.
+# Model inputs of TRL's batches other than tokens. Which of them a batch has depends on the model's processor.
 IMAGE_INPUTS = (
-    *("pixel_values", "num_images", "image_grid_thw", IMAGE_POSITIONS, "image_sizes", "num_tiles"),
-    *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
+    "pixel_values",  # the images of all rows, or their tiles or patches
+    "num_images",  # images of each row
+    "image_grid_thw",  # (images, 3), how many patches an image has along time, height and width
+    IMAGE_POSITIONS,  # positions of an image's patches
+    "image_sizes",  # size of each image before it was divided
+    "num_tiles",  # tiles of each row
+    "spatial_shapes",  # patches of each tile along height and width
+    "pixel_attention_mask",  # 1 on pixels or patches, 0 on padding
+    "token_type_ids",  # (B, P + T), marks image tokens
+    "mm_token_type_ids",  # the same by another name
 )
 UNTESTED = "rollout_untested"  # a subclass may add it, 1 if `Rollout.untested`
 # TRL's own keys.
