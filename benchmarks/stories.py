@@ -169,7 +169,7 @@ def is_right(text: str, named: str) -> bool:
 
 def first_lines(folder: Path) -> str:
     first = opening(read_run(folder))
-    return " ".join([first.headline + first.evidence, first.advice.text, *map(str, first.findings)])
+    return " ".join([first.sentence, first.advice.text, *map(str, first.findings)])
 
 
 def judge_curves(seeds: list[int], lengths: list[int], verbose: bool) -> None:
@@ -300,7 +300,7 @@ def judge_trainings(out: Path, names: list[str]) -> None:
             in_a_fork(folder, functools.partial(train, training, folder))
         text = first_lines(folder)
         first = opening(read_run(folder))
-        print(f"| {name} | {training.settings['max_steps']} | {first.headline}{first.evidence} {first.advice.text} | "
+        print(f"| {name} | {training.settings['max_steps']} | {first.sentence} {first.advice.text} | "
               f"{'yes' if is_right(text, training.named) else 'no'} |", flush=True)  # fmt: skip
 
 

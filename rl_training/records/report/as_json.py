@@ -27,7 +27,7 @@ def first_lines(run: Run) -> dict[str, Any]:
             "kind": first.kind,
             "since": first.since,
             "headline": first.headline,
-            "evidence": first.evidence.strip(" :"),
+            "evidence": first.evidence,
         },
         "advice": first.advice.text,
         "settings": [*first.advice.settings],

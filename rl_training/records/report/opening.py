@@ -25,7 +25,8 @@ class Opening:
         kind: The kind of the verdict; or, if a finding says all there is, its name.
         since: Step since which that holds.
         headline: What reward and entropy have done; or, if measuring ended early, that.
-        evidence: The rest of that sentence.
+        joint: What stands between that and the rest of the sentence.
+        evidence: The rest of the sentence.
         advice: The one thing to change.
         further: A sentence on the predictions, and one on bounded steps.
         findings: What stands out, as far as it is shown.
@@ -34,10 +35,15 @@ class Opening:
     kind: str
     since: int
     headline: str
+    joint: str
     evidence: str
     advice: Advice
     further: list[str]
     findings: list[Finding]
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.headline}{self.joint}{self.evidence}"
 
 
 def opening(run: Run) -> Opening:
@@ -49,14 +55,15 @@ def opening(run: Run) -> Opening:
     if leading is None:
         advice = advise(run, verdict, findings)
         lines = shown(findings)
-        first = Opening(verdict.kind.name, verdict.since, verdict.headline, verdict.evidence, advice, further, lines)
+        parts = (verdict.headline, verdict.joint, verdict.evidence)
+        first = Opening(verdict.kind.name, verdict.since, *parts, advice, further, lines)
     else:
         headline, evidence = _first_sentence(leading, run)
         lines = shown([finding for finding in findings if finding is not leading])
         advice = leading.proposal.sentence()
-        first = Opening(leading.name, leading.since, headline, evidence, advice, further, lines)
+        first = Opening(leading.name, leading.since, headline, ": ", evidence, advice, further, lines)
     end = on_one_line(_early_end(run))
-    return replace(first, headline=end, evidence=f" {first.headline}{first.evidence}") if end else first
+    return replace(first, headline=end, joint=" ", evidence=first.sentence) if end else first
 
 
 def _comes_first(finding: Finding, run: Run, verdict: Verdict) -> bool:
@@ -69,11 +76,11 @@ def _comes_first(finding: Finding, run: Run, verdict: Verdict) -> bool:
 def _first_sentence(finding: Finding, run: Run) -> tuple[str, str]:
     """Return headline and evidence of a run of which a finding says more than the verdict."""
     if finding.name != JUMP:
-        return finding.headline, f": {finding.evidence}"
+        return finding.headline, finding.evidence
     last = finding.since - 1
     before = judge(run.until(last))
-    until_then = f"Up to step {last}: {uncapitalized(before.headline)}{before.evidence}"
-    return f"Reward cannot be compared across step {finding.since}", f": {finding.evidence} {until_then}"
+    until_then = f"Up to step {last}: {uncapitalized(before.sentence)}"
+    return f"Reward cannot be compared across step {finding.since}", f"{finding.evidence} {until_then}"
 
 
 def _early_end(run: Run) -> str:

@@ -40,7 +40,8 @@ def print_run(run: Run) -> None:
 
 
 def _print_opening(console: Console, first: Opening) -> None:
-    sentence = _as_recorded(first.headline, style="bold").append(printable(first.evidence), style="not bold")
+    rest = printable(f"{first.joint}{first.evidence}")
+    sentence = _as_recorded(first.headline, style="bold").append(rest, style="not bold")
     others = [*first.further, *(f"- {finding.text}" for finding in first.findings)]
     for text in (sentence, _as_recorded(first.advice.text, style="bold"), *map(_as_recorded, others)):
         console.print(Padding(text, (0, 1)))

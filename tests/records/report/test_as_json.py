@@ -16,6 +16,7 @@ from rl_training.records.report_command import main
 
 ROOT = Path(__file__).parents[3]
 REWARD = noisy(lambda step: 0.8 if step < 25 else 0.2, 0.03, 1)
+RISING = noisy(lambda step: 0.3 + 0.01 * step, 0.03, 1)
 ENTROPY = noisy(lambda step: 0.5, 0.01, 2)
 
 
@@ -49,6 +50,21 @@ def test_json_has_the_terminals_verdict_and_the_setting_in_its_advice(tmp_path: 
     assert setting in said["advice"]
     assert "target_kl_share" in setting
     assert not (run / "report").exists()
+
+
+def test_json_has_evidence_without_what_joins_it_to_the_headline(tmp_path: Path, capsys) -> None:
+    """Whatever that is: ", " for a steady entropy, ": " for a run too short, a space for a fall."""
+    joints = {}
+    for steps, reward, start in (
+        (40, RISING, "at 101% of its start: reward"), (4, RISING, "4 steps are logged"), (50, REWARD, "since step 2"),
+    ):  # fmt: skip
+        run = log_run(tmp_path / str(steps), steps, entropy=ENTROPY, reward=reward)
+        said = printed(run, capsys)["verdict"]
+        assert said["evidence"].startswith(start)
+        print_summary(run)
+        text = " ".join(capsys.readouterr().out.split())
+        joints[said["kind"]] = text.partition(said["headline"])[2].partition(said["evidence"][:10])[0]
+    assert joints == {"steady": ", ", "unknown": ": ", "fallen": " "}
 
 
 def test_json_has_what_stands_out_with_the_step_and_the_settings(tmp_path: Path, capsys) -> None:

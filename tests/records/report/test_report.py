@@ -132,7 +132,7 @@ def test_headline_and_table_show_the_same_reward_and_entropy(tmp_path: Path, ste
     parts = {"rewards__right__mean": falling, "rewards__form__mean": noisy(lambda step: 0.3 + 0.7 * step / steps, 0.03)}
     run = read_run(log_run(tmp_path, steps, reward=level, entropy=noisy(falling, 0.01, 4), **parts))
     first, rows = opening(run), summary(tmp_path)
-    said = first.headline + first.evidence
+    said = first.sentence
     for label in ("reward", "token entropy"):
         assert rows[label][0] in said
     if steps == 60:
@@ -155,7 +155,7 @@ def test_the_steps_behind_a_level_are_named_once(tmp_path: Path) -> None:
 def test_a_run_too_short_for_a_verdict_says_the_numbers_that_there_are(tmp_path: Path) -> None:
     first = opening(read_run(record_run(tmp_path, range(1, 5))))
     assert first.evidence == (
-        ": 4 steps are logged, and a verdict needs 8. So far: reward 0.15 → 0.35, token entropy 4.50 → 2.50 nats "
+        "4 steps are logged, and a verdict needs 8. So far: reward 0.15 → 0.35, token entropy 4.50 → 2.50 nats "
         "(means of steps 1–2 and 3–4)."
     )
 
@@ -757,7 +757,7 @@ def test_a_report_opens_with_verdict_advice_and_whether_predictions_hold(tmp_pat
     text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
     print_summary(tmp_path)
     for shown in (text, " ".join(capsys.readouterr().out.split())):
-        assert first.headline + first.evidence in shown
+        assert first.sentence in shown
         assert first.advice.text in shown
         assert first.further[0] in shown
 

@@ -117,7 +117,7 @@ def test_the_verdict_follows_the_entropy_and_reward_curves(tmp_path: Path, case:
     kind, entropy, reward = CASES[case]
     scaled = steps // 40
     judged = verdict(tmp_path, lambda step: entropy(step // scaled), lambda step: reward(step // scaled), steps)
-    assert judged.kind == kind, judged.headline + judged.evidence
+    assert judged.kind == kind, judged.sentence
 
 
 def test_a_rise_that_bought_nothing_does_not_excuse_an_entropy_that_is_gone_or_falls(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_step_since_which_a_verdict_holds_is_that_of_the_change(tmp_path: Pa
     assert 25 <= lost.since <= 33
     rose_first = verdict(tmp_path / "rose_first", lambda step: 0.2 + 0.02 * min(step, 12) if step < 14 else 0.08, level)
     assert (rose_first.kind, abs(rose_first.since - 12) <= 2) == (LOST, True)
-    assert f"Entropy has been lost since step {lost.since}" in lost.headline + lost.evidence
+    assert f"Entropy has been lost since step {lost.since}" in lost.sentence
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_a_steady_entropy_says_first_how_much_of_it_is_left(tmp_path: Path) -> N
     fallen = lambda step: 0.5 if step < 5 else 0.165  # noqa: E731
     judged = verdict(tmp_path / "rises", fallen, rising)
     assert judged.headline == "Reward rises, and entropy is steady now"
-    assert re.match(r", at 3[234]% of its start: reward 0\.", judged.evidence)
+    assert re.match(r"at 3[234]% of its start: reward 0\.", judged.evidence)
     assert "is left" not in judged.evidence
     assert judged.evidence.endswith(" nats.")
     rose = lambda step: 0.3 + 0.02 * min(step, 10)  # noqa: E731
     whole = verdict(tmp_path / "whole", lambda step: 0.5 if step < 5 else 0.7, rose)
     assert whole.headline == "Entropy is steady now"
-    assert re.match(r", at 1[34]\d% of its start: reward 0\.", whole.evidence)
+    assert re.match(r"at 1[34]\d% of its start: reward 0\.", whole.evidence)
 
 
 # A run of 16 steps whose reward levels off: it lies between .81 and .93 from step 11 on.
@@ -327,7 +327,7 @@ def test_a_reward_that_has_not_risen_names_what_to_look_at_first(
     sums = {"measured/cumulative_reward": lambda step: Estimate((effect or 0) * step, 0.005, 1000)}
     run = read_run(log_run(tmp_path / "long", estimates=sums if effect else None, **flat))
     assert opening(run).headline == "Reward has hardly risen"
-    assert opening(run).evidence.startswith(" in 40 steps: 0.")
+    assert opening(run).evidence.startswith("in 40 steps: 0.")
     assert told in opening(run).advice.text
     assert judge(run.until(19)).kind != FLAT
     cut = read_run(log_run(tmp_path / "cut", settings={"top_p": 0.7}, **flat))
@@ -445,7 +445,7 @@ def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Pat
         judged, levels = judge(run), Story.of(run).reward_levels
         assert abs(Story.of(run).reward.now - 0.5) > 0.5
         assert levels.now == (1.0 if name == "up" else 0.0)
-        assert f"{plus_minus(levels.now, 2 * levels.error)}" in judged.headline + judged.evidence
+        assert f"{plus_minus(levels.now, 2 * levels.error)}" in judged.sentence
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -453,13 +453,13 @@ def test_noise_alone_is_not_reported_as_a_fall(tmp_path: Path, seed: int) -> Non
     noise, reward = noisy(level, 0.05, seed), noisy(lambda step: 0.0, 0.0)
     judged = judge(read_run(log_run(tmp_path, entropy=noise, reward=reward, reward_std=0.0)))
     assert judged.kind == FLAT
-    assert "fall" not in judged.headline + judged.evidence
+    assert "fall" not in judged.sentence
 
 
 def test_seven_steps_are_reported_as_too_few_for_a_verdict(tmp_path: Path) -> None:
     judged = verdict(tmp_path, falling, rising, steps=7)
     assert judged.kind == UNKNOWN
-    assert judged.evidence.startswith(": 7 steps are logged, and a verdict needs 8. So far: reward 0.29 → 0.340 ± ")
+    assert judged.evidence.startswith("7 steps are logged, and a verdict needs 8. So far: reward 0.29 → 0.340 ± ")
 
 
 def test_the_current_change_uses_the_most_precise_source(tmp_path: Path) -> None:
@@ -608,10 +608,10 @@ def test_lost_entropy_whose_predictions_do_not_hold_is_advised_a_setting_and_no_
 def test_entropy_that_is_lost_from_the_start_on_has_one_share(tmp_path: Path) -> None:
     """What is left of the start; what there was at a later step is said of that one."""
     judged = judge(read_run(log_run(tmp_path / "start", **LOSING)))
-    assert judged.evidence.startswith(" since step 1, while reward is flat at 0.5")
+    assert judged.evidence.startswith("since step 1, while reward is flat at 0.5")
     assert judged.evidence.count("%") == 1
     late = verdict(tmp_path / "late", falling, lambda step: 0.3 + 0.02 * min(step, 10))
-    assert re.match(r" since step \d+: \d+% of what there was then, while reward is flat", late.evidence)
+    assert re.match(r"since step \d+: \d+% of what there was then, while reward is flat", late.evidence)
 
 
 def test_an_anomaly_is_advised_on_before_a_change_of_the_loss(tmp_path: Path) -> None:

@@ -431,7 +431,7 @@ def test_a_report_of_always_equal_rewards_opens_with_that(
     run = read_run(log_run(tmp_path, steps, **EQUAL, completions__clipped_ratio=cut_off))
     first = opening(run)
     assert (first.headline, first.findings) == ("Nothing has been learned from rewards", [])
-    assert first.evidence.startswith(": Every response earns the same reward, 0: all advantages are 0.")
+    assert first.evidence.startswith("Every response earns the same reward, 0: all advantages are 0.")
     assert first.advice.text == change
 
 

@@ -38,12 +38,21 @@ from rl_training.records.table.series import Run, once_per_run
 
 @dataclass(frozen=True)
 class State:
-    """A row of the table: when it holds, and the sentence for it: a headline, and the evidence after it."""
+    """A row of the table: when it holds, and the sentence for it.
+
+    Args:
+        kind: What follows from it.
+        holds: Returns whether it holds.
+        headline: The start of its sentence.
+        evidence: Returns the rest of it.
+        joint: What stands between the two.
+    """
 
     kind: Kind
     holds: Callable[[Story], bool]
     headline: str
     evidence: Callable[[Story], str]
+    joint: str = ": "
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,21 @@ class Verdict:
 
     Args:
         kind: The kind of the state that holds.
-        headline, evidence: Its sentence.
+        headline, joint, evidence: Its sentence, in its parts.
         since: Step since which it holds; the first logged step if it has no beginning.
         story: What it is based on.
     """
 
     kind: Kind
     headline: str
+    joint: str
     evidence: str
     since: int
     story: Story
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.headline}{self.joint}{self.evidence}"
 
     @property
     def nothing_to_do(self) -> str:
@@ -76,26 +90,27 @@ class Verdict:
 
 STATES = (
     State(UNKNOWN, holds.is_short, "What the run does cannot be told yet", sentences.so_far),
-    State(FALLEN, holds.reward_fell, "Reward has fallen", sentences.fall),
-    State(HELD_OUT, holds.held_out_fell, "Held-out reward has fallen", sentences.held_out_fall),
-    State(PART, holds.part_fell, "The reward function {part} has fallen", sentences.part_fall),
-    State(SOLVED, holds.was_solved, "Solved from the first step, if the reward is right", sentences.after_colon),
-    State(LEARNED, holds.has_learned, "Learned", sentences.after_colon),
-    State(SPENT, holds.is_spent, "Entropy is being spent on reward", sentences.after_colon),
-    State(RISES, holds.both_rise, "Entropy rises, and so does reward", sentences.after_colon),
-    State(STEADY, holds.rises_alone, "Reward rises, and entropy is steady now", sentences.at_its_level),
-    State(GONE, holds.is_wasted, "Entropy is gone", sentences.what_is_left),
-    State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss),
-    State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.after_colon),
-    State(FLAT, holds.has_hardly_risen, "Reward has hardly risen", sentences.over_all_steps),
+    State(FALLEN, holds.reward_fell, "Reward has fallen", sentences.fall, joint=" "),
+    State(HELD_OUT, holds.held_out_fell, "Held-out reward has fallen", sentences.held_out_fall, joint=" "),
+    State(PART, holds.part_fell, "The reward function {part} has fallen", sentences.part_fall, joint=" "),
+    State(SOLVED, holds.was_solved, "Solved from the first step, if the reward is right", sentences.both_curves),
+    State(LEARNED, holds.has_learned, "Learned", sentences.both_curves),
+    State(SPENT, holds.is_spent, "Entropy is being spent on reward", sentences.both_curves),
+    State(RISES, holds.both_rise, "Entropy rises, and so does reward", sentences.both_curves),
+    State(STEADY, holds.rises_alone, "Reward rises, and entropy is steady now", sentences.at_its_level, joint=", "),
+    State(GONE, holds.is_wasted, "Entropy is gone", sentences.what_is_left, joint=" "),
+    State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss, joint=" "),
+    State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.both_curves),
+    State(FLAT, holds.has_hardly_risen, "Reward has hardly risen", sentences.over_all_steps, joint=" "),
     State(
         FLAT_FALLING,
         holds.has_hardly_risen_beside_a_fall,
         "Entropy falls a little, and reward has hardly risen",
         sentences.over_all_steps,
+        joint=" ",
     ),
-    State(RISES, holds.entropy_rises, "Entropy rises", sentences.after_colon),
-    State(STEADY, holds.is_steady, "Entropy is steady now", sentences.at_its_level),
+    State(RISES, holds.entropy_rises, "Entropy rises", sentences.both_curves),
+    State(STEADY, holds.is_steady, "Entropy is steady now", sentences.at_its_level, joint=", "),
     State(
         UNKNOWN,
         holds.is_any,
@@ -112,4 +127,4 @@ def judge(run: Run) -> Verdict:
     state = next(state for state in STATES if state.holds(story))
     part = holds.fallen_part(story)
     headline = state.headline.format(part=part.name if part else "")
-    return Verdict(state.kind, headline, state.evidence(story), state.kind.since(story), story)
+    return Verdict(state.kind, headline, state.joint, state.evidence(story), state.kind.since(story), story)

@@ -1,8 +1,8 @@
-"""What a report says of each state of a run: the evidence after its headline."""
+"""What a report says of each state of a run: the evidence after its headline, without the mark or space between."""
 
 from __future__ import annotations
 
-from rl_training.records.pages.writing import format_level, percent, share_left
+from rl_training.records.pages.writing import capitalized, format_level, percent, share_left, uncapitalized
 from rl_training.records.report.story import Story
 from rl_training.records.report.story.broken_line import BrokenLine
 from rl_training.records.report.story.curves import NOW, Entropy, Reward
@@ -22,9 +22,9 @@ def so_far(story: Story) -> str:
     entropy = story.entropy_levels
     first = reward or entropy
     if first is None:
-        return f": {few}."
+        return f"{few}."
     texts = [f"reward {reward.text}" if reward else "", f"token entropy {entropy.text} nats" if entropy else ""]
-    return f": {few}. So far: {', '.join(filter(None, texts))} ({first.window.text})."
+    return f"{few}. So far: {', '.join(filter(None, texts))} ({first.window.text})."
 
 
 def why_unknown(story: Story) -> str:
@@ -36,7 +36,7 @@ def why_unknown(story: Story) -> str:
         what = "entropy falls; whether that buys reward is not certain yet"
     else:
         what = _noise_hides(story.entropy)
-    return f": {what}. {_describe_curves(story)}"
+    return f"{what}. {_describe_curves(story)}"
 
 
 def fall(story: Story) -> str:
@@ -44,12 +44,12 @@ def fall(story: Story) -> str:
     assert reward is not None
     parts = [f"{part.name} {format_level(part.best)} → {part.levels.text_now}" for part in story.parts if part.fall]
     fallen_parts = f" ({'; '.join(parts)})" if parts else ""
-    return f" {_describe_fall(reward)}{fallen_parts}. {_describe_entropy(story.entropy)}"
+    return f"{_describe_fall(reward)}{fallen_parts}. {_describe_entropy(story.entropy)}"
 
 
 def held_out_fall(story: Story) -> str:
     largest = max(story.held_out, key=holds.relative_fall)
-    return f" {_describe_fall(largest)}. {_describe_curves(story, 'Training reward')}"
+    return f"{_describe_fall(largest)}. {_describe_curves(story, 'Training reward')}"
 
 
 def part_fall(story: Story) -> str:
@@ -57,14 +57,15 @@ def part_fall(story: Story) -> str:
     assert part is not None
     others = [f"{other.name} {'rose' if other.has_risen else 'did not'}, {other.levels.text}" for other in story.parts
               if other is not part and not other.fall]  # fmt: skip
-    return f" {_describe_fall(part)}{', while ' * bool(others)}{'; '.join(others)}. {_describe_curves(story)}"
+    while_others = f", while {'; '.join(others)}" if others else ""
+    return f"{_describe_fall(part)}{while_others}. {_describe_curves(story)}"
 
 
 def what_is_left(story: Story) -> str:
     reward = story.reward
     entropy = story.entropy
     assert entropy is not None
-    sentence = f" since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
+    sentence = f"since step {entropy.since_below(ALMOST_NOTHING)}: {share_left(entropy.left)} of the first "
     sentence += f"{format_level(entropy.start)} nats is left"
     if reward is None:
         return f"{sentence}."
@@ -78,24 +79,20 @@ def loss(story: Story) -> str:
     assert reward is not None
     assert entropy is not None
     since = reward.flat_since
-    share = f": {share_left(entropy.lost_since(since))} of what there was then" * (since > story.first)
-    return f" since step {since}{share}, while reward is flat at {reward.levels.text_now}. {_describe_entropy(entropy)}"
+    share = f": {share_left(entropy.lost_since(since))} of what there was then" if since > story.first else ""
+    return f"since step {since}{share}, while reward is flat at {reward.levels.text_now}. {_describe_entropy(entropy)}"
 
 
-def after_colon(story: Story) -> str:
-    return f": {_describe_curves(story)[:1].lower()}{_describe_curves(story)[1:]}"
+def both_curves(story: Story) -> str:
+    return uncapitalized(_describe_curves(story))
 
 
 def over_all_steps(story: Story) -> str:
     """Say that reward is where it was, and after how many steps."""
     reward = story.reward
     assert reward is not None
-    entropy = f"{_capitalized(NO_ENTROPY)}." if story.starts_without_entropy else _describe_entropy(story.entropy)
-    return f" in {story.last - story.first + 1} steps: {reward.levels.text}. {entropy}".rstrip()
-
-
-def _capitalized(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+    entropy = f"{capitalized(NO_ENTROPY)}." if story.starts_without_entropy else _describe_entropy(story.entropy)
+    return f"in {story.last - story.first + 1} steps: {reward.levels.text}. {entropy}".rstrip()
 
 
 def at_its_level(story: Story) -> str:
@@ -105,7 +102,7 @@ def at_its_level(story: Story) -> str:
     assert entropy is not None
     reward_text = f"reward {reward.levels.text}, {_reward_now(reward)}. " if reward else ""
     remark = f" ({_noise_hides(entropy)})" if entropy.reach >= STEADY_WITHIN else ""
-    return f", at {share_left(entropy.left)} of its start: {reward_text}Entropy {entropy.levels.text} nats{remark}."
+    return f"at {share_left(entropy.left)} of its start: {reward_text}Entropy {entropy.levels.text} nats{remark}."
 
 
 def _noise_hides(entropy: Entropy) -> str:
