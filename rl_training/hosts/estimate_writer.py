@@ -48,9 +48,14 @@ class EstimateWriter:
         """Return whether the sequences of a step are recorded, by its number, even if no probe measures it."""
         return self.records is not None and self.records.wants_rollouts_of(number)
 
-    def begin_training(self) -> None:
-        """Begin a training, which is warned of everything once."""
+    def begin_training(self, records: Records | None) -> None:
+        """Begin a training, which is warned of everything once.
+
+        Args:
+            records: Where this rank writes it. None writes nothing.
+        """
         self._warnings.begin()
+        self.records = records
 
     def finish(self, driver: StepDriver, number: int) -> StepResult:
         """End the driver's step, warn of it, write it, and return what it leaves. Collective if a probe measured it.

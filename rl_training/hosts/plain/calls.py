@@ -70,7 +70,7 @@ class MeasuredLoop:
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
         self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
-        self._writer.begin_training()
+        self._writer.begin_training(self._writer.records)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

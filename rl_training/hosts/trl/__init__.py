@@ -4,7 +4,7 @@ Read in this order. What `attach` does:
 
     attachment.py        what is put on a trainer and removed again, by wrapping.py: the objects and their lives
     options.py           the options of `attach`, of its command and of DrGRPOTrainer
-    training_callback.py one training, from `train()` to the line that says how it ended; announcements.py has its words
+    training_callback.py begins and ends each training, a Training of training.py; announcements.py has its words
     guard.py             what an error of the measuring ends, and what not
 
 What is measured of a step, each a call to the engine's driver:

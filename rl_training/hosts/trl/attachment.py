@@ -4,12 +4,13 @@ An attachment may see several trainings. Its objects, and who ends them:
 
     Attachment         the user's handle. Made by `attach` or by a DrGRPOTrainer. It makes the others and wraps the
                        trainer's methods with their hooks, and `remove` takes all of it off again
-    TrainingCallback   begins each training of the trainer when `train()` is called, and finishes it when `train()`
+    TrainingCallback   begins each training of the trainer when `train()` is called, and ends it when `train()`
                        returns or raises; in a `with` block when that ends, or when `train()` is called again
+    Training           one training, until the next one: its step, what it resumes, why its measuring ended, and its end
     StepDriver         runs the probes. StepHooks starts it with each training, and `remove` closes it
-    Destination        where trainings write. Its folder is chosen and locked with each training, until it is finished
+    Destination        where trainings write. Its folder is chosen and locked with each training, until it has ended
     Guard, TrainerLog, CheckpointHooks, EstimateWriter
-                       stay for all trainings, and begin anew with each one
+                       stay for all trainings, and are given each one
 
 Whatever of them fails, the trainer trains on and gets its methods back: see guard.py.
 """
@@ -223,7 +224,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
             if not self._options.keep_attached:
                 self._uninstall()
         finally:
-            self._callback.finish(error)
+            self._callback.end(error)
 
     def remove(self) -> None:
         """Remove the probes and everything else that was attached. The measurements are kept.

@@ -24,6 +24,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.trl.training import Training
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.failure import FAILURE_FILE, write_failure
 from rl_training.records.files.masking import mask_line
@@ -56,21 +57,16 @@ class Guard:
         self._writer = writer
         is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
         self._raises = training_needs_measurements or is_strict
-        self._step = 0  # current step of the training, 0 before the first one
-        self.reason = ""  # why measuring ended before training did; "" while it has not
-        self._early_error: Exception | None = None  # which ended it before the first step, until records begin
-        self._has_warned_again = False  # whether a further error, after that one, was told
+        self._training = Training()  # none yet
 
-    def begin(self) -> None:
+    def begin(self, training: Training) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self._step = 0
-        self.reason = ""
-        self._early_error = None
-        self._has_warned_again = False
+        self._training = training
 
-    def begin_step(self, number: int) -> None:
-        """Begin a step of the training, for what is said of an error in it."""
-        self._step = number
+    @property
+    def reason(self) -> str:
+        """Why measuring ended before training did, in words. Empty while it has not."""
+        return self._training.measuring_ended
 
     def around(self, hook: Hook, *, always: bool = False) -> Callable[..., Any]:
         """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
@@ -122,7 +118,7 @@ class Guard:
         try:
             yield
         except Exception as error:
-            if self._raises or (isinstance(error, UserError) and not self._step):
+            if self._raises or (isinstance(error, UserError) and not self._training.step):
                 raise
             if all_ranks().count > 1:
                 error.add_note(ENDS_TRAINING)
@@ -147,18 +143,19 @@ class Guard:
 
     def _end(self, error: Exception) -> None:
         """End the measuring because of an error, with a warning. Of later errors only the first gets a warning."""
+        training = self._training
         if self.reason:
-            if not self._has_warned_again:
+            if not training.has_warned_again:
                 logger.warning(
-                    mask_line(f"step {self._step}: another error after measuring ended ({_described(error)})")
+                    mask_line(f"step {training.step}: another error after measuring ended ({_described(error)})")
                 )
-            self._has_warned_again = True
+            training.has_warned_again = True
             return
-        when = f"at step {self._step}" if self._step else "before its first step"
-        self.reason = mask_line(
+        when = f"at step {training.step}" if training.step else "before its first step"
+        training.measuring_ended = mask_line(
             f"measuring ended {when} by an error ({_described(error)}), and training went on without it"
         )
-        self._early_error = error if not self._step else None
+        training.early_error = None if training.step else error
         where = "strict=True raises it"
         if self._writer.records is not None:
             with contextlib.suppress(Exception):  # the disk may be full
@@ -170,9 +167,10 @@ class Guard:
 
     def write_early_error(self) -> None:
         """Write the error that has ended measuring before there were records, as when a checkpoint is loaded."""
-        if self._early_error is not None and self._writer.records is not None:
-            write_failure(self._writer.records.folder, self.reason, self._early_error)
-        self._early_error = None
+        error = self._training.early_error
+        if error is not None and self._writer.records is not None:
+            write_failure(self._writer.records.folder, self.reason, error)
+        self._training.early_error = None
 
 
 def _begin(observed: Generator[None, Any, Any]) -> Generator[None, Any, Any]:

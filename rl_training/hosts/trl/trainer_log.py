@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import REWRITE_LOGS
+from rl_training.hosts.trl.training import Training
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.records.core_metrics import CORE
 from rl_training.vocabulary import ENGINE
@@ -42,17 +43,17 @@ class TrainerLog:
         self._shows_all = shows_all
         # TRL's list of each metric, and how many values it had when the last step ended.
         self._seen: dict[str, tuple[list[float], int]] = {}
-        self._line: dict[str, Any] = {}  # line of the last step, until it is written
-        self._step = 0  # the last step
+        self._line: dict[str, Any] = {}  # line of the current step once it has ended, until it is written
+        self._training = Training()  # none yet
 
-    def begin(self) -> None:
+    def begin(self, training: Training) -> None:
         """Start afresh when training begins."""
+        self._training = training
         self._seen = {}
         self._line = {}
-        self._step = 0
 
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the probes' numbers of a step that has ended: values by name, nan where missing.
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Take the probes' numbers of the current step, which has ended: values by name, nan where missing.
 
         Its line waits for `flush`: whether the trainer logs the step, so that `write` completes the line, may be
         decided later, at the end of an epoch or by another callback.
@@ -68,13 +69,12 @@ class TrainerLog:
                 metrics[name].append(numbers[name])
         self._seen = {name: (values, len(values)) for name, values in metrics.items()}
         self._line = line
-        self._step = step
 
     def write(self, step: int, logs: Mapping[str, Any]) -> None:
         """Write the line of a step that the trainer logs."""
         if self._writer.records is None:
             return
-        numbers = self._line if step == self._step else {}
+        numbers = self._line if step == self._training.step else {}
         self._line = {}
         self._writer.records.write_metrics(step, {**logs, **numbers})
 
@@ -84,11 +84,11 @@ class TrainerLog:
             self._writer.records.write_evaluation(step, logs)
 
     def flush(self) -> None:
-        """Write the line of the last step, unless it is already written."""
+        """Write the line of the current step if it has ended and its line is not yet written."""
         line = self._line
         self._line = {}  # before it is written: a line that cannot be written is not tried again
         if line and self._writer.records is not None:
-            self._writer.records.write_metrics(self._step, line)
+            self._writer.records.write_metrics(self._training.step, line)
 
     def _new_means(self) -> dict[str, float]:
         """Return the means of the training metrics that TRL has collected since the last step ended."""

@@ -4,7 +4,9 @@
     on_train_begin   chooses the folder, starts the driver, and begins the records
     on_step_…        a step, as the trainer's callbacks report it; the hooks report what lies between them
     on_train_end     takes the driver's hooks off the optimizer, and frees what ranks share
-    finish           writes the report and that line: after `train()`, or later in a `with` block
+    end              writes the report and that line: after `train()`, or later in a `with` block
+
+Each training has a Training of its own, which all that measure, log or save know while it lasts.
 
 The guard runs whatever measures here: its errors end measuring and not training.
 """
@@ -13,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -31,21 +31,12 @@ from rl_training.hosts.trl.hooks.training_step import StepHooks
 from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
-from rl_training.hosts.trl.output.unwritten_lines import UnwrittenLines
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer_log import TrainerLog
+from rl_training.hosts.trl.training import Training
 from rl_training.records.files.masking import mask_line
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Training:
-    """What is known of one training, from its call of `train()`."""
-
-    step: int = 0  # the current one, 0 before the first one
-    failure: str = ""  # how it failed, in words; its error may be caught inside the `with` block
-    unwritten: UnwrittenLines = field(default_factory=UnwrittenLines)
 
 
 class TrainingCallback(TrainerCallback):
@@ -57,7 +48,7 @@ class TrainingCallback(TrainerCallback):
         writer: Writes the estimates.
         guard: Runs measuring code.
         step_hooks: Start the driver with a training.
-        checkpoint_hooks: Know what a training resumes.
+        checkpoint_hooks: Save and load the states of probes.
         log: Writes the lines of metrics.jsonl.
         destination: Where trainings write.
         options: The options of the attachment.
@@ -90,7 +81,12 @@ class TrainingCallback(TrainerCallback):
         self.options = options
         self.has_run = False
         self._has_stepped = False  # in any training
-        self._training = _Training()
+        self._begin(Training())  # whose `train()` nobody has called yet
+
+    def _begin(self, training: Training) -> None:
+        self._training = training
+        for part in (self._guard, self._log, self._checkpoint_hooks):
+            part.begin(training)
 
     # --- around a training --------------------------------------------------------------------------------------------
 
@@ -98,12 +94,10 @@ class TrainingCallback(TrainerCallback):
     def running(self) -> Iterator[None]:
         """Surround `train()`. Whatever ends it, the line of its last step is written."""
         with self._guard.watching():
-            self.finish(None)  # an earlier training in the same `with` block
+            self.end(None)  # an earlier training in the same `with` block
         self.has_run = True
-        self._training = _Training()
-        self._writer.records = None  # until their folder is locked
-        self._guard.begin()
-        self._checkpoint_hooks.take_resumed()  # of a training that ended between loading it and beginning
+        self._begin(Training())
+        self._writer.begin_training(None)  # until its folder is locked
         try:
             yield
         except BaseException as error:
@@ -117,8 +111,7 @@ class TrainingCallback(TrainerCallback):
             raise
         with self._guard.watching():
             self._write_last_line()
-        if self._destination.agree_to_end():
-            self.finish(None)
+        self._end_if_told(failure="")
 
     def _write_last_line(self) -> None:
         try:
@@ -126,10 +119,10 @@ class TrainingCallback(TrainerCallback):
         finally:
             self._destination.trained()
 
-    def finish(self, error: BaseException | None) -> None:
-        """Write what is left, then the report, and unlock the folder, even if the disk is full. Once for a training.
+    def end(self, error: BaseException | None) -> None:
+        """Write what is left, then the report, and unlock the folder, even if the disk is full.
 
-        If SIGTERM has arrived, it then ends the process.
+        If SIGTERM has arrived, it then ends the process. Nothing is left to do for a training that has ended.
 
         Args:
             error: The error that ends the training or its `with` block.
@@ -148,10 +141,7 @@ class TrainingCallback(TrainerCallback):
         try:
             self._log.flush()
         finally:
-            if self._writer.records is not None:
-                self._writer.records.on_write_error = None
-            how = self._training.failure or announcements.how_it_ended(self._trainer, error)
-            if line := self._destination.end(self._with_gaps(how)):
+            if line := self._training.end(announcements.how_it_ended(self._trainer, error)):
                 self._show_closing_line(line, error)
 
     def _show_closing_line(self, line: str, error: BaseException | None) -> None:
@@ -161,42 +151,37 @@ class TrainingCallback(TrainerCallback):
         if error is not None:
             error.add_note(line)
 
-    def _end_if_told(self) -> None:
+    def _end_if_told(self, failure: str = "was told to end (SIGTERM)") -> None:
         """Write the report and end the process, if SIGTERM has arrived on any rank. Collective.
 
         Called where nothing is half written.
+
+        Args:
+            failure: What the signal does to the training, in words. "" if it has finished.
         """
         if self._destination.agree_to_end():
-            self._training.failure = announcements.how_it_ended(self._trainer, "was told to end (SIGTERM)")
-            self.finish(None)
-
-    def _with_gaps(self, how: str) -> str:
-        """Return how training ended, in words, with why measuring ended before it, and what the records lack."""
-        return "; ".join(filter(None, (how, self._guard.reason, str(self._training.unwritten))))
-
-    def _leave_out(self, path: Path, error: OSError) -> None:
-        """Go on without lines of the records that cannot be written."""
-        self._training.unwritten.add(self._training.step, path, error)
+            self._training.failure = announcements.how_it_ended(self._trainer, failure) if failure else ""
+            self.end(None)
 
     # --- begin --------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._refuse_restart(state)
-        resumed = self._checkpoint_hooks.take_resumed()
         settings: dict[str, Any] = {}
         with announcements.hide_progress_bar():
             with self._guard.watching():
-                self._begin_output(resumed.run_id)
+                self._begin_output()
             with self._guard.watching():
                 settings = settings_of_trainer(self._trainer, self.options.recorded)
-                self._destination.write_config(settings, self._driver.probes)
+                if self._training.output is not None:
+                    self._training.output.write_config(settings, self._driver.probes)
                 # Records alone suit trainers whose shards probes cannot read.
                 if self._driver.is_needed and not self._guard.reason:
                     opening = announcements.opening_line(self._driver.probes, self._destination.output)
-                    self._step_hooks.begin(opening, resumed.states)
+                    self._step_hooks.begin(opening, self._training.resumed.states)
             with self._guard.watching():
-                self._begin_records(state.global_step, settings)
-        self._log.begin()
+                self._training.begin_records(state.global_step, settings)
+                self._guard.write_early_error()
 
     def _refuse_restart(self, state: Any) -> None:
         """Raise UserError if a second training would go on with the records and running sums of the first."""
@@ -208,38 +193,18 @@ class TrainingCallback(TrainerCallback):
                 f"with train(resume_from_checkpoint=...), or {anew}"
             )
 
-    def _begin_output(self, run_id: str) -> None:
-        """Choose and lock the folder to write to.
-
-        Args:
-            run_id: The id of the training that is resumed, as for `Destination.begin`.
-        """
+    def _begin_output(self) -> None:
+        """Choose and lock the folder to write to."""
         self._step_hooks.end()  # of the previous training, if an exception has ended it
-        self._writer.begin_training()
-        self._checkpoint_hooks.run_id = ""  # until the folder is locked
-        self._checkpoint_hooks.run_id = self._destination.begin(run_id)
-        self._writer.records = self._destination.records
-
-    def _begin_records(self, after_step: int, settings: dict[str, Any]) -> None:
-        """Begin the records after a step, once it is known whether measuring has begun.
-
-        Args:
-            after_step: The step. 0 for a new training.
-            settings: The settings that affect training.
-        """
-        records = self._writer.records
-        if records is not None:
-            records.start(after_step, settings, has_failed=bool(self._guard.reason))
-            records.on_write_error = self._leave_out
-        self._guard.write_early_error()
+        self._training.begin_output(self._destination)
+        self._writer.begin_training(self._destination.records)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training.step = state.global_step + 1
-        self._guard.begin_step(self._training.step)
         with self._guard.watching():
             self._log.flush()
+        self._training.step = state.global_step + 1
         with self._guard.watching():
             self._end_if_told()
 
@@ -259,7 +224,7 @@ class TrainingCallback(TrainerCallback):
         with self._guard.watching():
             if self._guard.reason:
                 self._writer.write_missing(step, self._guard.reason)
-            self._log.add(step, {} if result is None else result.numbers)
+            self._log.add({} if result is None else result.numbers)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         with self._guard.watching():

@@ -397,7 +397,7 @@ def test_a_training_whose_error_is_caught_in_the_block_counts_as_unfinished(
         trainer.train()
     trainer.remove_callback(interrupting)
     trainer.train()
-    attached._log.add(3, {"late": 1.0})
+    attached._log.add({"late": 1.0})
     metrics = attached.folder / "logs" / "metrics.jsonl"
     metrics.unlink()
     metrics.mkdir()

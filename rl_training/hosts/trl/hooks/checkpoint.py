@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,10 @@ from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard, Hook
+from rl_training.hosts.trl.training import Resumed, Training
 from rl_training.hosts.trl.versions import argument_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a training resumes: contents of a checkpoint, or nothing."""
-
-    run_id: str = ""  # id of the training that the checkpoint belongs to; "" if it has none
-    states: Mapping[str, Any] | None = None  # states of the probes, by name; None without a checkpoint
 
 
 class CheckpointHooks:
@@ -39,14 +31,11 @@ class CheckpointHooks:
         self._trainer = trainer
         self._driver = driver
         self._guard = guard
-        self.run_id = ""  # of the training, written to checkpoints
-        self._resumed = Resumed()  # what was loaded for the training that is about to begin
+        self._training = Training()  # none yet
 
-    def take_resumed(self) -> Resumed:
-        """Return what was loaded for the training that is about to begin, once."""
-        resumed = self._resumed
-        self._resumed = Resumed()
-        return resumed
+    def begin(self, training: Training) -> None:
+        """Begin a training, whose checkpoints these are from now on."""
+        self._training = training
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hook around each trainer method, by the method's name. They run even if measuring has ended."""
@@ -68,7 +57,7 @@ class CheckpointHooks:
 
     def _save(self, states: Mapping[str, Any], checkpoint: Path) -> None:
         ranks = all_ranks()
-        save_probe_states(states, checkpoint, ranks.count, ranks.number, self.run_id)
+        save_probe_states(states, checkpoint, ranks.count, ranks.number, self._training.run_id)
 
     def around_save_rng_state(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         yield
@@ -79,6 +68,6 @@ class CheckpointHooks:
         yield
         checkpoint = argument_of("checkpoint", "_load_optimizer_and_scheduler", args, kwargs)
         if checkpoint is not None:
-            self._resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""))
+            self._training.resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""))
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
-            self._resumed = dataclasses.replace(self._resumed, states=states)
+            self._training.resumed = dataclasses.replace(self._training.resumed, states=states)

@@ -54,7 +54,6 @@ class AttachedRun(Destination):
         self._end_of_listening = ExitStack()
         self._request: EndRequest | None = None  # None if SIGTERM is not handled here
         self._is_told_elsewhere = False  # whether SIGTERM has arrived on some rank
-        self._has_begun = False
 
     @property
     def output(self) -> Path:
@@ -64,7 +63,6 @@ class AttachedRun(Destination):
         self.has_report = False
         folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
         self.folder = Path(folder)
-        self._has_begun = True
         if all_ranks().number == 0:
             self.records = self._run.records()
         self._listen()
@@ -108,15 +106,12 @@ class AttachedRun(Destination):
         return RunFolder(self.folder, MAKE_ROOM)
 
     def write_config(self, settings: Mapping[str, Any], probes: Sequence[Probe]) -> None:
-        """Write config.yaml, with secrets masked, unless `begin` has failed: the folder may be another training's."""
-        if self._has_begun and all_ranks().number == 0:
+        """Write config.yaml, with secrets masked."""
+        if all_ranks().number == 0:
             config = {**settings, "probes": settings_of_probes(probes), "provenance": provenance()}
             write_config(self.folder, plain_settings(config))
 
     def end(self, how: str) -> str:
-        if not self._has_begun:
-            return ""
-        self._has_begun = False
         with self._end_of_training:
             line = self._run.closing_line(how) if all_ranks().number == 0 else ""
         self.has_report = True

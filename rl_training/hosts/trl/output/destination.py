@@ -1,7 +1,8 @@
 """Where an attached training writes: nowhere, or to records without a report. attached_run.py has the run folder.
 
-TrainingCallback calls `begin` when training begins, and `trained` when `train()` returns or raises. It calls `end` when
-it has written what is left: after `trained`, or at the end of a `with` block. It calls all of them on every rank.
+A training calls `begin` when it begins. `trained` is called when `train()` returns or raises. If `begin` has succeeded,
+`end` is called once, when all that is left is written: after `trained`, or at the end of a `with` block. All of them
+are called on every rank.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Destination:
 
         Returns:
             A line with `how` and the report's location, or the reason why there is none. Empty if no report is due:
-            on the other ranks, before `begin`, and after a second call.
+            on the other ranks.
         """
         return ""
 
