@@ -81,7 +81,7 @@ def number_by_tokens(prompts: Sequence[bytes], keys: Sequence[bytes], group_size
 def _groups_by_prompt(prompts: Sequence[bytes], keys: Sequence[bytes], group_size: int) -> dict[bytes, int]:
     """Return the number of groups that the rows of each prompt are: 1, unless the batch holds copies of groups.
 
-    It does if all rows are whole groups, and if some prompt has several, of which each has the same responses.
+    The batch holds copies if all its rows are whole groups, and if a prompt has several groups of the same responses.
     """
     num_groups = {prompt: num_rows // group_size for prompt, num_rows in Counter(prompts).items()}
     is_copied = {prompt: count > 1 for prompt, count in num_groups.items()}
