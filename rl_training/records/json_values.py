@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from rl_training.errors import UserError
 from rl_training.records.files.masking import mask_line, without_secrets
@@ -46,9 +46,14 @@ def checked_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a recorded value is a number. True and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def checked_number(value: Any) -> float:
     """Return the value as a float if it is a number, nan (null) included; otherwise raise UserError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise UserError(f"{str(value)[:40]!r}, which is not a number")
     return float(value)
 

@@ -1,7 +1,8 @@
 """Means of independent values and differences of independent estimates, with their errors.
 
 mean         se = sd/√n, n − 1 degrees of freedom
-difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
+difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947);
+             a sum of any number of values likewise (Satterthwaite 1946)
 
 If one of two estimates has an asymmetric interval (l, u) about its value x, like a share near 1, the difference has the
 interval
@@ -14,7 +15,7 @@ interval
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.unavailable import Unavailable
@@ -53,8 +54,21 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
         return Estimate(value, reason=a.reason or b.reason or "one of them has no error")
     if total == 0:
         return Estimate(value, 0.0, min(a.num_samples, b.num_samples))
-    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in variances if degrees > 0)
-    return Estimate(value, math.sqrt(total), math.floor(freedom + 1e-9) + 1)
+    num_samples = samples_of_sum([variance for variance, _ in variances], [a.num_samples, b.num_samples])
+    return Estimate(value, math.sqrt(total), num_samples)
+
+
+def samples_of_sum(variances: Iterable[float], num_samples: Iterable[int]) -> int:
+    """Return the degrees of freedom plus 1 of the error of a sum of independent values, rounded down (Satterthwaite).
+
+    Args:
+        variances: Of the values. Their sum is finite and above 0.
+        num_samples: Independent units behind each variance: at least two where it is not 0.
+    """
+    terms = [(variance, number - 1) for variance, number in zip(variances, num_samples, strict=True) if variance]
+    total = sum(variance for variance, _ in terms)
+    freedom = 1 / sum((variance / total) ** 2 / degrees for variance, degrees in terms)
+    return math.floor(freedom + 1e-9) + 1  # 1e-9: a number that is whole may be rounded below it
 
 
 def is_significant(estimate: Estimate) -> bool:

@@ -8,6 +8,7 @@ import torch
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, estimates_over_units
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.statistics.welch import samples_of_sum
 
 
 def test_nan_without_a_reason_raises() -> None:
@@ -60,3 +61,9 @@ def test_the_reason_for_too_few_units_names_their_kind(few: dict[str, Unavailabl
     assert estimate.value == 1.0
     assert estimate.code == code
     assert code.removeprefix("few_") in estimate.reason
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-170, 1e170])  # whose squares are no numbers
+def test_a_sum_has_the_degrees_of_freedom_of_satterthwaite(size: float) -> None:
+    assert samples_of_sum([size] * 3, [8] * 3) == 1 + 3 * 7
+    assert samples_of_sum([3 * size, size, 0.0], [8, 5, 1]) == 1 + int(4**2 / (3**2 / 7 + 1**2 / 4))

@@ -22,7 +22,7 @@ from rl_training.records.compare.lineage import common_steps
 from rl_training.records.compare.members import Member
 from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.welch import difference, mean_of
+from rl_training.statistics.welch import difference, mean_of, samples_of_sum
 
 MEASURED = "measured ΔH"
 PREDICTED = "predicted ΔH"
@@ -72,8 +72,7 @@ def _predicted_since(run: Run, start: int, step: int) -> Estimate:
     until = [sums[s].stderr ** 2 - end for s, end in zip(later, ends, strict=True)]  # variance of the batches before s
     variances = [0.25 * forward[start].stderr ** 2, *(after - before for before, after in pairwise(until)), ends[-1]]
     total = sum(variances)
-    squares = sum(variance**2 for variance in variances)
-    if not squares > 0:
+    if not total > 0:
         return Estimate(value, 0.0 if total == 0 else math.nan, 1, sums[step].reason)
     folds = run.estimates("entropy/token")[step].num_samples
-    return Estimate(value, math.sqrt(total), 1 + int((folds - 1) * total**2 / squares + 1e-9))
+    return Estimate(value, math.sqrt(total), samples_of_sum(variances, [folds] * len(variances)))

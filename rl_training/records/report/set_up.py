@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from rl_training.records.json_values import is_number
 from rl_training.records.made_by import made_by
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import Run, once_per_run
@@ -139,7 +140,7 @@ def set_up_of(run: Run) -> SetUp:
 
 
 def _as_number(value: Any, default: float = math.nan) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    return float(value) if is_number(value) else default
 
 
 def _without_strength(name: str) -> str:

@@ -28,7 +28,7 @@ from rl_training.records.table.cumulative import sum_starts
 from rl_training.records.table.estimates import by_about_step, finite, to_estimates
 from rl_training.records.table.series import Run
 from rl_training.statistics.estimate import Estimate
-from rl_training.statistics.welch import difference, is_significant
+from rl_training.statistics.welch import difference, is_significant, samples_of_sum
 
 CAUSES = {  # by name in the records: what a page calls it, and its colour
     "momentum": ("momentum", BLUE),
@@ -121,8 +121,8 @@ def _sum(values: pd.Series[float], variances: pd.Series[float], rows: pd.DataFra
     variance = float(variances.sum(skipna=False))
     if not math.isfinite(variance):
         return Estimate(float(values.sum()), reason="a step has no error bar")
-    shares = float((variances**2 / (rows["num_samples"] - 1).clip(lower=1)).sum())
-    return Estimate(float(values.sum()), math.sqrt(variance), 1 + int(variance**2 / shares if shares else 1))
+    num_samples = samples_of_sum(variances, rows["num_samples"].clip(lower=2)) if variance else 2
+    return Estimate(float(values.sum()), math.sqrt(variance), num_samples)
 
 
 def _second_order(forward: pd.DataFrame, backward: pd.DataFrame) -> Estimate:
@@ -160,7 +160,7 @@ def _entries(run: Run, steps: pd.Index[int]) -> tuple[list[Entry], list[Entry]]:
         of_cause = [name for name in names if name.startswith(prefix) and not name.endswith("_sequence")]
         for name in sorted(of_cause, key=lambda name: name.endswith("outside")):  # last
             label = name.removeprefix(prefix)
-            where = OUTSIDE if label == "outside" else f"layer{'s' * ('-' in label)} {label}"
+            where = OUTSIDE if label == "outside" else f"{'layers' if '-' in label else 'layer'} {label}"
             groups.append(Entry(words, where, _sum_of(run, name, steps), color))
     causes = [entry for entry in causes if entry.change.value]
     groups = [entry for entry in groups if entry.change.value]
@@ -217,7 +217,7 @@ def _table_row(name: str, entries: Sequence[Entry], columns: Sequence[str]) -> l
     stderr = sum(entry.change.stderr for entry in entries)
     units = min((entry.change.num_samples for entry in entries), default=0)
     cells = [milli(by_cause[cause]) if cause in by_cause else "0" for cause in columns]
-    return [name, *cells, milli(Estimate(value, stderr, units, "no error bar" * math.isnan(stderr)))]
+    return [name, *cells, milli(Estimate(value, stderr, units, "no error bar" if math.isnan(stderr) else ""))]
 
 
 def caption(account: Ledger) -> str:

@@ -12,6 +12,7 @@ import pandas as pd
 from scipy.special import betaln
 
 from rl_training.records.report.standing_out.run_records import RunRecords, recent
+from rl_training.records.report.story.noise import deviation_by_median
 from rl_training.records.table.trends import MIN_STEPS
 from rl_training.statistics.estimate import Z_95, Estimate
 
@@ -21,25 +22,24 @@ CORRELATION = 0.15  # of rewards within a prompt, which rewards by lot do not ha
 MIN_MEAN = 0.03
 MAX_MEAN = 0.97
 STDERRS = 2.0  # by which the number of prompts with equal rewards may differ from the expected one
-SIGMA_OF_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 MAX_CORRELATION = 1 - 1e-6  # Fisher's z is infinite at 1
 
 
 def noise_of_a_step(records: RunRecords) -> float:
     """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
-    steps = records.reward.diff().dropna()
-    deviation = float((steps - steps.median()).abs().median()) if len(steps) else 0.0
-    scatter = SIGMA_OF_MAD * deviation / math.sqrt(2)  # a change has the noise of two steps
+    changes = records.reward.diff().dropna().to_numpy()
+    deviation = deviation_by_median(changes) if len(changes) else 0.0
+    scatter = deviation / math.sqrt(2)  # a change has the noise of two steps
     number = records.set_up.sequences
     of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
     return max(scatter, of_spread)
 
 
 def fall_as_if_by_lot(records: RunRecords) -> bool:
-    """Return whether rewards of 0 and 1 know nothing of their prompts: those with equal rewards are as rare as by lot.
+    """Return whether rewards of 0 and 1 do not depend on the prompt: as few prompts have equal rewards as by lot.
 
-    By lot, a prompt with n responses has equal rewards with the chance pⁿ + (1 − p)ⁿ. Rewards with the correlation
-    CORRELATION within a prompt (beta-binomial) must be excluded. Prompts that are all as hard look the same.
+    By lot, all n responses to a prompt earn the same with probability pⁿ + (1 − p)ⁿ. Rewards with the correlation
+    CORRELATION within a prompt (beta-binomial) must be excluded. Prompts of equal difficulty cannot be told from lots.
     """
     p = recent(records.reward)
     count = records.set_up.responses

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
+from rl_training.records.json_values import is_number
 from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import SetUp
@@ -36,7 +37,7 @@ class OtherTemperature(Anomaly):
     def find(cls, records: RunRecords) -> Self | None:
         trained = records.set_up.number("temperature", 1.0)
         sampled = _sampler_settings(records.set_up).get("temperature")
-        if not _is_number(sampled) or sampled == trained:
+        if not is_number(sampled) or sampled == trained:
             return None
         return cls(records.run.steps[0], sampled, trained, _recent_kl(records))
 
@@ -66,7 +67,7 @@ class TokensLeftOut(Anomaly):
     @classmethod
     def find(cls, records: RunRecords) -> Self | None:
         recorded = _sampler_settings(records.set_up)
-        numbers = {name: recorded[name] for name in CUTS if _is_number(recorded.get(name))}
+        numbers = {name: recorded[name] for name in CUTS if is_number(recorded.get(name))}
         cuts = {
             name: value
             for name, value in numbers.items()
@@ -87,10 +88,6 @@ class TokensLeftOut(Anomaly):
 def _sampler_settings(set_up: SetUp) -> dict[str, Any]:
     """Return the recorded settings of the sampler: those that it shares with the trainer, and its own."""
     return {name: set_up.trainer(name) for name in CUTS} | set_up.of_generation
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _recent_kl(records: RunRecords) -> Estimate:

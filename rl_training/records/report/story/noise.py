@@ -52,7 +52,7 @@ def without_spikes(values: np.ndarray) -> np.ndarray:
     """Return the values, those more than SPIKE deviations from the median of five neighbours moved to that distance."""
     padded = np.pad(values, 2, mode="edge")
     middle = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
-    spread = _deviation(values - middle) or _deviation(np.diff(values)) / math.sqrt(2)
+    spread = deviation_by_median(values - middle) or deviation_by_median(np.diff(values)) / math.sqrt(2)
     return np.clip(values, middle - SPIKE * spread, middle + SPIKE * spread) if spread > 0 else values
 
 
@@ -60,13 +60,13 @@ def _second_differences(values: np.ndarray, lag: int) -> np.ndarray:
     return values[: -2 * lag] - 2 * values[lag:-lag] + values[2 * lag :]
 
 
-def _deviation(values: np.ndarray) -> float:
-    """Return the standard deviation by the median of absolute deviations."""
+def deviation_by_median(values: np.ndarray) -> float:
+    """Return the standard deviation of normal values by the median of their absolute deviations."""
     return NORMAL * float(np.median(np.abs(values - np.median(values))))
 
 
 def _trimmed_variance(changes: np.ndarray) -> float:
     """Return the variance of changes, those beyond CUT_OFF moved there, with CORRECTION; 0 if most are the same."""
     changes = changes - np.median(changes)
-    limit = CUT_OFF * _deviation(changes)
+    limit = CUT_OFF * deviation_by_median(changes)
     return CORRECTION * float(np.clip(changes, -limit, limit).var()) if limit > 0 else 0.0

@@ -6,6 +6,7 @@ import math
 
 import pandas as pd
 
+from rl_training.records.json_values import is_number
 from rl_training.records.report.set_up import set_up_of
 from rl_training.records.table.series import LOGGED, Run
 from rl_training.records.table.trends import MIN_STEPS
@@ -45,7 +46,7 @@ def reward_weights(run: Run) -> dict[str, float]:
     names = recorded if isinstance(recorded, list) else [*reward_functions(run)]  # logged in the trainer's order
     if not isinstance(weights, list) or len(weights) != len(names):
         return {}
-    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True) if _is_number(weight)}
+    return {str(name): float(weight) for name, weight in zip(names, weights, strict=True) if is_number(weight)}
 
 
 def is_penalty(run: Run, name: str) -> bool:
@@ -65,10 +66,6 @@ def is_penalty(run: Run, name: str) -> bool:
     mean = float(means.head(MIN_STEPS).mean())
     deviation = float(spread.mean())
     return mean + 2 * deviation <= 0 or deviation**2 <= 1.1 * -mean * (1 + mean)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def spreads(run: Run) -> pd.Series[float]:
