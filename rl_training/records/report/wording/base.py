@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rl_training.records.hydra_text import quote_list
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import KEPT_STEP, SetUp
 from rl_training.records.table.effects import Effect
+from rl_training.records.table.series import Run
 from rl_training.vocabulary import AUTO, MAX_SHARE
 
 # Targets of changes that no field of GRPOConfig makes.
@@ -20,6 +22,7 @@ BATCH = "batch"
 LOSS = "loss"
 PROBES = "probes"
 OPEN = "…"  # in a value that the user has to fill in
+MAX_PROPOSALS = 4  # interventions that are proposed to be tried
 SMALLER = 1 / 3  # times the share, or the rate, of a run whose steps are too large; chosen by hand
 
 
@@ -73,7 +76,8 @@ class Wording:
 
     def smaller_steps(self) -> Change:
         """Return what makes steps smaller; under the bound, the rate does not."""
-        return self.bounded_step().followed_by(", or a lower learning rate" * (not self.set_up.is_bounded))
+        step = self.bounded_step()
+        return step if self.set_up.is_bounded else step.followed_by(", or a lower learning rate")
 
     def larger_steps(self) -> Change:
         if self.set_up.is_bounded:
@@ -106,7 +110,7 @@ class Wording:
         strength = effect.advised_strength
         if effect.bare_name == "lr" and strength and math.isfinite(self.set_up.rate):
             return self.fields(learning_rate=rounded(float(strength) * self.set_up.rate))
-        name = f"{effect.bare_name}{f':{strength}' * bool(strength)}"
+        name = f"{effect.bare_name}:{strength}" if strength else effect.bare_name
         return self._trainers_own(effect.bare_name, strength) or Change(name, target=LOSS)
 
     def _trainers_own(self, name: str, strength: str) -> Change | None:
@@ -117,9 +121,23 @@ class Wording:
         """Return what adds probes."""
         return change_of([PROBES], [f"probes={json.dumps(with_simple(names))}"])
 
+    def branches(self, run: Run, preferred: Sequence[tuple[str, Effect]]) -> list[str]:
+        """Return the lines that train a branch unchanged, and branches with an intervention, and compare them.
+
+        Args:
+            run: The run, whose settings these are.
+            preferred: Values of the setting `intervention` to try, at least one, with their effects.
+        """
+        return []
+
     def branch_from(self, checkpoint: Path) -> str:
         """Return the setting that branches off from a checkpoint, "" without such a setting."""
         return ""
+
+
+def branch_folder(run: Run, name: str) -> Path:
+    """Return the folder, beside the run's, of a branch with this name."""
+    return Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
 
 
 def change_of(targets: Iterable[str], texts: list[str], separator: str = " ") -> Change:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_training.records.folder import checkpoints_of
 from rl_training.records.hydra_text import quote_list, quote_override, quote_value
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import KEPT_STEP, PSR
-from rl_training.records.report.wording.base import BATCH, LOSS, OPEN, PROBES, Wording, change_of, probe_override
+from rl_training.records.report.wording.base import (
+    BATCH,
+    LOSS,
+    MAX_PROPOSALS,
+    OPEN,
+    PROBES,
+    Wording,
+    branch_folder,
+    change_of,
+    probe_override,
+)
 from rl_training.records.table.effects import Effect
+from rl_training.records.table.series import Run
+
+BRANCH_STEPS = 40  # steps of each branch
 
 
 class JobWording(Wording):
@@ -54,6 +69,26 @@ class JobWording(Wording):
 
     def probes(self, *names: str) -> Change:
         return change_of([PROBES], [probe_override(names)])
+
+    def branches(self, run: Run, preferred: Sequence[tuple[str, Effect]]) -> list[str]:
+        """Return the commands; none if there is no checkpoint to branch from."""
+        checkpoints = checkpoints_of(run.folder)
+        names = [name for name, _ in preferred]
+        if not self.set_up.has_sign_intervention:
+            names = [PSR, *names]
+        names = [name for name in dict.fromkeys(names) if name not in self.set_up.interventions][:MAX_PROPOSALS]
+        if not checkpoints or not names:
+            return []
+        branches = {branch_folder(run, "plain"): ""}
+        for name in names:
+            branches[branch_folder(run, name)] = f"intervention={quote_list(self.set_up.interventions_with(name))}"
+        branch = f"branch={quote_value(str(checkpoints[-1]))}"
+        start = ["rl-training", "train", branch, f"additional_steps={BRANCH_STEPS}"]
+        trainings = [
+            [*start, f"run_dir={quote_value(str(folder))}", *([setting] if setting else [])]
+            for folder, setting in branches.items()
+        ]
+        return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
 
     def branch_from(self, checkpoint: Path) -> str:
         return quote_override("branch", str(checkpoint))

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import KEPT_STEP, PSR
-from rl_training.records.report.wording.base import LOSS, OPEN, Wording, argument_of, change_of, in_python
+from rl_training.records.report.wording.base import (
+    LOSS,
+    OPEN,
+    Wording,
+    argument_of,
+    branch_folder,
+    change_of,
+    in_python,
+)
 from rl_training.records.table.effects import Effect
+from rl_training.records.table.series import Run
 
 PSR_PAGE = "docs/how_to/keep_entropy_up.md"  # which has it as a subclass of TRL's trainer
 # By intervention: the field of GRPOConfig that does the same, and its value; None for the intervention's strength.
@@ -47,14 +57,32 @@ class TrlWording(Wording):
     def positive_only(self) -> Change:
         return Change(f"PositiveOnly(GRPOTrainer) of {PSR_PAGE}", target=LOSS)
 
-    def on_resuming(self, name: str, effect: Effect) -> str:
+    def branches(self, run: Run, preferred: Sequence[tuple[str, Effect]]) -> list[str]:
+        """Return lines of Python that continue from a checkpoint: unchanged, with PSR, and with the first of these."""
+        (name, effect) = preferred[0]
+        folder = self.set_up.trainer("output_dir", "OUTPUT_DIR")
+        resume = f'trainer.train(resume_from_checkpoint="{folder}/checkpoint-N")'
+        saved = "that it has saved"
+        if self.set_up.trainer("save_strategy") == "no":
+            saved = "(this run has saved none: train it again with save_strategy='steps' and save_steps)"
+        tries = {str(branch_folder(run, "plain")): "without a change"}
+        if not self.set_up.has_sign_intervention:
+            tries[str(branch_folder(run, PSR))] = f"with {self.positive_only().text}"
+        if effect.bare_name != PSR:
+            tries[str(branch_folder(run, name))] = f"with {self._on_resuming(name, effect)}"
+        lines = [f"# Each with a trainer made anew, from a checkpoint {saved}; max_steps above {run.steps[-1]}."]
+        for folder, how in tries.items():
+            lines += self._recorded_in(folder, how, resume)
+        return [*lines, "# Then, in a shell:", shlex.join(["rl-training", "report", *tries])]
+
+    def _on_resuming(self, name: str, effect: Effect) -> str:
         """Return what trains with an intervention from a checkpoint on, given its name as configured."""
         if effect.bare_name == "lr":  # a resumed trainer has the checkpoint's rate, whatever GRPOConfig says
             factor = name.partition(":")[2]
             return f"ScaleLearningRate({factor}) of {PSR_PAGE} among its callbacks, because resuming keeps the rate"
         return self.intervention(effect).text
 
-    def recorded_in(self, folder: str, how: str, training: str) -> list[str]:
+    def _recorded_in(self, folder: str, how: str, training: str) -> list[str]:
         """Return the lines of Python that train with records in a folder.
 
         Args:
@@ -85,10 +113,10 @@ class DrGrpoWording(TrlWording):
     def intervention(self, effect: Effect) -> Change:
         return self._train_with(self.set_up.name_as_configured(effect))
 
-    def on_resuming(self, name: str, effect: Effect) -> str:
+    def _on_resuming(self, name: str, effect: Effect) -> str:
         return self.intervention(effect).text
 
-    def recorded_in(self, folder: str, how: str, training: str) -> list[str]:
+    def _recorded_in(self, folder: str, how: str, training: str) -> list[str]:
         return [f'# One {how}, made with records="{folder}/logs":', training]
 
     def _train_with(self, name: str) -> Change:
