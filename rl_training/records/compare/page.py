@@ -77,7 +77,7 @@ class ComparisonPage:
         pairs = compare_groups(groups)
         members = [member for group in groups for member in group.members]
         return cls(
-            title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
+            title=f"{num_runs} runs in {len(groups)} group{'s' if len(groups) > 1 else ''}",
             sentences=describe(pairs) or [one_group([member.seed for member in groups[0].members])],
             charts=draw_overlays(groups, pairs), groups=groups, ends=ends,
             without_settings=", ".join(group.letter for group in groups if group.members[0].settings is None),

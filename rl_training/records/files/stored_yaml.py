@@ -28,7 +28,7 @@ def plain_yaml(path: Path) -> str:
         text = read_text(path, errors="strict")
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            unusual = _find_unusual(event) or "nested too deeply" * (depth > MAX_DEPTH)
+            unusual = _find_unusual(event) or ("nested too deeply" if depth > MAX_DEPTH else "")
             if unusual:
                 line = event.start_mark.line + 1 if event.start_mark else 1
                 raise UserError(f"{path}, line {line}: {unusual}, which no run writes: fix or delete it")

@@ -22,7 +22,7 @@ def format_estimate(estimate: Estimate | None, signed: bool = False, times: floa
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign = "+" * signed
+    sign = "+" if signed else ""
     value = times * estimate.value
     ends = sorted(times * end for end in estimate.bounds())
     half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)

@@ -83,7 +83,7 @@ def advise(run: Run, verdict: Verdict, findings: Sequence[Finding]) -> Advice:
         return action(Situation(run, verdict, first_cause(findings)))
     if any(finding.name == LARGE_STEP for finding in findings):
         return wording_of(run).bounded_step().followed_by(", since steps are too large").sentence()
-    yet = " yet" * verdict.kind.is_undecided
+    yet = " yet" if verdict.kind.is_undecided else ""
     unseen = _what_one_reward_hides(run, verdict)
     if findings:
         first = findings[0].proposal.sentence(to_change="To change because of what stands out")
@@ -191,7 +191,7 @@ def _keep_entropy(situation: Situation) -> Advice:
     psr = _psr_in_a_branch(situation)
     start = f"To change: in a branch, train on positive advantages only (PSR): {psr.text}. {PSR_KEPT}"
     if measured:
-        why = "the cheapest measured intervention, there hardly better than no change"
+        why = "the cheapest measured intervention, which in our tests was hardly better than no change"
         return Advice.of(f"{start} Second try: {measured[0].text}, {why}.", psr, measured[0])
     if not effects and not predictions_fail(situation.run):
         probes = situation.wording.probes("interventions")

@@ -565,8 +565,8 @@ def test_the_advice_for_lost_entropy_is_psr_in_a_branch_and_then_the_cheapest_in
     told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
     assert opening(read_run(folder)).advice.text == (
-        f"{first} Second try: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention, there hardly better "
-        "than no change."
+        f"{first} Second try: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention, which in "
+        "our tests was hardly better than no change."
     )
 
 

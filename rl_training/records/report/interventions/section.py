@@ -97,7 +97,7 @@ def _plain_step(run: Run, steps: int) -> str:
     if is_falling(run):
         return f"{sentence} Effects are differences from it."
     now, since, source = entropy_now(run)
-    by = f" (by {milli(now)} a step in steps {since} to {run.steps[-1]}, {source})" * math.isfinite(now.value)
+    by = f" (by {milli(now)} a step in steps {since} to {run.steps[-1]}, {source})" if math.isfinite(now.value) else ""
     return f"{sentence} Effects are differences from it. But {NO_FALL}{by}, and there is nothing to halve."
 
 

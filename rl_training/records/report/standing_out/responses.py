@@ -25,8 +25,8 @@ class NoResponseEnds(Anomaly):
     """No response ends by itself.
 
     Args:
-        ended: The share that do.
-        steps: The first and last step of it.
+        ended: The share of responses that do: 0, with its interval.
+        steps: The first and last of the steps that it was counted over.
     """
 
     ended: Estimate
@@ -62,7 +62,7 @@ class MostCutOff(Anomaly):
 
     Args:
         share: The share of responses that are.
-        steps: The first and last step of it.
+        steps: The first and last of the steps that it was averaged over.
         length: The maximum length in tokens; nan if not recorded.
     """
 

@@ -161,7 +161,7 @@ class HardlyMixed(Anomaly):
 
     Args:
         mixed: The share of prompts that do.
-        steps: The first and last step of it.
+        steps: The first and last of the steps that it was averaged over.
         mean: The mean reward.
     """
 

@@ -85,7 +85,7 @@ class _Measured:
 
     @classmethod
     def of(cls, records: RunRecords) -> Self | None:
-        """Return it; None if both policies are the same, or if that is not known."""
+        """Return the measurements; None if both policies are the same, or if nothing shows whether they are."""
         measured = cls(*(records.run.values(f"sampler/{name}") for name in ("kl", "ess", "mean_ratio")))
         if measured.kl.empty or not recent(measured.kl).mean() > 0 or not math.isfinite(measured.left.stderr):
             return None

@@ -96,8 +96,8 @@ class BrokenLine:
     def _level_error(self, length: int, level: float) -> float:
         """Return the standard error of a level at either end, from the number of bins of the piece there.
 
-        Few values tell the noise badly. Below MIN_FOR_NORMAL, Student's quantile widens the error so that twice it is
-        about a 95 % interval. Second differences of n values have about (n − 2) / 2 degrees of freedom; below
+        The noise of few values is poorly known. Below MIN_FOR_NORMAL, Student's quantile widens the error so that twice
+        it is about a 95 % interval. Second differences of n values have about (n − 2) / 2 degrees of freedom; below
         MIN_FOR_PIECES the noise is that of the residuals, which have n − 2.
         """
         count = len(self.fitted)

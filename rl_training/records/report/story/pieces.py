@@ -64,7 +64,7 @@ def line_or_level(values: np.ndarray, noise: float) -> np.ndarray:
     residuals = values - values.mean() - slope * x
     deviation = max(math.sqrt(float(residuals @ residuals) / (len(values) - 2)), 0.5 * noise)
     is_significant = abs(slope) > float(stdtrit(len(values) - 2, 0.995)) * deviation / math.sqrt(float(x @ x))
-    return values.mean() + slope * x * is_significant
+    return values.mean() + slope * x if is_significant else np.full_like(values, values.mean())
 
 
 def bend_last_piece(

@@ -95,7 +95,7 @@ def _interventions(run: Run, verdict: Verdict) -> Iterator[Row]:
     if still_falls(run, verdict):
         yield Row("interventions", "not certain", f"{STILL_FALLS}: more steps will tell")
     elif is_fine(run, verdict) or verdict.kind.is_undecided:
-        listed = "; the page lists what would keep entropy, and its price" * bool(halve or keep)
+        listed = "; the page lists what would keep entropy, and its price" if halve or keep else ""
         value = "cannot be told yet" if verdict.kind.is_undecided else "none needed"
         yield Row("interventions", value, verdict.entropy_is_fine + listed)
     elif halve:
