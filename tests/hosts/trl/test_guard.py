@@ -326,17 +326,17 @@ class Full(TrainerCallback):
         for file in self.files if state.global_step == 1 else ():
             file.rename(file.with_suffix(".kept"))
             file.mkdir()
-
-    def on_log(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         for file in self.files if state.global_step == 2 else ():
             file.rmdir()
             file.with_suffix(".kept").rename(file)
 
 
+@pytest.mark.parametrize("logging_steps", [1, 3])
 def test_records_that_cannot_be_written_for_a_while_lack_these_lines_and_end_neither_measuring_nor_training(
-    make_trainer, tmp_path: Path, caplog
+    make_trainer, tmp_path: Path, caplog, logging_steps: int
 ) -> None:
-    trainer, logs = make_trainer(**PLAIN), tmp_path / "run" / "logs"
+    """The line of a step that the trainer does not log is written when the next one begins."""
+    trainer, logs = make_trainer(**PLAIN | {"logging_steps": logging_steps}), tmp_path / "run" / "logs"
     with attach(trainer, tmp_path / "run", ["ess", "gns"], strict=True) as attached:
         trainer.add_callback(Full(logs))
         trainer.train()
