@@ -4,6 +4,7 @@ broken_line.py        a curve without its noise
 noise.py, pieces.py   how: the size of the noise, and the straight pieces that are left
 levels.py             the numbers at both ends of a run
 curves.py             what a curve does now, and how far it has come
+fall.py               how far it lies below its best, and since when
 reward_functions.py   which rewards there are
 """
 
