@@ -51,7 +51,7 @@ from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Probe, attach
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.rollouts.batches import REWARD, UNTESTED
+from rl_training.hosts.trl.rollouts.batches import BUFFER_REWARD
 from rl_training.parallel.ranks import all_ranks
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -105,14 +105,14 @@ class GivenRollouts(GRPOTrainer):
         share = len(inputs)
         num_prompts = share * self.accelerator.num_processes // G
         whole = given_rollout(self.first_rollout + self.state.global_step, num_prompts)
-        whole[REWARD] = rewards_of(whole)
+        whole[BUFFER_REWARD] = rewards_of(whole)  # as of a buffer, which has drawn these rows
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
         rank_inputs = {
             key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()
         }
         width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # each process pads to its own longest sequence
         rank_inputs |= {key: rank_inputs[key][:, :width] for key in ("completion_ids", "completion_mask")}
-        return rank_inputs | {UNTESTED: torch.ones(share)}
+        return rank_inputs
 
 
 class ReplayTrainer(GivenRollouts, DrGRPOTrainer):
