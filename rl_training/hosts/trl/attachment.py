@@ -141,8 +141,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         with contextlib.ExitStack() as undo:
             for name, method in self._wrappers().items():
                 wrap(trainer, name, method, undo)
-            undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
-            trainer.reward_funcs = named_rewards(trainer)
+            self._name_rewards(undo)
             for callback in trainer.callback_handler.callbacks if self.probes else ():
                 if isinstance(callback, PrinterCallback | ProgressCallback):
                     wrap(callback, "on_log", self._log.on_print, undo)
@@ -152,6 +151,19 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
                 trainer.add_callback(added)
                 undo.callback(trainer.remove_callback, added)
             return undo.pop_all()
+
+    def _name_rewards(self, undo: contextlib.ExitStack) -> None:
+        """Let errors of reward functions name them, until `undo` is closed. Functions that were set meanwhile stay."""
+        trainer = self._trainer
+        functions = trainer.reward_funcs
+        named_functions = named_rewards(trainer)
+        trainer.reward_funcs = named_functions
+
+        def restore() -> None:
+            if trainer.reward_funcs is named_functions:
+                trainer.reward_funcs = functions
+
+        undo.callback(restore)
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 
@@ -274,7 +286,7 @@ def _refuse_another(trainer: GRPOTrainer) -> None:
     if not options.keep_attached:
         raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
     name = type(trainer).__name__
-    why = f"{name} measures by itself: give probes=[...] and records=FOLDER to {name}(...)"
+    why = f"{name} measures by itself: give probes=[...] and records='FOLDER/logs' to {name}(...)"
     if not options.training_needs_measurements:
         why += ", or call trainer.attachment.remove() before attach(trainer, FOLDER), which also writes a report"
     raise UserError(why)

@@ -7,8 +7,10 @@ maximum completion length. Every other TRL loss can be set too.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -52,6 +54,18 @@ class DrGRPOConfig(GRPOConfig):
         if self.use_cpu and self.bf16 is None:
             self.bf16 = False
         super().__post_init__()
+
+    def __copy__(self) -> Self:
+        return self._with_fields(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with_fields(copy.deepcopy(vars(self), memo))
+
+    def _with_fields(self, fields: Mapping[str, Any]) -> Self:
+        """Return a copy with these fields, access tokens included: only a pickle lacks them."""
+        made = object.__new__(type(self))
+        made.__dict__.update(fields)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields to pickle, without access tokens: every checkpoint holds a pickle, training_args.bin."""

@@ -41,7 +41,7 @@ class Options:
     """Options of `attach`, which documents them, and of DrGRPOTrainer.
 
     Raises:
-        UserError: For a value that is none of an option's.
+        UserError: An option cannot have the given value.
     """
 
     metrics: Literal["core", "all"] = _of_attach(

@@ -9,6 +9,7 @@ stays that of the trainer's loss.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -40,8 +41,7 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
     """
     if all(intervention.function is not None for intervention in interventions):
         return args
-    changed = object.__new__(type(args))
-    vars(changed).update(vars(args))  # not copy.copy, which uses DrGRPOConfig.__getstate__ and so drops access tokens
+    changed = copy.copy(args)
     for intervention in interventions:
         changed.learning_rate *= intervention.lr_factor
         changed.max_grad_norm = (

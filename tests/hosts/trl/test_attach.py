@@ -229,6 +229,10 @@ def test_remove_restores_what_others_had_set(make_trainer) -> None:
     trainer.compute_loss = theirs
     attach(trainer, probes=[]).remove()
     assert vars(trainer)["compute_loss"] is theirs
+    attachment, functions = attach(trainer, probes=[]), [graded]
+    trainer.reward_funcs = functions
+    attachment.remove()
+    assert trainer.reward_funcs is functions
 
 
 def test_a_wrapper_below_another_one_passes_calls_on_once_it_is_undone() -> None:
@@ -289,7 +293,7 @@ def test_attaching_twice_or_to_a_frozen_model_is_refused(make_trainer) -> None:
     with pytest.raises(ValueError, match=r"removed from their trainer: attach\("):
         attached.__enter__()
     trainer = make_trainer(probes=[Witness()])
-    with pytest.raises(ValueError, match=r"give probes=\[...\] and records=FOLDER to DrGRPOTrainer.*\bremove\(\)"):
+    with pytest.raises(ValueError, match=r"probes=\[...\] and records='FOLDER/logs' to DrGRPOTrainer.*\bremove\(\)"):
         attach(trainer, probes=[Witness()])
     trainer.attachment.remove()
     trainer.model.requires_grad_(False)
@@ -303,7 +307,7 @@ def test_what_a_trainer_trains_with_is_not_removed_with_its_probes(make_trainer,
     attached = dict(vars(trainer))
     with pytest.raises(ValueError, match="with interventions or target_kl_share, which would be removed"):
         trainer.attachment.remove()
-    with pytest.raises(ValueError, match=r"records=FOLDER to DrGRPOTrainer\(\.\.\.\)$"):  # no advice to remove
+    with pytest.raises(ValueError, match=r"records='FOLDER/logs' to DrGRPOTrainer\(\.\.\.\)$"):  # no advice to remove
         attach(trainer)
     with trainer.attachment:
         pass

@@ -91,10 +91,10 @@ class Rule:
 
     def find(self, records: RunRecords) -> Finding | None:
         """Return the finding; None if the records show no anomaly of this rule."""
-        for anomaly in self.anomalies:
-            found = anomaly.find(records)
-            if found is not None:
-                return Finding.of(self.name, found, records.wording)
+        for kind in self.anomalies:
+            anomaly = kind.find(records)
+            if anomaly is not None:
+                return Finding.of(self.name, anomaly, records.wording)
         return None
 
 
