@@ -44,7 +44,11 @@ SECTIONS = (
     Section("costs", "Time and memory of a step's forward, backward and optimizer, with a LoRA", 120),
     Section("all_weights", "The same where all weights are trained", 50),
     Section("bounded", "Time of a bounded step", 40),
-    Section("offload", "Rows in host memory (`probes.simple.offload`); the tests check that values stay the same", 50),
+    Section(
+        "offload",
+        "Vectors by fold in host memory (`probes.simple.offload`); the tests check that values stay the same",
+        50,
+    ),
     Section("precisions", "bf16 against fp32, on the same rollouts (`benchmarks/precision.py`)", 60),
     Section("products", "Products of the sequence kernel (`rl_training/offline/kernel/blocks.py`)", 25),
 )

@@ -1,7 +1,7 @@
 """What probes cost in a large training: the figures of docs/explanation/at_size.md, from shapes alone, on any machine.
 
     python benchmarks/scale.py --models 7B                        # the rows of the page; without --models, others too
-    python benchmarks/scale.py --models 7B --processes 64 --probes simple --rows bfloat16 --folds 4
+    python benchmarks/scale.py --models 7B --processes 64 --probes simple --fold-dtype bfloat16 --folds 4
 
 One process of several (a fake process group) runs the engine and FSDP2 on a simulated GPU (pretend_gpu.py), with
 parameters of these models' shapes at full depth. The computation inside layers and the product with the head are left
@@ -133,7 +133,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     refusals.MAX_ENTROPY_DIFFERENCE = -math.inf  # the values in place of entropies are below 0
     build_step.Batch = as_on_all_processes  # type: ignore[misc, assignment]
     simple = SimpleEntropyProbe(
-        num_folds=settings.folds, rows_dtype=settings.rows, keep_gathered=settings.keep_gathered
+        num_folds=settings.folds, fold_dtype=settings.fold_dtype, keep_gathered=settings.keep_gathered
     )
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
     probes, kind = [simple, *further], ""
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--probes", nargs="+", choices=PROBES, default=PROBES)
     parser.add_argument("--folds", type=int, help="num_folds of simple")
     parser.add_argument(
-        "--rows", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help="rows_dtype of simple"
+        "--fold-dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help="of simple"
     )
     parser.add_argument("--keep-gathered", action="store_true", help="keep_gathered of simple")
     parser.add_argument("--bf16", action="store_true", help="FSDP2 gathers weights in bf16; it reduces in fp32")

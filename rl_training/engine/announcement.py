@@ -100,7 +100,7 @@ def _fold_warning(loop: LoopSpec, requirements: Requirements, num_folds: int, *,
     if no_stderr is None:
         return f"uncertain error bars: they come from {num_folds} folds; for {DEFAULT_NUM_FOLDS} use {more}"
     warning = f"{no_stderr.with_fix(f'use {more}')}"
-    return f"no interventions, no token classes, {warning}" if Need.ENTROPY_ROWS in needs else warning
+    return f"no interventions, no token classes, {warning}" if Need.FOLD_ENTROPY_GRADIENTS in needs else warning
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:

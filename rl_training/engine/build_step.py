@@ -71,7 +71,7 @@ class StepBuilder:
             reasons.other_terms, is_asked=is_recomputed or Need.TERMS_CHECK in open_step.needs
         )
         # Recomputed folds have the gradient of the scores alone, wherever their prompts lie.
-        rows_reason = other_terms if is_recomputed else reasons.no_whole_folds or gradient_reason
+        by_fold_reason = other_terms if is_recomputed else reasons.no_whole_folds or gradient_reason
         one_fold = None
         if batch.num_folds < 2:
             one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
@@ -81,7 +81,7 @@ class StepBuilder:
             one_fold=one_fold,
             relative_rewards=self.checks.relative_rewards(rollout, reasons, ranks),
         )
-        gradients = dataclasses.replace(gradients, rows_reason=rows_reason)
+        gradients = dataclasses.replace(gradients, by_fold_reason=by_fold_reason)
         return StepData(open_step.number, batch, gradients, optimizer, reasons)
 
     def _batch(

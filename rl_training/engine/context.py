@@ -66,7 +66,9 @@ class StepContext:
     def prediction(self) -> EntropyPrediction:
         """What the step does to entropy to first order. ValueError if no probe has asked for it."""
         if self.prediction_if_any is None:
-            raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE (or …_ROWS)")
+            raise ValueError(
+                "ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE (or FOLD_ENTROPY_GRADIENTS)"
+            )
         return self.prediction_if_any
 
     @property
@@ -150,7 +152,7 @@ class StepContext:
         use: Callable[[list[Vector]], None],
         rollout: Rollout | None = None,
     ) -> None:
-        """Call `use` with the gradients of one pass after another, with one row for each rank. Collective.
+        """Call `use` with the gradients of one pass after another, a vector for each rank. Collective.
 
         Args:
             rows_per_pass: This rank's rows of the rollout in each pass. Ranks may have different numbers of passes.
@@ -189,7 +191,7 @@ class StepContext:
     ) -> dict[str, Pair]:
         """Return ΔH per token and Δreward per response for each change of the step, by name. Collective.
 
-        Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
+        Needs Need.FOLD_ENTROPY_GRADIENTS and that `effects_reason` is None.
 
         Args:
             changes: Changes that need no gradient except the step's own. None stands for the unchanged step.
@@ -206,7 +208,7 @@ class StepContext:
     def gradient_shares(self, weights: Sequence[LossWeights]) -> tuple[Tensor, list[Tensor]]:
         """Return how much of ΔH comes from the step's fresh gradient and from these parts of its weights. Collective.
 
-        Needs Need.ENTROPY_ROWS and that `effects_reason` is None.
+        Needs Need.FOLD_ENTROPY_GRADIENTS and that `effects_reason` is None.
 
         Returns:
             Products by fold, (K, 1) each. They can be added and subtracted before `effect_of` gives them an error bar.
@@ -220,8 +222,8 @@ class StepContext:
     def token_products(self) -> Iterator[Tensor]:
         """Yield for each fold how much of ΔH comes from each single token's gradient, (B, T). Collective.
 
-        The sum over tokens and folds, weighted by fold sizes, is `gradient_shares`' whole. Needs Need.ENTROPY_ROWS, and
-        that `effects_reason` is None.
+        The sum over tokens and folds, weighted by fold sizes, is `gradient_shares`' whole. Needs
+        Need.FOLD_ENTROPY_GRADIENTS, and that `effects_reason` is None.
         """
         return iter_token_products(self.step.batch, self.prediction, self.passes)
 

@@ -1,11 +1,11 @@
-"""The training gradient of each fold of a step: this rank's entries, stored as rows or as square norms.
+"""The training gradient of each fold of a step: this rank's entries, stored as vectors or as square norms.
 
 A loop's loss is a mean over the B sequences that a rank has in the step, and its gradient is the mean over N ranks. For
 fold k, with n_k of all Σ n sequences, the gradients that reach the leaves therefore add up to
 
     N n_k / Σ n · g_k,        g_k the mean gradient of the fold.
 
-This factor is undone once, at the end of the step. The optimizer's gradient is then the mean of the rows, weighted by
+This factor is undone once, at the end of the step. The optimizer's gradient is then the mean of the g_k, weighted by
 n_k.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_training.engine.gradient_check import CaughtSums
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
-from rl_training.parallel.rows import Receiver, Rows, rows_dtype
+from rl_training.parallel.fold_vectors import FoldVectors, Receiver, fold_dtype
 from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients
@@ -37,23 +37,23 @@ class _RecordedStep:
 
     groups: Sequence[FoldGroup]
 
-    # Stored of each fold. Its samples always are; its row and its square norms as probes need them.
+    # Stored of each fold. Its samples always are; its vector and its square norms as probes need them.
     samples: list[Tensor]  # (K, samples) per bucket: sampled entries, which tell whether all gradients were caught
-    rows: Rows | None  # all entries
+    by_fold: FoldVectors | None  # all entries
     # (K + 1, parameters, 2) fp64, of this rank's entries: |g_k|² and Σ P g_k² of each fold, then of the step's gradient
     sq_norms: Tensor | None
     sqrt_metric: Vector | None  # √P of Adam's metric; set if square norms are stored
 
-    # Passing through: the rows of one group of folds at a time. They are set if rows are not stored, or are rounded and
-    # made of several passes, each of which would be rounded. They end as square norms, or as stored rows.
-    group: FoldGroup | None = None  # whose gradients arrive; also if they arrive in the stored rows
-    group_rows: Rows | None = None
+    # Passing through: the vectors of one group of folds at a time. They are set if vectors are not stored, or are
+    # rounded and made of several passes, each of which would be rounded. They end as square norms, or are stored.
+    group: FoldGroup | None = None  # whose gradients arrive; also if they arrive in the stored vectors
+    group_vectors: FoldVectors | None = None
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all vectors held now."""
-        rows = [part for part in (self.rows, self.group_rows) if part is not None]
-        return sum(part.num_bytes for part in rows) + num_bytes(self.sqrt_metric)
+        held = [vectors for vectors in (self.by_fold, self.group_vectors) if vectors is not None]
+        return sum(vectors.num_bytes for vectors in held) + num_bytes(self.sqrt_metric)
 
 
 class FoldRecorder:
@@ -68,8 +68,8 @@ class FoldRecorder:
 
     Args:
         reduction: Sums the gradients of each backward by fold.
-        offload: Keep rows in host memory.
-        dtype: Dtype in which rows are kept. None: 8 bits if they are large, otherwise the layout's.
+        offload: Keep vectors in host memory.
+        dtype: Dtype in which vectors are kept. None: 8 bits if they are large, otherwise the layout's.
     """
 
     def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -77,13 +77,13 @@ class FoldRecorder:
         self.layout = reduction.shard.layout
         self.peak_bytes = 0  # most bytes of vectors held here at once during the step
         self._device = "cpu" if offload else None
-        self._dtype = rows_dtype(self.layout, dtype)
+        self._dtype = fold_dtype(self.layout, dtype)
         self._step: _RecordedStep | None = None  # None between steps, and at a step that stores nothing
 
     @property
-    def rows(self) -> Rows | None:
-        """The rows of the step's folds. None if they are not stored."""
-        return None if self._step is None else self._step.rows
+    def by_fold(self) -> FoldVectors | None:
+        """The vectors of the step's folds. None if they are not stored."""
+        return None if self._step is None else self._step.by_fold
 
     @property
     def sq_norms(self) -> Tensor | None:
@@ -96,22 +96,22 @@ class FoldRecorder:
         sqrt_metric = None
         if Need.SQ_NORMS in needs:
             sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
-        self.allocate(groups, stores_rows=Need.FOLD_GRADIENTS in needs, sqrt_metric=sqrt_metric)
+        self.allocate(groups, stores_vectors=Need.FOLD_GRADIENTS in needs, sqrt_metric=sqrt_metric)
 
     def allocate(
-        self, groups: Sequence[FoldGroup], *, stores_rows: bool = True, sqrt_metric: Vector | None = None
+        self, groups: Sequence[FoldGroup], *, stores_vectors: bool = True, sqrt_metric: Vector | None = None
     ) -> None:
         """Free what is stored, and allocate what these folds need.
 
         Args:
             groups: The folds of the step.
-            stores_rows: Store every row. Otherwise only one group's rows are in memory at a time.
+            stores_vectors: Store every vector. Otherwise only one group's are in memory at a time.
             sqrt_metric: √P of Adam's metric, nan if the optimizer defines none. Square norms are stored if it is given.
         """
         self.release()
         self.reduction.num_late_gradients = 0
         self.peak_bytes = 0
-        if not stores_rows and sqrt_metric is None:
+        if not stores_vectors and sqrt_metric is None:
             return
         layout = self.layout
         num_folds = groups[-1].folds.stop
@@ -119,11 +119,11 @@ class FoldRecorder:
             torch.zeros(num_folds, len(columns), dtype=layout.dtype, device=layout.device)
             for columns in layout.sampled_columns
         ]
-        rows = Rows(layout, num_folds, self._dtype, self._device) if stores_rows else None
+        by_fold = FoldVectors(layout, num_folds, self._dtype, self._device) if stores_vectors else None
         sq_norms = None
         if sqrt_metric is not None:
             sq_norms = torch.zeros(num_folds + 1, len(layout.names), 2, dtype=torch.float64, device=layout.device)
-        self._step = _RecordedStep(groups, samples, rows, sq_norms, sqrt_metric)
+        self._step = _RecordedStep(groups, samples, by_fold, sq_norms, sqrt_metric)
 
     def arm(self, first_row: int) -> None:
         """Set the hooks for the microbatch that starts at `first_row`, if the step stores anything."""
@@ -136,20 +136,20 @@ class FoldRecorder:
         step.group = group
         is_rounded = self._dtype.itemsize < self.layout.dtype.itemsize
         sums_passes = is_rounded and len(group.rows_per_pass) > 1  # rounding each pass's sum would add up
-        if step.group_rows is None and (step.rows is None or sums_passes):
-            step.group_rows = Rows(self.layout, len(group.folds))
+        if step.group_vectors is None and (step.by_fold is None or sums_passes):
+            step.group_vectors = FoldVectors(self.layout, len(group.folds))
         self.reduction.arm(self._receiver(step, group.folds))
 
     def _receiver(self, step: _RecordedStep, folds: range) -> Receiver:
-        """Return what takes the gradients of these folds: the rows that they go to, and the samples."""
-        if step.group_rows is not None:
-            rows = step.group_rows.receiver(range(len(folds)))
+        """Return what takes the gradients of these folds: the vectors that they go to, and the samples."""
+        if step.group_vectors is not None:
+            receiver = step.group_vectors.receiver(range(len(folds)))
         else:
-            assert step.rows is not None
-            rows = step.rows.receiver(folds)
+            assert step.by_fold is not None
+            receiver = step.by_fold.receiver(folds)
 
         def take(bucket: int, first: int, values: Tensor) -> None:
-            rows.take(bucket, first, values)
+            receiver.take(bucket, first, values)
             samples, columns = self.layout.sampled_within(bucket, first, values.shape[1])
             step.samples[bucket][folds.start : folds.stop, samples] += values[:, columns]
 
@@ -167,8 +167,8 @@ class FoldRecorder:
             passes: Computes the fold gradients that hooks could not catch.
 
         Returns:
-            The step's gradients with rows and square norms, as far as they are stored, and what tells whether they are
-            the step's.
+            The step's gradients with vectors and square norms by fold, as far as they are stored, and what tells
+            whether they are the step's.
         """
         if batch.has_mixed_folds:
             self._recompute(batch, passes)
@@ -177,7 +177,7 @@ class FoldRecorder:
         # a parameter that will not move counts 0 in any metric, with or without optimizer state
         if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        gradients = dataclasses.replace(gradients, rows=self.rows, sq_norms=sq_norms)
+        gradients = dataclasses.replace(gradients, by_fold=self.by_fold, sq_norms=sq_norms)
         num_late, sq_distance, sq_norm, *fold_sq_norms = passes.ranks.reduce(sums).tolist()
         return gradients, CaughtSums(num_late, sq_distance, sq_norm, fold_sq_norms)
 
@@ -199,7 +199,7 @@ class FoldRecorder:
         passes.send_gradients(batch, scores, lambda _, folds: self._receiver(step, folds))
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
-        """Complete rows and square norms, once all gradients have arrived.
+        """Complete vectors and square norms, once all gradients have arrived.
 
         Args:
             sizes: (K,), n_k over all ranks.
@@ -214,10 +214,10 @@ class FoldRecorder:
         layout = self.layout
         factors = float(sizes.sum()) / (num_ranks * sizes)
         self._finish_group(step)
-        if step.rows is not None:
-            step.rows.complete()
-            step.rows.factors = factors
-            self._measure(step, step.rows, range(len(sizes)))
+        if step.by_fold is not None:
+            step.by_fold.complete()
+            step.by_fold.factors = factors
+            self._measure(step, step.by_fold, range(len(sizes)))
         self.peak_bytes = max(self.peak_bytes, step.num_bytes)
         if step.sq_norms is not None:
             step.sq_norms[:-1] *= factors.to(step.sq_norms.device).square().view(-1, 1, 1)
@@ -236,24 +236,24 @@ class FoldRecorder:
         self._step = None
 
     def _finish_group(self, step: _RecordedStep) -> None:
-        """Store the rows that are passing through, or measure their square norms."""
-        rows = step.group_rows
-        if rows is None:
+        """Store the vectors that are passing through, or measure their square norms."""
+        vectors = step.group_vectors
+        if vectors is None:
             return
         assert step.group is not None
         folds = step.group.folds
-        rows.complete()
+        vectors.complete()
         self.peak_bytes = max(self.peak_bytes, step.num_bytes)
-        if step.rows is not None:
-            step.rows.replace(folds, rows.of_folds(range(len(folds))))
+        if step.by_fold is not None:
+            step.by_fold.replace(folds, vectors.of_folds(range(len(folds))))
         else:
-            self._measure(step, rows, folds)
-        step.group_rows = None
+            self._measure(step, vectors, folds)
+        step.group_vectors = None
 
-    def _measure(self, step: _RecordedStep, rows: Rows, folds: range) -> None:
-        """Measure the square norms of the rows of these folds, if they are stored."""
+    def _measure(self, step: _RecordedStep, vectors: FoldVectors, folds: range) -> None:
+        """Measure the square norms of the vectors of these folds, if they are stored."""
         if step.sq_norms is None:
             return
         for index, fold in enumerate(folds):
-            row = rows.of_folds(range(index, index + 1))
-            step.sq_norms[fold : fold + 1] = square_norms(self.layout, row, step.sqrt_metric)
+            vector = vectors.of_folds(range(index, index + 1))
+            step.sq_norms[fold : fold + 1] = square_norms(self.layout, vector, step.sqrt_metric)

@@ -56,7 +56,7 @@ class Measurer:
         self._passes = passes
         self._probe_states = probe_states
         self._costs = costs
-        self._fold_recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.rows_dtype)
+        self._fold_recorder = FoldRecorder(passes.reduction, requirements.offload, requirements.fold_dtype)
         self._checks = StepChecks.of(states[StepChecks.name])
         self._builder = StepBuilder(loop, requirements, passes, self._fold_recorder, self._checks)
         self._residual_test = ResidualTest(

@@ -15,8 +15,8 @@ from torch import Tensor
 from rl_training.engine.context import StepContext
 from rl_training.engine.gradient_witness import GradientWitness
 from rl_training.engine.probe import Probe, Reading, needs_of
+from rl_training.parallel.fold_vectors import equivalent_vectors
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
@@ -164,8 +164,8 @@ class OpenStep:
         """Return the bytes of the vectors that probes held at once. They run one after another."""
         assert self.context is not None
         layout = self.context.passes.layout
-        fold_rows = rows_in_vectors(layout, self.context.step.batch.num_folds)
-        return int(max(probe.num_vectors(fold_rows) for probe in self.probes) * layout.num_bytes)
+        fold_vectors = equivalent_vectors(layout, self.context.step.batch.num_folds)
+        return int(max(probe.num_vectors(fold_vectors) for probe in self.probes) * layout.num_bytes)
 
     def join_on_all_ranks(self, ranks: Ranks) -> Rollout:
         """Return all microbatches as one rollout, with the same fields known on every rank. Collective.

@@ -68,7 +68,7 @@ class Probe(ABC):
             slightly more.
         takes_num_folds: Whether `num_folds` is an argument of its class, which advice on more folds can then name.
         offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
-        rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
+        fold_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
             torch.bfloat16 or torch.int8. None: int8 if they are large, otherwise exact.
         compile: With FOLD_GRADIENTS: fuse passes over vectors with torch.compile. None: on a GPU, if vectors are large.
         entropy: With ENTROPY_…: how the entropy gradient is estimated. None to use another probe's setting or the
@@ -80,7 +80,7 @@ class Probe(ABC):
     num_folds: int | None = None
     takes_num_folds: bool = False
     offload: bool = False
-    rows_dtype: torch.dtype | None = None
+    fold_dtype: torch.dtype | None = None
     compile: bool | None = None
     entropy: EntropySettings | None = None
     every: int = 1  # also for a class whose own __init__ does not call this one
@@ -120,11 +120,11 @@ class Probe(ABC):
         """Which steps it measures, after its name in the announcement; "" for all."""
         return "" if self.every == 1 else f" every {self.every} steps"
 
-    def num_vectors(self, fold_rows: float) -> float:
+    def num_vectors(self, fold_vectors: float) -> float:
         """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 
-        Vectors that the engine keeps for it are not counted. `fold_rows` is how many a vector for each fold takes: the
-        number of folds, or a quarter of it in 8 bits.
+        Vectors that the engine keeps for it are not counted. `fold_vectors` is how many a vector for each fold takes:
+        the number of folds, or a quarter of it in 8 bits.
         """
         return 0.0
 

@@ -16,8 +16,8 @@ from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.data import EntropySettings
 from rl_training.errors import UserError
+from rl_training.parallel.fold_vectors import equivalent_vectors
 from rl_training.parallel.fusion import Fusion
-from rl_training.parallel.rows import rows_in_vectors
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
@@ -38,7 +38,7 @@ class Requirements:
         num_folds: Number of folds over all ranks. None for the default.
         entropy: How the entropy gradient is estimated.
         offload: Keep the fold gradients in CPU memory.
-        rows_dtype: Dtype of the fold gradients. None: 8 bits if they are large, otherwise exact.
+        fold_dtype: Dtype of the fold gradients. None: 8 bits if they are large, otherwise exact.
         compile: Fuse passes over vectors with torch.compile. None: on a GPU, if vectors are large.
     """
 
@@ -47,7 +47,7 @@ class Requirements:
     num_folds: int | None
     entropy: EntropySettings
     offload: bool
-    rows_dtype: torch.dtype | None = None
+    fold_dtype: torch.dtype | None = None
     compile: bool | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class Requirements:
             num_folds=_agreed("num_folds", fold_probes, lambda probe: probe.num_folds),
             entropy=_agreed("entropy gradient", probes, lambda probe: probe.entropy) or EntropySettings(),
             offload=any(probe.offload for probe in fold_probes),
-            rows_dtype=_agreed("rows_dtype", fold_probes, lambda probe: probe.rows_dtype),
+            fold_dtype=_agreed("fold_dtype", fold_probes, lambda probe: probe.fold_dtype),
             compile=_agreed("compile", fold_probes, lambda probe: probe.compile),
         )
 
@@ -135,17 +135,17 @@ class Requirements:
 
     def num_vectors(self, num_folds: int, layout: Layout) -> int:
         """Return how many vectors of this rank's entries a measured step holds on the device."""
-        fold_rows = rows_in_vectors(layout, num_folds)
+        fold_vectors = equivalent_vectors(layout, num_folds)
         has_gradient = Need.ENTROPY_GRADIENT in self.needs
         kept = 0.0
-        if Need.ENTROPY_ROWS in self.needs or (layout.is_small and has_gradient):
-            kept += fold_rows
+        if Need.FOLD_ENTROPY_GRADIENTS in self.needs or (layout.is_small and has_gradient):
+            kept += fold_vectors
         if Need.FOLD_GRADIENTS in self.needs:
-            kept += rows_in_vectors(layout, num_folds, self.rows_dtype)
+            kept += equivalent_vectors(layout, num_folds, self.fold_dtype)
         others = 0
         if has_gradient:
             others = 2 if layout.is_large else 3  # δθ unless it is large, the previous one, and S
-        further = max((probe.num_vectors(fold_rows) for probe in self.probes), default=0.0)
+        further = max((probe.num_vectors(fold_vectors) for probe in self.probes), default=0.0)
         return math.ceil((0.0 if self.offload else kept) + others + further)
 
 

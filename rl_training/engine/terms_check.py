@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.gradient_check import ROUNDING, CaughtSums
-from rl_training.parallel.rows import Rows
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.dropout import has_dropout
 from rl_training.policy.policy import Policy
@@ -133,12 +133,12 @@ class TermsCheck:
         else:
             squares = sq_norms[:-1, :, 0].sum(dim=1)
         group = batch.folds[self.turn % len(batch.folds)]
-        comparison = _compare_group(batch, passes, gradients.rows, group, squares)
+        comparison = _compare_group(batch, passes, gradients.by_fold, group, squares)
         if comparison is None:
             return
         norm, distance, noise = comparison
         tolerance = _tolerance(passes.policy)
-        tolerance += 0.0 if gradients.rows is None else gradients.rows.rounding
+        tolerance += 0.0 if gradients.by_fold is None else gradients.by_fold.rounding
         allowed = tolerance * norm + ROUNDING * float(squares.sqrt().sum()) + NOISE_FACTOR * noise
         if distance > allowed:
             self.distance = distance / norm
@@ -183,16 +183,16 @@ def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
 
 
 def _compare_group(
-    batch: Batch, passes: Passes, rows: Rows | None, group: FoldGroup, squares: Tensor
+    batch: Batch, passes: Passes, by_fold: FoldVectors | None, group: FoldGroup, squares: Tensor
 ) -> tuple[float, float, float] | None:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
-    If rows are not kept, only the norms are compared.
+    If fold gradients are not kept, only the norms are compared.
 
     Args:
         batch: The step's sequences and folds.
         passes: Recomputes the gradient.
-        rows: The caught gradients of all folds. None if they are not kept.
+        by_fold: The caught gradients of all folds. None if they are not kept.
         group: The folds that are compared.
         squares: (K,), the square norms of the caught gradients.
 
@@ -205,8 +205,8 @@ def _compare_group(
     gradient, scores = _recompute(batch, passes, group)
     square = dot(gradient, gradient)
     sq_distance = torch.zeros_like(square)
-    if rows is not None:
-        sq_distance = _sq_distance(rows.means(group.folds), gradient)
+    if by_fold is not None:
+        sq_distance = _sq_distance(by_fold.means(group.folds), gradient)
     training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in scores]
     sq_noise = torch.zeros_like(square)
     scores_noise = torch.zeros(2, dtype=square.dtype, device=device)
@@ -220,7 +220,7 @@ def _compare_group(
     sums = passes.ranks.reduce(torch.cat([square, sq_distance, sq_noise, scores_off, scores_noise]))
     square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(group.folds)] * 3 + [2, 2])
     caught_square = squares[group.folds.start : group.folds.stop].to(square)
-    if rows is None:
+    if by_fold is None:
         sq_distance = (caught_square.sqrt() - square.sqrt()).square()
     tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
     is_same_policy = float(off) <= tolerance * float(num_tokens) + NOISE_FACTOR * float(noise)
@@ -266,7 +266,7 @@ def _score_distance(training: list[tuple[Tensor, Scores]], recomputed: list[tupl
 
 
 def _sq_distance(caught: Vector, recomputed: Vector) -> Tensor:
-    """Return the squared norms of the differences of two vectors' rows, (folds,)."""
+    """Return the squared norms of the differences of two sets of vectors, (folds,)."""
     differences = [part.to(exact) - exact for part, exact in zip(caught, recomputed, strict=True)]
     return dot(differences, differences)
 

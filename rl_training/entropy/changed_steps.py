@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import Entries, OptimizerPiece, clip_factors
+from rl_training.parallel.fold_vectors import FoldVectors, fold_dtype
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Rows, rows_dtype
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights, rows_with_weight
 from rl_training.step.passes import Passes, WeightedScores
 
-CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
+CHUNK_BYTES = 2**28  # how many bytes of the bases' gradients by fold to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
 TOLERANCE = 1e-11  # squared distance, relative to the squared norm, within which fp32 weights count as multiples
 
@@ -41,10 +41,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction X: factor · rows for each fold, factor · mean over all folds."""
+    """A direction X: factor · by_fold for each fold, factor · mean over all folds."""
 
-    rows: Rows
-    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k; None: no leave-one-out corrections are needed
+    by_fold: FoldVectors
+    mean: Entries | None = None  # the folds' mean, weighted by n_k; None: no leave-one-out corrections are needed
     factor: float = 1.0
 
 
@@ -72,11 +72,11 @@ def changes_by_basis(
     zeros = torch.zeros_like(next(iter(added_weights.values())))
     vectors = torch.stack([zeros if unchanged is None else unchanged, *added_weights.values()]).double().flatten(1)
     products = ranks.reduce(vectors @ vectors.T)
-    rows = {name: row for row, name in enumerate(added_weights, 1)}
-    for name, row in rows.items():
-        candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
+    indices_of = {name: index for index, name in enumerate(added_weights, 1)}
+    for name, index in indices_of.items():
+        candidates = [([0], without_basis), *(([0, indices_of[basis]], changes) for basis, changes in by_basis.items())]
         for indices, changes in candidates:
-            factors = solve_combination(products, row, indices)
+            factors = solve_combination(products, index, indices)
             if factors is not None:
                 changes[name] = Change(*factors)
                 break
@@ -86,13 +86,13 @@ def changes_by_basis(
 
 
 def solve_combination(
-    products: Tensor, row: int, indices: Sequence[int], tolerance: float = TOLERANCE
+    products: Tensor, index: int, indices: Sequence[int], tolerance: float = TOLERANCE
 ) -> list[float] | None:
-    """Return the factors that make vector `row` a linear combination of other vectors, or None if it is not one.
+    """Return the factors that make vector `index` a linear combination of other vectors, or None if it is not one.
 
     Args:
         products: Inner products of all vectors, (n, n).
-        row: Index of the vector.
+        index: Index of the vector.
         indices: Indices of the other vectors.
         tolerance: Largest squared distance from a combination, relative to the vector's squared norm.
 
@@ -101,8 +101,8 @@ def solve_combination(
     [3.0, -1.0]
     """
     gram = products[indices][:, indices]
-    with_others = products[indices, row]
-    square = products[row, row]
+    with_others = products[indices, index]
+    square = products[index, index]
     scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
     factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_others / scale) / scale
     squared_distance = square - factors @ with_others
@@ -123,8 +123,8 @@ def iter_basis_gradients(
     local_counts = [rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)]
     *counts, total = passes.ranks.reduce(torch.stack(local_counts).double()).tolist()
     dense = [index for index, count in enumerate(counts) if 2.0 * count >= total]
-    bytes_of_rows = rows_dtype(layout).itemsize * batch.num_folds * max(1, layout.num_entries)
-    num_fitting = _chunk_bytes(layout.device) // bytes_of_rows
+    bytes_of_basis = fold_dtype(layout).itemsize * batch.num_folds * max(1, layout.num_entries)
+    num_fitting = _chunk_bytes(layout.device) // bytes_of_basis
     chunk_size = max(1, passes.ranks.least(num_fitting, batch.fold.device))
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     single_passes = [[index] for index in range(len(weights)) if index not in dense]
@@ -133,15 +133,15 @@ def iter_basis_gradients(
     for indices in sorted(shared_passes + single_passes):
         chosen = [weights[index] for index in indices]
         scores = WeightedScores(chosen, shares_of_sequences)
-        rows_of_weights = passes.gradients_by_fold(batch, scores, dtype=rows_dtype(layout))
+        gradients = passes.gradients_by_fold(batch, scores, dtype=fold_dtype(layout))
         for index in indices:
-            rows = rows_of_weights.pop(0)
-            yield index, FoldMeans.of(rows.sum(sizes / sizes.sum()), rows, sizes)
-            del rows  # free them before the next are made
+            by_fold = gradients.pop(0)
+            yield index, FoldMeans.of(by_fold.sum(sizes / sizes.sum()), by_fold, sizes)
+            del by_fold  # free them before the next are made
 
 
 def _chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes of the bases' rows to hold at once."""
+    """Return how many bytes of the bases' gradients by fold to hold at once."""
     if device.type != "cuda":
         return CHUNK_BYTES
     return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
@@ -228,13 +228,13 @@ class ChangedUpdates:
             for c in range(count):
                 delta = next(deltas)
                 for d, direction in enumerate(directions):
-                    rows = direction.rows.of(piece.bucket, piece.columns)
-                    factors = direction.factor * direction.rows.factors.to(by_fold)
-                    by_fold[c, :, d] += factors * dots(rows, delta[:-1])
+                    x = direction.by_fold.of(piece.bucket, piece.columns)
+                    factors = direction.factor * direction.by_fold.factors.to(by_fold)
+                    by_fold[c, :, d] += factors * dots(x, delta[:-1])
                     if direction.mean is not None:
                         fold_effect = delta[:-1] - delta[-1]
                         total = direction.factor * self._sizes.sum() * dots(fold_effect, piece.of(direction.mean))
-                        corrections[c, :, d] += total - self._sizes * factors * dots(rows, fold_effect)
+                        corrections[c, :, d] += total - self._sizes * factors * dots(x, fold_effect)
                         del fold_effect
                 del delta
             del gradients, deltas  # free them before the next piece's are made

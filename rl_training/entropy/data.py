@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.options import check_flag, check_share, check_whole
-from rl_training.parallel.rows import Rows
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.vectors import Vector
 from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate, effective_samples
 from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, stderr_reason
@@ -121,6 +121,6 @@ class EntropyPrediction:
     variance_of_batch: Tensor | None = None
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
-    rows: Rows | None = None  # E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    entropy_gradients: FoldVectors | None = None  # X of each fold, E[T] ∂H_tok; with Need.FOLD_ENTROPY_GRADIENTS
     leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
     peak_bytes: int = 0  # the most bytes of vectors that were held at once while this was made

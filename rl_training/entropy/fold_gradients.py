@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.weights import normalised_ratios, policy_first, prefix_ratios, surrogate_weights
+from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Receiver
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights
@@ -41,7 +41,7 @@ def ratios_to_sampler(batch: Batch, ranks: Ranks) -> Tensor | None:
 def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor:
     """Return each fold's number of sequences, and Σ ρh and Σ ρ over their tokens, (K, 3). Collective.
 
-    A fold's row includes its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
+    A fold's sums include its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
     so that the jackknife accounts for it. These effects add up to 0 over all sequences.
     """
     exact = batch.scores.exact()

@@ -1,6 +1,6 @@
 """Everything that is reported about a step's entropy: a smooth function of sums over folds, with jackknife errors.
 
-Each fold k contributes a row. It starts with the fold's totals: the number of sequences, their entropies and their
+Each fold k contributes its terms. They start with the fold's totals: the number of sequences, their entropies and their
 lengths, weighted by prefix ratios if another policy sampled them. Then comes n_k X_k · δθ for each update δθ, with
 X = E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] per token and X = ∂H_seq per sequence. With predictions per sequence, the sums
 without a fold use the H_tok of the other folds. Without them H_tok is treated as a constant, and error bars per token
@@ -24,17 +24,17 @@ from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 
-NUM_TOTALS = 3  # columns of a row before the products
+NUM_TOTALS = 3  # columns before the products
 HALF_STEP = "half_step"  # ½(forward + backward), of which only the error is needed
 
 
 def fold_table(
     step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts
 ) -> tuple[Tensor, Tensor, Unavailable | None]:
-    """Return the rows of all folds. Collective.
+    """Return the terms of all folds. Collective.
 
     Returns:
-        The rows, (K, columns), in host memory: totals, then two columns per product, the reward's last. Then their
+        The terms, (K, columns), in host memory: totals, then two columns per product, the reward's last. Then their
         leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2), and why the reward's products are
         nan, or None.
     """
@@ -50,10 +50,10 @@ def fold_table(
         reward_reason = gradient.factor_reason
     reward_table = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
     reward, reward_corrections = reward_table.split(1, dim=1)
-    rows, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)
-    rows = torch.cat([rows, torch.full_like(reward, torch.nan), reward], dim=1)
+    terms, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)
+    terms = torch.cat([terms, torch.full_like(reward, torch.nan), reward], dim=1)
     corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
-    return rows, corrections.unflatten(1, (-1, 2)), reward_reason
+    return terms, corrections.unflatten(1, (-1, 2)), reward_reason
 
 
 def with_quantities(
@@ -65,10 +65,10 @@ def with_quantities(
     `errors`, because one batch can miss rare responses and look too certain.
     """
     per_sequence = prediction.settings.per_sequence
-    rows, corrections, reward_reason = fold_table(step, ranks, prediction, products)
-    total = rows.sum(dim=0)
+    terms, corrections, reward_reason = fold_table(step, ranks, prediction, products)
+    total = terms.sum(dim=0)
     level = float(total[1] / total[2]) if per_sequence else 0.0  # 0 if there is no entropy at all: nothing to vary
-    without = sums_without(total, rows, corrections, level or None)
+    without = sums_without(total, terms, corrections, level or None)
     values = statistic(total)
     stderrs = jackknife_stderr(statistic, total, without)
     by_name = dict(zip(names_of(prediction.labels), zip(values, stderrs, strict=True), strict=True))
@@ -84,14 +84,14 @@ def with_quantities(
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
         for name, (value, stderr) in by_name.items()
     )
-    variance_of_batch = torch.stack([row.stderr for row in changes]).square()
+    variance_of_batch = torch.stack([change.stderr for change in changes]).square()
     decay = prediction.settings.error_decay
     variances, batches = errors.add(variance_of_batch, step.number, decay).average(decay)
     averaged = [
-        dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
-        for row, stderr, count in zip(changes, variances.sqrt().view(-1, 2), batches.view(-1, 2), strict=True)
+        dataclasses.replace(change, stderr=stderr, batches=count, stderr_of_batch=change.stderr)
+        for change, stderr, count in zip(changes, variances.sqrt().view(-1, 2), batches.view(-1, 2), strict=True)
     ]
-    quantities = {row.name: row for row in (entropy, *averaged)}
+    quantities = {quantity.name: quantity for quantity in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(
         prediction,
@@ -103,7 +103,7 @@ def with_quantities(
 
 
 def names_of(labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the rows of `statistic`, given those of the products beyond PRODUCTS."""
+    """Return the names of the quantities of `statistic`, given those of the products beyond PRODUCTS."""
     return ("entropy", *PRODUCTS, *labels, LENGTH_AND_REWARD, HALF_STEP)
 
 
@@ -137,7 +137,7 @@ def sums_without(total: Tensor, by_fold: Tensor, corrections: Tensor, level: flo
         total: Sums over all folds, (columns,).
         by_fold: The terms of each fold, (K, columns).
         corrections: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2).
-        level: The H_tok in X, which row l replaces by the H_tok of the other folds. None: H_tok is a constant.
+        level: The H_tok in X, replaced without fold l by the H_tok of the other folds. None: H_tok is a constant.
     """
     without = total - by_fold
     pairs = without[:, NUM_TOTALS:].unflatten(1, (-1, 2))

@@ -16,7 +16,7 @@ from rl_training.entropy.changed_steps import (
 )
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
-from rl_training.parallel.rows import Rows
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.statistics.jackknife import jackknife_covariance, stderr_reason
 from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
@@ -63,11 +63,11 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
     return Pair(values, covariance, len(counts) - 1)
 
 
-def updates_and_rows(prediction: EntropyPrediction) -> tuple[LeaveOneOutUpdates, Rows]:
+def updates_and_entropy_gradients(prediction: EntropyPrediction) -> tuple[LeaveOneOutUpdates, FoldVectors]:
     """Return the updates without each fold, and X of each fold, of a step that has paired effects."""
     assert prediction.leave_one_out is not None
-    assert prediction.rows is not None, "it takes Need.ENTROPY_ROWS"
-    return prediction.leave_one_out, prediction.rows
+    assert prediction.entropy_gradients is not None, "it takes Need.FOLD_ENTROPY_GRADIENTS"
+    return prediction.leave_one_out, prediction.entropy_gradients
 
 
 def paired_effects(
@@ -91,19 +91,19 @@ def paired_effects(
         reward: The reward's gradient: a multiple of the step's own, or the weights of a loss that has it. None: every
             Δreward is nan.
     """
-    updates, rows = updates_and_rows(prediction)
+    updates, x = updates_and_entropy_gradients(prediction)
     unchanged = step.batch.loss_weights.stacked()
     added_weights = {name: table - unchanged for name, table in weights.items()}
     of_step = None if step.reasons.other_terms else unchanged
     without_basis, by_basis = changes_by_basis(added_weights, of_step, passes.ranks)
-    directions = [Direction(rows)]
+    directions = [Direction(x)]
     names = list(by_basis)
     reward_weights = [reward] if isinstance(reward, LossWeights) else []
     basis_weights = [*reward_weights, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
     bases = iter_basis_gradients(step.batch, passes, basis_weights)
     if reward is not None:
         gradient, factor = (updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
-        directions.append(Direction(gradient.rows, gradient.mean, factor))
+        directions.append(Direction(gradient.by_fold, gradient.mean, factor))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
@@ -127,10 +127,10 @@ def gradient_shares(
     Returns:
         Products by fold for `effect_of`, (K, 1) each.
     """
-    updates, rows = updates_and_rows(prediction)
+    updates, x = updates_and_entropy_gradients(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        return ChangedUpdates(updates, basis).products_of_part(Direction(rows))
+        return ChangedUpdates(updates, basis).products_of_part(Direction(x))
 
     by_index = {}
     for index, basis in iter_basis_gradients(batch, passes, weights):

@@ -15,8 +15,8 @@ Where each quantity is calculated, and which reasons make it nan:
                                                                       not_drawn_by_policy
     entropy             totals_of_folds in fold_gradients.py          no others
     forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: one_fold,
-    splits, unclipped                                                 reused, `rows_reason` (engine/build_step.py); the
-                                                                      optimizer's, from view_optimizer in
+    splits, unclipped                                                 reused, `by_fold_reason` (engine/build_step.py);
+                                                                      the optimizer's, from view_optimizer in
                                                                       optim/state.py: no_formula, not_in_optimizer,
                                                                       no_..._formula of its file
     backward            FoldProducts._add in products.py              `backward_reason`: first_step, step_not_measured,
@@ -47,7 +47,7 @@ The jackknife leaves out fold l. Then the updates δθ_(−k) of the other folds
 
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
-So S and one entropy gradient at a time are enough. A step holds the K rows of fold gradients, the previous δθ, S and
+So S and one entropy gradient at a time are enough. A step holds the K fold gradients, the previous δθ, S and
 some entries of one X. Small models also hold δθ. For others it is calculated piece by piece wherever it is multiplied,
 and written over the previous one at the end. A step holds all X_k only if they are small, or if a probe multiplies them
 with changes of the step.
@@ -73,8 +73,8 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
+from rl_training.parallel.fold_vectors import FoldVectors, Receiver, fold_dtype, handing_to
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Receiver, Rows, handing_to, rows_dtype
 from rl_training.parallel.sums import square_norm
 from rl_training.parallel.vectors import num_bytes
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
@@ -166,7 +166,7 @@ class EntropyPredictor:
             forward_reason=_forward_reason(step),
             backward_reason=previous.reason(step.number) or step.reasons.reused,
             totals=totals,
-            rows=held[0] if Need.ENTROPY_ROWS in needs else None,
+            entropy_gradients=held[0] if Need.FOLD_ENTROPY_GRADIENTS in needs else None,
             leave_one_out=leave_one_out,
             peak_bytes=peak_bytes,
         )
@@ -181,8 +181,8 @@ class EntropyPredictor:
         directions: Sequence[LossWeights],
         products: FoldProducts | None,
         score_check: ScoreCheck,
-    ) -> list[Rows]:
-        """Calculate X of each fold, multiply it with `products` if given, and return the rows held. Collective.
+    ) -> list[FoldVectors]:
+        """Calculate X of each fold, multiply it with `products` if given, and return those held. Collective.
 
         Args:
             step: The step.
@@ -192,17 +192,17 @@ class EntropyPredictor:
             score_check: Receives all scores that X is calculated from.
 
         Returns:
-            X per token and per sequence of small models, else X per token if `needs` has its rows, or nothing.
+            X per token and per sequence of small models, else X per token if `needs` asks for it, or nothing.
         """
         batch = step.batch
         layout = step.gradients.layout
         # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-        num_held = len(directions) if layout.is_small else int(Need.ENTROPY_ROWS in needs)
-        held = [Rows(layout, batch.num_folds, rows_dtype(layout), self.device) for _ in range(num_held)]
+        num_held = len(directions) if layout.is_small else int(Need.FOLD_ENTROPY_GRADIENTS in needs)
+        held = [FoldVectors(layout, batch.num_folds, fold_dtype(layout), self.device) for _ in range(num_held)]
         receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
         send_fold_gradients(batch, self.passes, directions, self.settings, score_check, receiver_of)
-        for rows in held:
-            rows.complete()
+        for x in held:
+            x.complete()
         if products is not None and layout.is_small:
             _multiply(held, products, range(batch.num_folds))
         return held
@@ -228,7 +228,7 @@ def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Un
 def _forward_reason(step: StepData) -> Unavailable | None:
     """Return the reason why no fold can be left out of the step, or None."""
     reasons = step.reasons
-    return step.optimizer.reason or step.gradients.rows_reason or reasons.one_fold or reasons.reused
+    return step.optimizer.reason or step.gradients.by_fold_reason or reasons.one_fold or reasons.reused
 
 
 def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
@@ -249,30 +249,30 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
     whole = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
     if not layout.is_large and not step.optimizer.rounding_reason:
         whole = dataclasses.replace(whole, held=compute_update(layout, whole))
-    if gradients.rows is None or _forward_reason(step):
+    if gradients.by_fold is None or _forward_reason(step):
         return whole, None
-    folds = FoldMeans.of(mean, gradients.rows, step.batch.fold_sizes)
+    folds = FoldMeans.of(mean, gradients.by_fold, step.batch.fold_sizes)
     return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, whole)
 
 
-def _receiver_of(held: Sequence[Rows], products: FoldProducts | None, target: int, folds: range) -> Receiver:
-    """Return what takes the X of these folds: their rows if they are held, and what multiplies them."""
+def _receiver_of(held: Sequence[FoldVectors], products: FoldProducts | None, target: int, folds: range) -> Receiver:
+    """Return what takes the X of these folds: their vectors if they are held, and what multiplies them."""
     receivers = [held[target].receiver(folds)] if target < len(held) else []
     if products is not None:
         receivers.append(products.receiver(target, folds))
     return handing_to(receivers, len(folds))
 
 
-def _multiply(held: Sequence[Rows], products: FoldProducts, folds: range) -> None:
+def _multiply(held: Sequence[FoldVectors], products: FoldProducts, folds: range) -> None:
     """Multiply the X of all folds that are held, for each target."""
-    for target, rows in enumerate(held):
+    for target, vectors in enumerate(held):
         receiver = products.receiver(target, folds)
-        for bucket, x in enumerate(rows.of_folds(folds)):
+        for bucket, x in enumerate(vectors.of_folds(folds)):
             receiver.take(bucket, 0, x)
 
 
-def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, held: Sequence[Rows]) -> int:
+def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, held: Sequence[FoldVectors]) -> int:
     """Return the size of the vectors that a prediction holds beside the previous δθ."""
     sums = [] if products is None else products.sums
     held_update = None if update is None else update.held
-    return num_bytes(held_update) + sum(map(num_bytes, sums)) + sum(rows.num_bytes for rows in held)
+    return num_bytes(held_update) + sum(map(num_bytes, sums)) + sum(vectors.num_bytes for vectors in held)

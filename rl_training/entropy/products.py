@@ -20,9 +20,9 @@ from rl_training.entropy.data import BACKWARD, FORWARD, PRODUCTS, REUSE, UNCLIPP
 from rl_training.optim.formula import CAUSES
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import OptimizerPiece, StepUpdate
+from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Receiver
 from rl_training.parallel.sums import dots, inner_product
 from rl_training.parallel.vectors import Layout, Vector
 
@@ -145,8 +145,8 @@ class FoldProducts:
         columns = slice(first, first + x.shape[-1])
         if self.sums:
             total = self.sums[target][bucket][columns]
-            for row, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
-                total.add_(row, alpha=size)
+            for part, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
+                total.add_(part, alpha=size)
         pieces = [] if self._update is None else [*self._update.pieces.within(bucket, columns)]
         for index, part in self._split(folds, x):
             if self._previous is not None:
@@ -158,7 +158,7 @@ class FoldProducts:
 
     def _split(self, folds: range, x: Tensor) -> Iterator[tuple[int | slice, Tensor]]:
         """Yield x, (folds, n), in the parts that are multiplied at once, and their folds."""
-        if len(folds) == 1 or self._layout.fusion.is_on:  # vectors are multiplied in fewer passes than rows
+        if len(folds) == 1 or self._layout.fusion.is_on:  # vectors are multiplied in fewer passes if one by one
             yield from zip(folds, x, strict=True)
         else:
             yield slice(folds.start, folds.stop), x

@@ -118,6 +118,6 @@ def reward_products(fold_sizes: Tensor, updates: LeaveOneOutUpdates | None, fact
     """
     if factor is None or updates is None:
         return torch.full((len(fold_sizes), 2), torch.nan, dtype=torch.float64)
-    direction = Direction(updates.gradient.rows, updates.gradient.mean, factor)
+    direction = Direction(updates.gradient.by_fold, updates.gradient.mean, factor)
     ((by_fold, corrections),) = ChangedUpdates(updates).products([None], [direction])
     return torch.cat([fold_sizes.unsqueeze(1) * by_fold, corrections], dim=1)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.data import EntropyPrediction
-from rl_training.entropy.paired_effects import updates_and_rows
+from rl_training.entropy.paired_effects import updates_and_entropy_gradients
 from rl_training.entropy.per_decision import slopes
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
-from rl_training.parallel.rows import Rows
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.sums import square_norm
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.rollout import take_rows
@@ -41,7 +41,7 @@ def iter_token_products(batch: Batch, prediction: EntropyPrediction, passes: Pas
 
     Only valid if `paired_effects_reason` returns None.
     """
-    updates, x = updates_and_rows(prediction)
+    updates, x = updates_and_entropy_gradients(prediction)
     weights = batch.loss_weights
     sizes = batch.fold_sizes
     has_weight = rows_with_weight([weights])
@@ -87,14 +87,14 @@ def _slopes(
     return (unknown, unknown), length
 
 
-def _direction(layout: Layout, updates: LeaveOneOutUpdates, rows: Rows, k: int) -> Vector:
+def _direction(layout: Layout, updates: LeaveOneOutUpdates, x: FoldVectors, k: int) -> Vector:
     """Return v_k, this rank's entries."""
     vector = layout.zeros()
     clip = float(updates.clips[k])
-    factor = float(rows.factors[k])
+    factor = float(x.factors[k])
     for piece in updates.pieces:
         slope = piece.gradient_factor(updates.clipped.without(k, piece))
-        piece.of(vector).copy_(slope * rows.of(piece.bucket, piece.columns, k)).mul_(clip * factor)
+        piece.of(vector).copy_(slope * x.of(piece.bucket, piece.columns, k)).mul_(clip * factor)
     return vector
 
 

@@ -31,7 +31,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import MemorySettings
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
-from rl_training.parallel.rows import Receiver, Rows
+from rl_training.parallel.fold_vectors import FoldVectors, Receiver
 from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -65,19 +65,19 @@ def make_update(
     """Compute the optimizer's step on U. Collective."""
     layout = restored.layout
     batch = _batch_of(restored, update, memory.microbatch_size)
-    rows = Rows(layout, batch.num_folds, device="cpu" if memory.offload else None)
+    by_fold = FoldVectors(layout, batch.num_folds, device="cpu" if memory.offload else None)
 
     def receiver_of(_: int, folds: range) -> Receiver:
         progress(int(batch.fold_sizes[folds.start]))
-        return rows.receiver(folds)
+        return by_fold.receiver(folds)
 
     shares = (1.0 / batch.fold_sizes).to(batch.fold.device)[batch.fold].unsqueeze(1)
     restored.passes.send_gradients(batch, WeightedScores([batch.loss_weights], shares), receiver_of)
-    rows.complete()
-    gradient = rows.sum(batch.fold_sizes / batch.num_sequences)
+    by_fold.complete()
+    gradient = by_fold.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm
     pieces = OptimizerPieces(layout, restored.shard.weights(), restored.optimizer.states)
-    folds = FoldMeans.of(gradient, rows, batch.fold_sizes)
+    folds = FoldMeans.of(gradient, by_fold, batch.fold_sizes)
     whole = StepUpdate(pieces, gradient, clip=float(clip_factors(restored.reduce(dot(gradient, gradient)), max_norm)))
     without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.passes.ranks, whole)
     return Update(batch, gradient, compute_update(layout, without.whole), without)

@@ -24,9 +24,9 @@ from rl_training.optim.updates import (
     clip_factors,
     scaled,
 )
+from rl_training.parallel.fold_vectors import EncodedVector, FoldVectors, entries_of
 from rl_training.parallel.fusion import Product
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import EncodedRow, Rows, entries_of
 from rl_training.parallel.sums import square_norm
 from rl_training.statistics.jackknife import leave_out_coefficients
 
@@ -38,18 +38,18 @@ class FoldMeans:
     """This rank's entries of a gradient: the mean g over all folds, and the mean g_k over each fold."""
 
     mean: Entries  # g
-    rows: Rows  # g_k, up to the factors of the rows
+    by_fold: FoldVectors  # g_k, up to `by_fold.factors`
     sizes: Tensor  # n_k, (K,) fp64
     mean_coefficient: Tensor  # the factor of g in g_(−k), (K, 1), on the entries' device
-    fold_coefficient: Tensor  # the factor of a row in g_(−k), (K, 1)
+    fold_coefficient: Tensor  # the factor of a fold's vector in g_(−k), (K, 1)
 
     @classmethod
-    def of(cls, mean: Entries, rows: Rows, sizes: Tensor) -> FoldMeans:
+    def of(cls, mean: Entries, by_fold: FoldVectors, sizes: Tensor) -> FoldMeans:
         """Return a gradient by fold, with the factors that leave one fold out.
 
         Args:
             mean: The mean gradient over all folds.
-            rows: The mean gradient of each fold.
+            by_fold: The mean gradient of each fold.
             sizes: The number of sequences in each fold, (K,).
 
         Raises:
@@ -57,8 +57,8 @@ class FoldMeans:
         """
         entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
         of_mean, of_fold = leave_out_coefficients(sizes)
-        coefficients = torch.stack([of_mean, of_fold * rows.factors.to(of_fold)]).to(entries).unsqueeze(2)
-        return cls(mean, rows, sizes, *coefficients)
+        coefficients = torch.stack([of_mean, of_fold * by_fold.factors.to(of_fold)]).to(entries).unsqueeze(2)
+        return cls(mean, by_fold, sizes, *coefficients)
 
     def without(self, folds: int | slice, piece: ParameterSpan, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
@@ -69,29 +69,29 @@ class FoldMeans:
             mean: g in this piece, if the caller has it already.
         """
         mean = piece.of(self.mean) if mean is None else mean
-        rows = self.rows.of(piece.bucket, piece.columns, folds)
-        return _without(mean, rows, self.mean_coefficient[folds], self.fold_coefficient[folds])
+        of_fold = self.by_fold.of(piece.bucket, piece.columns, folds)
+        return _without(mean, of_fold, self.mean_coefficient[folds], self.fold_coefficient[folds])
 
     def terms_without(
         self, folds: int | slice, piece: ParameterSpan
-    ) -> tuple[Tensor, Tensor | EncodedRow, Tensor, Tensor]:
-        """Return g, rows and their two coefficients in g_(−k), of which `_without` makes a piece's entries."""
+    ) -> tuple[Tensor, Tensor | EncodedVector, Tensor, Tensor]:
+        """Return g, g_k and their two coefficients in g_(−k), of which `_without` makes a piece's entries."""
         column: tuple[int | slice, ...] = (folds, 0) if isinstance(folds, int) else (folds,)
         return (
             piece.of(self.mean),
-            self._rows(piece, folds),
+            self._entries(piece, folds),
             self.mean_coefficient[column],
             self.fold_coefficient[column],
         )
 
-    def rows_of(self, piece: ParameterSpan) -> tuple[Tensor | EncodedRow, ...]:
-        """Return each row's entries of a piece."""
-        return tuple(self._rows(piece, fold) for fold in range(len(self.rows)))
+    def entries_by_fold(self, piece: ParameterSpan) -> tuple[Tensor | EncodedVector, ...]:
+        """Return each fold's entries of a piece."""
+        return tuple(self._entries(piece, fold) for fold in range(len(self.by_fold)))
 
-    def _rows(self, piece: ParameterSpan, folds: int | slice) -> Tensor | EncodedRow:
-        if isinstance(folds, int) and self.rows.layout.fusion.is_on:
-            return self.rows.encoded(piece.bucket, piece.columns, folds)
-        return self.rows.of(piece.bucket, piece.columns, folds)
+    def _entries(self, piece: ParameterSpan, folds: int | slice) -> Tensor | EncodedVector:
+        if isinstance(folds, int) and self.by_fold.layout.fusion.is_on:
+            return self.by_fold.encoded(piece.bucket, piece.columns, folds)
+        return self.by_fold.of(piece.bucket, piece.columns, folds)
 
     def scaled(self, factors: Tensor) -> FoldMeans:
         """Return the same gradients with each g_(−k) multiplied by a factor, (K,)."""
@@ -108,25 +108,27 @@ class FoldMeans:
         They are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
         """
         mean = piece.of(self.mean)
-        fusion = self.rows.layout.fusion
+        fusion = self.by_fold.layout.fusion
         ratios = self.fold_coefficient / self.mean_coefficient
-        rows = (self._rows(piece, fold) for fold in range(len(self.rows)))
+        by_fold = (self._entries(piece, fold) for fold in range(len(self.by_fold)))
         if fusion.is_on:
-            numbers = zip(rows, ratios[:, 0], strict=True)
+            numbers = zip(by_fold, ratios[:, 0], strict=True)
             squares = [fusion.sums(_square, (len(mean),), mean, *pair).sum() for pair in numbers]
         else:
-            pairs = zip(map(entries_of, rows), ratios, strict=True)
+            pairs = zip(map(entries_of, by_fold), ratios, strict=True)
             squares = [square_norm(torch.addcmul(mean, *pair)) for pair in pairs]
         return torch.stack(squares) * self.mean_coefficient[:, 0].double().square()
 
 
-def _without(mean: Tensor, rows: Tensor | EncodedRow, mean_coefficient: Tensor, fold_coefficient: Tensor) -> Tensor:
+def _without(
+    mean: Tensor, of_fold: Tensor | EncodedVector, mean_coefficient: Tensor, fold_coefficient: Tensor
+) -> Tensor:
     """Return g_(−k), in two passes."""
-    return (entries_of(rows) * fold_coefficient).addcmul_(mean_coefficient, mean)
+    return (entries_of(of_fold) * fold_coefficient).addcmul_(mean_coefficient, mean)
 
 
-def _square(mean: Tensor, row: Tensor | EncodedRow, ratio: Tensor) -> Iterator[Product]:
-    difference = torch.addcmul(mean, entries_of(row), ratio)
+def _square(mean: Tensor, of_fold: Tensor | EncodedVector, ratio: Tensor) -> Iterator[Product]:
+    difference = torch.addcmul(mean, entries_of(of_fold), ratio)
     yield Product(1.0, difference, difference)
 
 
@@ -190,12 +192,12 @@ class LeaveOneOutUpdates:
         mean = piece.of(gradient.mean)
         factor = self.whole.clip_tensor
         if piece.is_smooth:
-            rows = gradient.rows_of(piece)
-            sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, rows, is_rough=True)
-            sums = sums.view(len(CAUSES), 1 + len(rows))
+            by_fold = gradient.entries_by_fold(piece)
+            sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, by_fold, is_rough=True)
+            sums = sums.view(len(CAUSES), 1 + len(by_fold))
             with_mean = sums[:, :1].T
-            with_rows = sums[:, 1:].T
-            without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_rows
+            with_folds = sums[:, 1:].T
+            without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_folds
             return without - self.whole.clip * with_mean
         whole = fusion.sums(update_products, sizes, piece, x, mean, factor)
         folds = range(len(self.clips))
@@ -215,10 +217,10 @@ def products_without(piece: OptimizerPiece, x: Tensor, *terms: Any) -> Iterable[
 
 
 def slope_products(
-    piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None, rows: Sequence[Tensor | EncodedRow]
+    piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None, by_fold: Sequence[Tensor | EncodedVector]
 ) -> Iterator[Product]:
-    """Yield the products of the slope of x · δθ with the mean gradient and each row, for each cause."""
+    """Yield the products of the slope of x · δθ with the mean gradient and each fold's, for each cause."""
     for part in piece.state.derivative(piece.param, scaled(mean, factor)):
         slope = x if part is None else x * part
-        for vector in (mean, *rows):
+        for vector in (mean, *by_fold):
             yield Product(0.0 if part is None else 1.0, slope, entries_of(vector))

@@ -34,7 +34,7 @@ class ParameterSpan:
     sizes: tuple[int, ...]  # how many entries of each of `names` are in the span, perhaps 0
 
     def of(self, vector: Entries) -> Tensor:
-        """Return the span's entries of one vector, (n,), or of several, (rows, n)."""
+        """Return the span's entries of one vector, (n,), or of several, (vectors, n)."""
         if isinstance(vector, Mapping):
             return self.joined(vector[name] for name in self.names)
         return vector[self.bucket][..., self.columns]

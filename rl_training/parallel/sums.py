@@ -25,7 +25,7 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a: (…, n).
-        b: (…, n), or (n,) for all rows of a.
+        b: (…, n), or (n,) for all vectors of a.
 
     Returns:
         (…).

@@ -30,7 +30,7 @@ TARGET_CHUNKS_GPU = 24
 LARGE = 2**25  # vectors of at least this many entries are large, which changes what is kept of them and how
 MAX_SAMPLED = 2**18  # about so many entries of a step are compared on each rank
 
-Vector = list[Tensor]  # one tensor per bucket: (n,), or (rows, n)
+Vector = list[Tensor]  # one tensor per bucket: (n,), or (vectors, n)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Layout:
 
     @property
     def is_large(self) -> bool:
-        """Whether memory matters more than time: by default rows are kept in 8 bits then, and δθ is not held."""
+        """Whether memory matters more than time: by default fold vectors are in 8 bits then, and δθ is not held."""
         return self.num_entries >= LARGE
 
     @property
@@ -200,24 +200,24 @@ def dot(a: Vector, b: Vector) -> Tensor:
     return torch.stack([dots(x.to(y.device), y) for x, y in zip(a, b, strict=True)]).sum(dim=0)
 
 
-def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Tensor | float] | None) -> Tensor:
-    """Return |g|² and Σ P g² by row and parameter.
+def square_norms(layout: Layout, vectors: Vector, sqrt_preconditioner: Sequence[Tensor | float] | None) -> Tensor:
+    """Return |g|² and Σ P g² by vector and parameter.
 
-    Each row of a bucket is handled whole, so the number of operations does not grow with the number of parameters.
+    Buckets are handled whole, so the number of operations does not grow with the number of parameters.
 
     Args:
-        layout: The layout of the rows.
-        rows: The vectors g, (rows, n) per bucket.
+        layout: The layout of the vectors.
+        vectors: The vectors g, (vectors, n) per bucket.
         sqrt_preconditioner: √P, (n,) per bucket. None: Σ P g² is nan.
 
     Returns:
-        (rows, parameters, 2) fp64.
+        (vectors, parameters, 2) fp64.
     """
     by_bucket = []
-    metric = sqrt_preconditioner or [math.nan] * len(rows)
-    for bucket, part, root in zip(layout.buckets, rows, metric, strict=True):
-        exact_rows = (row.to(layout.device, layout.dtype) for row in part)
-        sums = [sums_of_spans(g.square(), bucket.sizes) for row in exact_rows for g in (row, row * root)]
+    metric = sqrt_preconditioner or [math.nan] * len(vectors)
+    for bucket, part, root in zip(layout.buckets, vectors, metric, strict=True):
+        exact = (values.to(layout.device, layout.dtype) for values in part)
+        sums = [sums_of_spans(g.square(), bucket.sizes) for values in exact for g in (values, values * root)]
         by_bucket.append(torch.stack(sums).view(len(part), 2, -1))
     return torch.cat(by_bucket, dim=2).transpose(1, 2)
 

@@ -77,7 +77,7 @@ class InterventionsProbe(Probe):
     """
 
     name = "interventions"
-    needs = Need.ENTROPY_ROWS | Need.TERMS_CHECK
+    needs = Need.FOLD_ENTROPY_GRADIENTS | Need.TERMS_CHECK
     takes_num_folds = True
 
     def __init__(
@@ -139,9 +139,9 @@ class InterventionsProbe(Probe):
             estimates += self._estimates(ctx, intervention, pairs[name], factor, means, no_reward)
         return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), estimates, strict=True)), state=means)
 
-    def num_vectors(self, fold_rows: float) -> float:
-        """Return fold_rows + 1: a basis of changes for each fold and over all."""
-        return fold_rows + 1.0
+    def num_vectors(self, fold_vectors: float) -> float:
+        """Return fold_vectors + 1: a basis of changes for each fold and over all."""
+        return fold_vectors + 1.0
 
     def _metrics(self) -> list[str]:
         return [

@@ -130,7 +130,7 @@ class MeasuredStepProbe(Probe):
         weights = ShardedVector.of(shard, layout.by_name(layout.vector(shard.copy_local_weights().values())))
         return Reading(measured=estimates, state=dataclasses.replace(state, weights=weights, step=ctx.step.number))
 
-    def num_vectors(self, fold_rows: float) -> float:
+    def num_vectors(self, fold_vectors: float) -> float:
         """Return 3: the weights before and after the step, and the extrapolated ones if training is rounded."""
         return 3.0
 

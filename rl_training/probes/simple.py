@@ -52,7 +52,7 @@ class SimpleEntropyProbe(Probe):
         per_sequence: Also predict nats per sequence (`…_sequence`), length and reward, for a second backward. Error
             bars per token then include the noise of the entropy level.
         offload: Keep the folds' gradients in host memory.
-        rows_dtype: Dtype of the folds' gradients: "float32", "bfloat16" for half the memory, or "int8" for a quarter,
+        fold_dtype: Dtype of the folds' gradients: "float32", "bfloat16" for half the memory, or "int8" for a quarter,
             with a scale per block of entries. "auto": int8 from 2^25 trained entries per process on, else float32.
         compile: Fuse the passes over vectors with torch.compile. None: on a GPU, from 2^25 trained entries per process
             on. Estimates stay the same up to rounding. Without a working compiler, passes run uncompiled.
@@ -78,7 +78,7 @@ class SimpleEntropyProbe(Probe):
         num_folds: int | None = None,
         per_sequence: bool = False,
         offload: bool = False,
-        rows_dtype: str = "auto",
+        fold_dtype: str = "auto",
         compile: bool | None = None,
         error_decay: float | None = None,
         every: int = 1,
@@ -101,13 +101,13 @@ class SimpleEntropyProbe(Probe):
         check_flag("simple: offload", offload)
         if compile is not None:
             check_flag("simple: compile", compile)
-        if rows_dtype not in ("auto", "float32", "bfloat16", "int8"):
-            raise UserError(f"simple: rows_dtype={rows_dtype} must be auto, float32, bfloat16 or int8")
+        if fold_dtype not in ("auto", "float32", "bfloat16", "int8"):
+            raise UserError(f"simple: fold_dtype={fold_dtype} must be auto, float32, bfloat16 or int8")
         self.responses_per_prompt = responses_per_prompt
         self.num_folds = num_folds
         self.per_sequence = per_sequence
         self.offload = offload
-        self.rows_dtype = None if rows_dtype == "auto" else getattr(torch, rows_dtype)
+        self.fold_dtype = None if fold_dtype == "auto" else getattr(torch, fold_dtype)
         self.compile = compile
         self.steps = steps
         self.unclipped = unclipped

@@ -70,7 +70,7 @@ class TokenClassesProbe(Probe):
     """
 
     name = "token_classes"
-    needs = Need.ENTROPY_ROWS
+    needs = Need.FOLD_ENTROPY_GRADIENTS
     takes_num_folds = True
 
     def __init__(self, every: int = 10, num_folds: int | None = None, top_tokens: bool = True) -> None:
@@ -134,9 +134,9 @@ class TokenClassesProbe(Probe):
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[inverse])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
-    def num_vectors(self, fold_rows: float) -> float:
-        """Return fold_rows + 1: the gradient of one class, for each fold and over all."""
-        return fold_rows + 1.0
+    def num_vectors(self, fold_vectors: float) -> float:
+        """Return fold_vectors + 1: the gradient of one class, for each fold and over all."""
+        return fold_vectors + 1.0
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from rl_training.parallel.rows import Receiver
+from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import constant
 from rl_training.step.exchange import Exchange
@@ -30,7 +30,7 @@ Timed = Callable[[], AbstractContextManager[None]]  # returns a context that add
 
 
 class PendingGradients:
-    """Gradients that have arrived but are not added to rows yet, by bucket of the layout."""
+    """Gradients that have arrived but are not handed to receivers yet, by bucket of the layout."""
 
     def __init__(self, shard: Shard) -> None:
         self._layout = shard.layout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_training.parallel.rows import Receiver
+from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import join
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from rl_training.parallel.rows import Receiver
+from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.scores import Scores
 from rl_training.step.catching import (

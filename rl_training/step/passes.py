@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.parallel.fold_vectors import FoldVectors, Receiver, adding_to
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Receiver, Rows, adding_to
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy, split_rows
 from rl_training.policy.rollout import Rollout
@@ -63,7 +63,9 @@ class Passes:
         share_of_fold = batch.num_sequences / self.ranks.count / batch.fold_sizes
         return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
 
-    def gradients_by_fold(self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None) -> list[Rows]:
+    def gradients_by_fold(
+        self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None
+    ) -> list[FoldVectors]:
         """Return the gradient of each fold for each weighting.
 
         Passes cover only sequences that have a weight.
@@ -71,13 +73,13 @@ class Passes:
         Args:
             batch: The step's sequences and folds.
             scores: What is differentiated.
-            dtype: Dtype of the rows. None for the one in which gradients are summed.
+            dtype: Dtype of the vectors. None for the one in which gradients are summed.
         """
-        rows = [Rows(self.layout, batch.num_folds, dtype) for _ in scores.weights]
-        self.send_gradients(batch, scores, lambda index, folds: rows[index].receiver(folds))
-        for part in rows:
-            part.complete()
-        return rows
+        gradients = [FoldVectors(self.layout, batch.num_folds, dtype) for _ in scores.weights]
+        self.send_gradients(batch, scores, lambda index, folds: gradients[index].receiver(folds))
+        for vectors in gradients:
+            vectors.complete()
+        return gradients
 
     def send_gradients(
         self,
@@ -113,9 +115,9 @@ class Passes:
         scores: WeightedScores,
         use: Callable[[list[Vector]], None],
     ) -> None:
-        """Call `use` with the gradients of each pass, one row for each rank: (ranks, n) per bucket and weighting.
+        """Call `use` with the gradients of each pass, a vector for each rank: (ranks, n) per bucket and weighting.
 
-        Every rank calls it equally often. The row of a rank that has run out of passes is 0.
+        Every rank calls it equally often. The vector of a rank that has run out of passes is 0.
 
         Args:
             rollout: The rollout that the rows index.

@@ -139,7 +139,7 @@ def test_reading_costs_changes_nothing_and_is_optional(make_trainer, monkeypatch
     asked = []
 
     def twice(costs: Costs, by_name: Any = Costs.by_name) -> dict[str, float]:
-        assert driver._started().measurer._fold_recorder.rows is None
+        assert driver._started().measurer._fold_recorder.by_fold is None
         asked.append(by_name(costs))
         return by_name(costs)
 

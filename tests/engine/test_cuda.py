@@ -1,4 +1,4 @@
-"""On a GPU: probes do not change a bit of training, values agree with the CPU's, offloaded rows give the same values.
+"""On a GPU: probes do not change a bit of training, values agree with the CPU's, offloading gives the same values.
 
 Tests that are meaningful on a CPU run there as well, so this code is exercised without a GPU. benchmarks/gpu.py runs
 all of them on a GPU. Kernels without a deterministic version are allowed, with a warning.

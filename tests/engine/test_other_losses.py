@@ -51,7 +51,7 @@ class FoldsAndTwins(Seen):
         step = ctx.step
         reading = super().measure(ctx, state)
         loss, parameters = step.batch.loss_weights, list(ctx.policy.model.parameters())
-        self.kept, self.twins = torch.cat(step.gradients.rows.means(), dim=1), []
+        self.kept, self.twins = torch.cat(step.gradients.by_fold.means(), dim=1), []
         for fold in range(self.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
             fresh = ctx.policy.score(step.batch.rollout, rows)

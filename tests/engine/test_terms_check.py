@@ -134,9 +134,9 @@ def test_folds_are_checked_in_turn(monkeypatch: Any) -> None:
     compared: list[int] = []
     compare = terms_check._compare_group
 
-    def kept(batch: Any, passes: Any, rows: Any, group: Any, squares: Tensor) -> Any:
+    def kept(batch: Any, passes: Any, by_fold: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
-        return compare(batch, passes, rows, group, squares)
+        return compare(batch, passes, by_fold, group, squares)
 
     monkeypatch.setattr(terms_check, "_compare_group", kept)
     monkeypatch.setattr(terms_check, "EVERY", 2)
@@ -213,7 +213,10 @@ def test_an_undeclared_term_is_known_however_prompts_are_cut_into_microbatches()
         probe.num_folds = folds
         loop_with(penalty, probes=[probe], steps=steps)
         for step in probe.kept_steps:
-            assert [step.reasons.other_terms.code, bool(step.gradients.rows_reason)] == ["other_gradient", bool(folds)]
+            assert [step.reasons.other_terms.code, bool(step.gradients.by_fold_reason)] == [
+                "other_gradient",
+                bool(folds),
+            ]
 
 
 def test_a_loss_that_goes_backward_in_two_parts_has_the_estimates_of_one_where_folds_are_recomputed() -> None:

@@ -136,7 +136,7 @@ def test_square_norms_do_not_depend_on_how_gradients_share_buckets() -> None:
         expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
     layout = Layout.of(gradients)
     assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
-    rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
-    (got,) = square_norms(layout, rows, sqrt_preconditioner(layout, gradients, states)).tolist()
+    vectors = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
+    (got,) = square_norms(layout, vectors, sqrt_preconditioner(layout, gradients, states)).tolist()
     assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
-    assert square_norms(layout, rows, None)[..., 1].isnan().all()
+    assert square_norms(layout, vectors, None)[..., 1].isnan().all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_steps import ALONE, draw, rows_of, shard_of
+from example_steps import ALONE, draw, fold_vectors_of, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
@@ -84,15 +84,17 @@ def test_updates_without_a_fold_are_those_of_the_other_folds(
     parameters, states = drawn(formula)
     sizes = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     layout = Layout.of(parameters)
-    rows = [draw(3, bucket.size) for bucket in layout.buckets]
-    mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
+    by_fold = [draw(3, bucket.size) for bucket in layout.buckets]
+    mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in by_fold]
     layout = dataclasses.replace(layout, chunk_size=8)
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = LeaveOneOutUpdates(pieces, FoldMeans.of(mean, rows_of(layout, rows), sizes), max_grad_norm, ALONE)
+    steps = LeaveOneOutUpdates(
+        pieces, FoldMeans.of(mean, fold_vectors_of(layout, by_fold), sizes), max_grad_norm, ALONE
+    )
     assert steps.is_clipped == (max_grad_norm < math.inf)  # although the step itself is not
     for k in range(3):
         others = [i for i in range(3) if i != k]
-        mean_of_others = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
+        mean_of_others = sum(sizes[i] * torch.cat([part[i] for part in by_fold]) for i in others) / sizes[others].sum()
         clip = min(1.0, max_grad_norm / (float(mean_of_others.norm()) + 1e-6))
         assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
         named = layout.by_name(layout.split(clip * mean_of_others))
@@ -106,13 +108,13 @@ def test_an_update_without_the_dominant_fold_is_clipped_by_its_own_norm() -> Non
     generator = torch.Generator().manual_seed(0)
     sizes, reason = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
     for others in (0.0, 1e-9, 1e-5, 1e-3):
-        rows = others * torch.randn(8, 20000, generator=generator)
-        rows[3] = torch.randn(20000, generator=generator)
-        mean = rows.mean(dim=0)
+        vectors = others * torch.randn(8, 20000, generator=generator)
+        vectors[3] = torch.randn(20000, generator=generator)
+        mean = vectors.mean(dim=0)
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout.of(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
         steps = LeaveOneOutUpdates(
-            pieces, FoldMeans.of([mean], rows_of(Layout.of(weights), [rows]), sizes), reason, ALONE
+            pieces, FoldMeans.of([mean], fold_vectors_of(Layout.of(weights), [vectors]), sizes), reason, ALONE
         )
         made = [
             torch.cat([piece.delta(steps.clipped.without(k, piece)).total for piece in steps.pieces]).double()

@@ -24,12 +24,12 @@ from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces, StepUpdate, clip_factors, compute_update
 from rl_training.parallel import fusion as fusion_module
 from rl_training.parallel import vectors
+from rl_training.parallel.fold_vectors import BLOCK as FOLD_BLOCK
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.fusion import BLOCK, Fusion, Product
-from rl_training.parallel.rows import BLOCK as ROW_BLOCK
-from rl_training.parallel.rows import Rows
 from rl_training.parallel.vectors import Layout
 
-SIZES = {"a": 3 * ROW_BLOCK, "b": BLOCK, "c": 5 * BLOCK, "odd": 70, "large": 40 * BLOCK}
+SIZES = {"a": 3 * FOLD_BLOCK, "b": BLOCK, "c": 5 * BLOCK, "odd": 70, "large": 40 * BLOCK}
 FOLDS = 3
 
 
@@ -54,22 +54,22 @@ def state_of(kind: str, size: int, decay: float, step: int) -> OptimizerState:
     return AdamWState(m, v, step, 1e-2, (0.9, 0.99), 1e-8, decay, decoupled=kind == "adamw")
 
 
-def results(fusion: Fusion, kind: str, step: int, rows_dtype: torch.dtype, weights_dtype: torch.dtype) -> list[Tensor]:
+def results(fusion: Fusion, kind: str, step: int, fold_dtype: torch.dtype, weights_dtype: torch.dtype) -> list[Tensor]:
     """Return everything that a step calculates of its vectors: clipping factors, products, corrections and update."""
     torch.manual_seed(0)
     weights = {name: torch.randn(size, dtype=weights_dtype) for name, size in SIZES.items()}
     layout = dataclasses.replace(Layout.of(weights), fusion=fusion)
     states = {name: state_of(kind, size, 0.1 * (name != "b" or kind != "adamw"), step) for name, size in SIZES.items()}
-    rows, gradients = Rows(layout, FOLDS, rows_dtype), []
+    by_fold, gradients = FoldVectors(layout, FOLDS, fold_dtype), []
     for fold in range(FOLDS):
         gradients.append([torch.randn(bucket.size) for bucket in layout.buckets])
         for index, part in enumerate(gradients[-1]):
-            rows.receiver(range(fold, fold + 1)).take(index, 0, part.unsqueeze(0))
+            by_fold.receiver(range(fold, fold + 1)).take(index, 0, part.unsqueeze(0))
     mean = [torch.stack(parts).mean(dim=0) for parts in zip(*gradients, strict=True)]
     limit = 0.7 * math.sqrt(sum(float(part.square().sum()) for part in mean))
     pieces = OptimizerPieces(layout, weights, states)
     whole = StepUpdate(pieces, mean, float(clip_factors(torch.tensor((limit / 0.7) ** 2), limit)))
-    folds = FoldMeans.of(mean, rows, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
+    folds = FoldMeans.of(mean, by_fold, torch.tensor([4.0, 4.0, 2.0], dtype=torch.float64))
     updates = LeaveOneOutUpdates(pieces, folds, limit, ALONE, whole)
     previous = [torch.randn(bucket.size) for bucket in layout.buckets]
     attribution = Attribution(list(SIZES))
@@ -87,7 +87,7 @@ def assert_same(compiled: list[Tensor], expected: list[Tensor], tolerance: float
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows_dtype", "weights_dtype"),
+    ("kind", "fold_dtype", "weights_dtype"),
     [
         ("adamw", torch.int8, torch.float32),
         ("adam", torch.float32, torch.bfloat16),
@@ -96,13 +96,13 @@ def assert_same(compiled: list[Tensor], expected: list[Tensor], tolerance: float
     ],
 )
 def test_a_traced_step_has_the_numbers_of_an_eager_one(
-    compiler, monkeypatch, kind: str, rows_dtype: torch.dtype, weights_dtype: torch.dtype
+    compiler, monkeypatch, kind: str, fold_dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> None:
     """Also before Adam's step is smooth. Pieces that are not whole blocks are left out."""
     monkeypatch.setattr(vectors, "CHUNK_SIZE_CPU", 20 * BLOCK)
     fusion = Fusion(is_on=True, backend="eager")
     for step in (SMOOTH_STEPS, SMOOTH_STEPS - 1)[: 1 + (kind == "adamw")]:
-        settings = kind, step, rows_dtype, weights_dtype
+        settings = kind, step, fold_dtype, weights_dtype
         assert_same(results(fusion, *settings), results(Fusion(), *settings))
     assert fusion.is_on
     assert num_graphs() <= 8, "a graph for each function, and for each way in which weight decay is kept"

@@ -27,8 +27,8 @@ from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.hosts.policy import HostPolicy
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.models.load import load_tiny
+from rl_training.parallel.fold_vectors import adding_to
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin, Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer

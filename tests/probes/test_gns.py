@@ -116,7 +116,7 @@ class Loop:
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
         sqrt_metric = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
-        self.recorder.allocate(folds, stores_rows=False, sqrt_metric=sqrt_metric)
+        self.recorder.allocate(folds, stores_vectors=False, sqrt_metric=sqrt_metric)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.recorder.arm(rows[k].start)
@@ -147,7 +147,7 @@ class Loop:
             self.shard.weights(),
             self.shard.gradients(),
             self.layout,
-            rows=None,
+            by_fold=None,
             sq_norms=self.recorder.sq_norms,
         )
         batch = dataclasses.replace(ctx.step.batch, microbatch_rows=rows, folds=folds, fold_sizes=fold_sizes)
@@ -460,7 +460,7 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     recorder = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    recorder.allocate(folds, stores_rows=False, sqrt_metric=shard.layout.zeros())
+    recorder.allocate(folds, stores_vectors=False, sqrt_metric=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
         recorder.arm(k)
         (3.0 * p.sum() / 2).backward()

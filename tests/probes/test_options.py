@@ -61,7 +61,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, meaningless values for every
     "top_tokens": NO_FLAGS,
     "unclipped": NO_FLAGS,
     "keep_gathered": NO_FLAGS,
-    "rows_dtype": ["abc", None, 1, ["float32"]],
+    "fold_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
 }
 BOUNDARY: dict[str, Any] = {  # by option, the last value that is accepted

@@ -413,9 +413,9 @@ def test_two_neighbouring_steps_in_three_have_a_trapezoid_and_sums(make_trainer)
 
 
 def test_gradients_in_8_bits_move_estimates_by_less_than_a_fiftieth_of_their_errors(make_trainer, monkeypatch) -> None:
-    """From the third step on, here, the jackknife's corrections are products with the rows too."""
+    """From the third step on, here, the jackknife's corrections are products with the fold gradients too."""
     monkeypatch.setattr(adamw, "SMOOTH_STEPS", 2)
-    exact, rounded = Answers(), Answers(rows_dtype="int8")
+    exact, rounded = Answers(), Answers(fold_dtype="int8")
     for probe in (exact, rounded):
         make_trainer(probes=[probe], max_completion_length=8, **{"max_steps": 3}, **EIGHT_FOLDS).train()
     for before, after in zip(exact.all, rounded.all, strict=True):

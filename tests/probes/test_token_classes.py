@@ -12,7 +12,7 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
-from example_steps import ALONE, rows_of
+from example_steps import ALONE, fold_vectors_of
 from ranks_in_threads import on_two_ranks
 from seen import Kept
 from simple_twin import Recorder, Twin
@@ -216,11 +216,13 @@ def test_the_leave_out_parts_of_a_basis_equal_those_by_hand() -> None:
     layout = Layout.of({"w": torch.zeros(1).double()})
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
-    weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
+    weight, vectors = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, FoldMeans.of([weight], rows_of(layout, [rows]), sizes), math.inf, ALONE)
-    basis = FoldMeans.of([0.5 * weight], rows_of(layout, [0.5 * rows]), sizes)
-    direction = Direction(rows_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
+    steps = LeaveOneOutUpdates(
+        pieces, FoldMeans.of([weight], fold_vectors_of(layout, [vectors]), sizes), math.inf, ALONE
+    )
+    basis = FoldMeans.of([0.5 * weight], fold_vectors_of(layout, [0.5 * vectors]), sizes)
+    direction = Direction(fold_vectors_of(layout, [torch.tensor([[1.0], [2.0]]).double()]))
     products = ChangedUpdates(steps, basis).products_of_part(direction)
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 

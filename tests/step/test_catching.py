@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_training.parallel.rows import adding_to
+from rl_training.parallel.fold_vectors import adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.step.fold_reduction import FoldReduction
 

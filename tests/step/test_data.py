@@ -12,7 +12,7 @@ from example_steps import drawn_adamw
 from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
-from rl_training.parallel.rows import Rows
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.vectors import Layout
 
 PACKAGE = Path(__file__).parents[2] / "rl_training"
@@ -34,13 +34,13 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def test_step_data_is_frozen_and_holds_only_plain_data() -> None:
-    """Layouts, and rows of vectors, are allowed too: they say how vectors are stored."""
+    """Layouts, and vectors by fold, are allowed too: they say how vectors are stored."""
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
     ctx = step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
     held = list(values_in(ctx.step))
     assert sum(isinstance(value, Tensor) for value in held) > 10
     others = {type(value) for value in held if not isinstance(value, Tensor | str)}
-    assert others <= {bool, int, float, range, type(None), Layout, Rows}
+    assert others <= {bool, int, float, range, type(None), Layout, FoldVectors}
 
 
 def test_step_data_is_created_in_one_module() -> None:

@@ -1,4 +1,4 @@
-"""Claims on gradients kept during training: vectors are stored in buckets, and rows are each fold's mean gradient."""
+"""Claims on gradients kept during training: vectors are stored in buckets, by fold as the mean gradient of each."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import CaughtSums, gradient_mismatch
 from rl_training.parallel import vectors
-from rl_training.parallel.rows import Rows, adding_to
+from rl_training.parallel.fold_vectors import FoldVectors, adding_to
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.sums import dots, sums_of_spans
 from rl_training.parallel.vectors import Layout, dot, num_bytes
@@ -78,10 +78,10 @@ def folds_of(*sizes: list[int]) -> list[FoldGroup]:
     return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
-def rows_by_name(recorder: FoldRecorder) -> dict[str, Tensor]:
-    """Return the kept rows by parameter, (K, n)."""
-    assert recorder.rows is not None
-    return recorder.layout.by_name(recorder.rows.means())
+def kept_by_name(recorder: FoldRecorder) -> dict[str, Tensor]:
+    """Return the kept vectors by parameter, (K, n)."""
+    assert recorder.by_fold is not None
+    return recorder.layout.by_name(recorder.by_fold.means())
 
 
 def mean_of(model: nn.Module) -> dict[str, Tensor]:
@@ -155,10 +155,10 @@ def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
 
 def test_writing_to_the_view_of_a_parameter_writes_to_the_vector(joined: int) -> None:
     layout = Layout.of(named(torch.float32))
-    rows = layout.zeros(3)
-    layout.by_name(rows)["vector"][1] = torch.arange(4.0)
-    assert torch.cat(rows, dim=1)[1].tolist() == [0.0] * 7 + [0.0, 1.0, 2.0, 3.0] + [0.0] * 4
-    assert num_bytes(rows) == 3 * 15 * 4
+    by_fold = layout.zeros(3)
+    layout.by_name(by_fold)["vector"][1] = torch.arange(4.0)
+    assert torch.cat(by_fold, dim=1)[1].tolist() == [0.0] * 7 + [0.0, 1.0, 2.0, 3.0] + [0.0] * 4
+    assert num_bytes(by_fold) == 3 * 15 * 4
 
 
 def test_a_large_parameter_with_its_own_bucket_is_not_copied(monkeypatch) -> None:
@@ -217,41 +217,41 @@ def test_a_layout_of_parameters_on_several_devices_raises() -> None:
         Layout.of({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- vectors by fold --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "dtype"), [*((k, torch.float64) for k in (1, 3, 4)), (4, torch.bfloat16)])
-def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
-    """Bitwise if K is a power of two, because dividing the loss by K is exact. bf16 rows are kept in fp32."""
+def test_kept_vectors_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
+    """Bitwise if K is a power of two, because dividing the loss by K is exact. Those of bf16 are kept in fp32."""
     model, batches = TiedModel(dtype), microbatches(count)
     recorder = recorder_of(model)
     train_step(model, recorder, batches)
-    assert recorder.rows.dtype == torch.promote_types(dtype, torch.float32)
+    assert recorder.by_fold.dtype == torch.promote_types(dtype, torch.float32)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
-            got, tolerance = rows_by_name(recorder)[name][k], 1e-12 if count == 3 else 0.0
+            got, tolerance = kept_by_name(recorder)[name][k], 1e-12 if count == 3 else 0.0
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
 
 
-def test_bf16_rows_are_the_rows_rounded_to_eight_significant_bits() -> None:
+def test_vectors_kept_in_bf16_are_rounded_to_eight_significant_bits() -> None:
     exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
     recorder, bf16_recorder = recorder_of(exact), recorder_of(halved, dtype=torch.bfloat16)
     train_step(exact, recorder, microbatches(3))
     train_step(halved, bf16_recorder, microbatches(3))
-    assert bf16_recorder.rows.dtype == torch.bfloat16
-    for name, row in rows_by_name(recorder).items():
+    assert bf16_recorder.by_fold.dtype == torch.bfloat16
+    for name, exact in kept_by_name(recorder).items():
         torch.testing.assert_close(
-            rows_by_name(bf16_recorder)[name].float(), row, rtol=2.0**-7, atol=1e-9
+            kept_by_name(bf16_recorder)[name].float(), exact, rtol=2.0**-7, atol=1e-9
         )  # rounded twice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_rows_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: torch.dtype) -> None:
-    """Folds of two microbatches and of one: the rows are those of the whole gradients, rounded."""
+def test_vectors_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: torch.dtype) -> None:
+    """Folds of two microbatches and of one: the vectors are the whole gradients, rounded."""
     model, batches = TiedModel(torch.float32), microbatches(3)
     recorder, expected = (
         recorder_of(model, dtype=dtype),
-        Rows(Layout.of(dict(model.named_parameters())), 2, dtype),
+        FoldVectors(Layout.of(dict(model.named_parameters())), 2, dtype),
     )
     recorder.allocate(folds_of([3, 3], [3]))
     for k, tokens in enumerate(batches):
@@ -262,24 +262,24 @@ def test_rows_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: torch.
         sums = [sum(entries) for entries in zip(*(part.values() for part in parts), strict=True)]
         for bucket, total in enumerate(recorder.layout.vector(sums)):
             expected.receiver(range(fold, fold + 1)).take(bucket, 0, total.unsqueeze(0))
-    for got, exact in zip(recorder.rows.of_folds(range(2)), expected.of_folds(range(2)), strict=True):
+    for got, exact in zip(recorder.by_fold.of_folds(range(2)), expected.of_folds(range(2)), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-7)
 
 
-def test_the_mean_of_the_rows_is_the_gradient_of_the_optimizer(model: TiedModel, recorder: FoldRecorder) -> None:
+def test_the_mean_of_the_folds_is_the_gradient_of_the_optimizer(model: TiedModel, recorder: FoldRecorder) -> None:
     train_step(model, recorder, microbatches(3))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(rows_by_name(recorder)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(kept_by_name(recorder)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
-def test_rows_are_the_same_under_gradient_checkpointing() -> None:
+def test_vectors_by_fold_are_the_same_under_gradient_checkpointing() -> None:
     """The tied weight is used both inside and before the checkpointed part."""
     model, batches = TiedModel(reentrant=False), microbatches(4)
     recorder = recorder_of(model)
     train_step(model, recorder, batches)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            torch.testing.assert_close(rows_by_name(recorder)[name][k], gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(kept_by_name(recorder)[name][k], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
@@ -292,14 +292,14 @@ def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     assert gradient_mismatch(caught, is_rounded=False).code == "gradient_in_parts"
 
 
-def test_each_step_starts_with_as_many_empty_rows_as_it_has_folds(model: TiedModel, recorder: FoldRecorder) -> None:
+def test_each_step_starts_with_as_many_empty_vectors_as_it_has_folds(model: TiedModel, recorder: FoldRecorder) -> None:
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
         train_step(model, recorder, batches)
-        assert len(recorder.rows) == count
+        assert len(recorder.by_fold) == count
         assert recorder.peak_bytes == count * recorder.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
-            assert torch.equal(rows_by_name(recorder)[name][-1], gradient), name
+            assert torch.equal(kept_by_name(recorder)[name][-1], gradient), name
 
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, recorder: FoldRecorder) -> None:
@@ -312,16 +312,16 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
         torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            assert torch.equal(rows_by_name(recorder)[name][k], gradient), name
+            assert torch.equal(kept_by_name(recorder)[name][k], gradient), name
 
 
 def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
-    recorder.allocate(folds_of([3]), stores_rows=False)
+    recorder.allocate(folds_of([3]), stores_vectors=False)
     recorder.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
+def test_a_finished_step_leaves_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
     recorder.allocate(folds_of([3], [3]))
     for first_row in (0, 3):
         recorder.arm(first_row)
@@ -331,17 +331,17 @@ def test_finished_rows_leave_no_hook(model: TiedModel, recorder: FoldRecorder) -
     recorder.reduction.finish()
     model(microbatches(1)[0]).backward()
     recorder.finish(torch.ones(2), 1, mean_of(model))
-    assert not any(part.any() for part in recorder.rows.means())
+    assert not any(part.any() for part in recorder.by_fold.means())
 
 
-@pytest.mark.parametrize(("offload", "stores_rows"), [(True, True), (False, False), (False, True)])
-def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
-    model: TiedModel, offload: bool, stores_rows: bool
+@pytest.mark.parametrize(("offload", "stores_vectors"), [(True, True), (False, False), (False, True)])
+def test_folds_of_unequal_sizes_have_the_vectors_and_norms_of_their_mean_gradients(
+    model: TiedModel, offload: bool, stores_vectors: bool
 ) -> None:
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
     recorder, sizes = recorder_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    recorder.allocate(folds_of([1, 2], [3]), stores_rows=stores_rows, sqrt_metric=recorder.layout.zeros())
+    recorder.allocate(folds_of([1, 2], [3]), stores_vectors=stores_vectors, sqrt_metric=recorder.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(recorder, first_row, model(tokens) * len(tokens) / sum(sizes))
     recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model))
@@ -351,19 +351,19 @@ def test_folds_of_unequal_sizes_have_the_rows_and_norms_of_their_mean_gradients(
         of_folds = torch.stack([gradients[name] for gradients in expected])
         of_folds_and_mean = torch.cat([of_folds, of_folds.mean(dim=0, keepdim=True)]).square().sum(dim=1)
         torch.testing.assert_close(recorder.sq_norms[:, number, 0], of_folds_and_mean)
-        if stores_rows:
-            torch.testing.assert_close(rows_by_name(recorder)[name], of_folds)
+        if stores_vectors:
+            torch.testing.assert_close(kept_by_name(recorder)[name], of_folds)
 
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
-def test_rows_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) -> None:
+def test_vectors_by_fold_are_kept_in_host_memory_on_request(offload: bool, lies_on: str) -> None:
     """With fake tensors, which have a device in name only."""
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout.of(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
         recorder.allocate(folds_of([1]), sqrt_metric=shard.layout.zeros())
-        assert recorder.rows._parts[0].device.type == lies_on
+        assert recorder.by_fold._parts[0].device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
 
 
@@ -388,9 +388,9 @@ def sliced_sums(rank: int) -> dict[str, Tensor]:
     shard = shard_of(model, Sliced)
     target, reduction = shard.layout.zeros(2), FoldReduction(shard)
     first_fold = [part[:1] for part in target]
-    for rows, tokens in zip((first_fold, target), microbatches(2, seed=200 + rank), strict=True):
+    for target_vectors, tokens in zip((first_fold, target), microbatches(2, seed=200 + rank), strict=True):
         loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
-        reduction.arm(adding_to(rows))
+        reduction.arm(adding_to(target_vectors))
         loss.backward()
         reduction.finish()
     return shard.layout.by_name(target)
@@ -413,7 +413,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tenso
 
 
 @pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
-def test_sharded_rows_are_the_plain_sums_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
+def test_sharded_vectors_are_the_plain_sums_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
     """The first backward of both processes belongs to fold 0. The second belongs to fold 1 on process 1 only."""
     of_tied = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
     of_embedding = []

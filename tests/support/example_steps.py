@@ -20,8 +20,8 @@ from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.optim.updates import OptimizerPieces
+from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.rows import Rows
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy
@@ -69,11 +69,11 @@ def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
     return Batch(rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0)
 
 
-def rows_of(layout: Layout, vectors: Vector) -> Rows:
-    """Return rows with these entries, (K, n) per bucket."""
-    rows = Rows(layout, len(vectors[0]), vectors[0].dtype)
-    rows.replace(range(len(rows)), vectors)
-    return rows
+def fold_vectors_of(layout: Layout, vectors: Vector) -> FoldVectors:
+    """Return vectors by fold with these entries, (K, n) per bucket."""
+    by_fold = FoldVectors(layout, len(vectors[0]), vectors[0].dtype)
+    by_fold.replace(range(len(by_fold)), vectors)
+    return by_fold
 
 
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
@@ -86,10 +86,10 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     Returns:
         (K, …), the shape of `folds`.
     """
-    rows = folds.flatten(1)
-    mean = sizes.to(rows) @ rows / sizes.sum()
+    vectors = folds.flatten(1)
+    mean = sizes.to(vectors) @ vectors / sizes.sum()
     pieces = OptimizerPieces(Layout.of({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    means = FoldMeans.of([mean], rows_of(Layout.of({"all": mean}), [rows]), sizes)
+    means = FoldMeans.of([mean], fold_vectors_of(Layout.of({"all": mean}), [vectors]), sizes)
     return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 
@@ -104,7 +104,7 @@ def step_of(
     policy: Policy,
     *,
     states: Any = None,
-    rows: Vector | None = None,
+    by_fold: Vector | None = None,
     sq_norms: Tensor | None = None,
     entropy: EntropySettings | None = None,
     ranks: Ranks = ALONE,
@@ -115,7 +115,7 @@ def step_of(
         microbatches: Number of microbatches.
         parameters: The trained parameters in their own shapes; the step keeps them flat.
         mean: The mean gradient by parameter, in the parameters' shapes.
-        rows: The gradient of each fold.
+        by_fold: The gradient of each fold.
         sq_norms: The squared gradient norm of each fold.
         entropy: With these settings, the context also has the entropy prediction.
     """
@@ -140,7 +140,7 @@ def step_of(
             shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
             shard.layout,
-            None if rows is None else rows_of(shard.layout, rows),
+            None if by_fold is None else fold_vectors_of(shard.layout, by_fold),
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),

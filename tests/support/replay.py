@@ -136,10 +136,10 @@ class Recorder(Probe):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         self.listens = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        rows = step.gradients.layout.by_name(step.gradients.rows.means())
+        by_fold = step.gradients.layout.by_name(step.gradients.by_fold.means())
         kinds = {
             "gradient": step.gradients.mean,
-            "own": {name: row.mean(dim=0) for name, row in rows.items()},
+            "own": {name: vectors.mean(dim=0) for name, vectors in by_fold.items()},
             "exp_avg": {name: state.exp_avg for name, state in step.optimizer.states.items()},
             "exp_avg_sq": {name: state.exp_avg_sq for name, state in step.optimizer.states.items()},
         }

@@ -132,7 +132,7 @@ def step_on(
     ones = torch.ones(len(drawn), 1, dtype=torch.long)
     weights = -advantages.unsqueeze(1) * mask / (len(drawn) * WIDTH)
     of_row = (weights * logps.masked_fill(mask == 0, 0.0)).sum(dim=1).view(FOLDS, -1).sum(dim=1) * FOLDS
-    rows = torch.stack([torch.autograd.grad(of_fold, logits, retain_graph=True)[0].flatten() for of_fold in of_row])
+    by_fold = torch.stack([torch.autograd.grad(of_fold, logits, retain_graph=True)[0].flatten() for of_fold in of_row])
     parameters = {"logits": logits}
     prompts = torch.arange(len(drawn)) // G
     return step_of(
@@ -142,10 +142,10 @@ def step_on(
         weights,
         FOLDS,
         parameters,
-        {"logits": rows.mean(dim=0).view_as(logits)},
+        {"logits": by_fold.mean(dim=0).view_as(logits)},
         Tabular(logits),
         states=states,
-        rows=[rows],
+        by_fold=[by_fold],
         entropy=EntropySettings(per_sequence=True, error_decay=0.0),
     )
 
@@ -159,16 +159,16 @@ class Coverage(NamedTuple):
     covered: tuple[float, ...]  # share of the 95 % intervals that cover the truth
 
 
-def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) -> Tensor:
+def mean_step_without_a_fold(by_fold: Tensor, state: AdamWState, logits: Tensor) -> Tensor:
     """Return the mean over k of the updates from all folds except k, (9,), by torch's AdamW for one fold at a time.
 
     Args:
-        rows: The gradients of the folds, (K, 9).
+        by_fold: The gradients of the folds, (K, 9).
     """
     steps = []
-    for k in range(len(rows)):
+    for k in range(len(by_fold)):
         param = torch.nn.Parameter(logits.detach().clone())
-        param.grad = torch.cat([rows[:k], rows[k + 1 :]]).mean(dim=0).view_as(param)
+        param.grad = torch.cat([by_fold[:k], by_fold[k + 1 :]]).mean(dim=0).view_as(param)
         optimizer = torch.optim.AdamW([param], state.lr, state.betas, state.eps, state.weight_decay)
         optimizer.state[param] = {
             "step": torch.tensor(float(state.step)),
@@ -201,8 +201,8 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
         ctx, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
         said = probe.measure(ctx, probe.init()).estimates
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
-        assert ctx.step.gradients.rows is not None
-        steps.append(mean_step_without_a_fold(ctx.step.gradients.rows.means()[0], states["logits"], logits))
+        assert ctx.step.gradients.by_fold is not None
+        steps.append(mean_step_without_a_fold(ctx.step.gradients.by_fold.means()[0], states["logits"], logits))
     (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
     by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))
     by_token = (by_sequence - entropy / length * by_length) / length

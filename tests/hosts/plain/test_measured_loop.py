@@ -214,7 +214,9 @@ def test_no_hook_is_left_after_a_failed_step_or_after_the_context(
     with locked(tmp_path / "run", "it is locked"):
         pass
     assert measured._driver._training is not None
-    assert measured._driver._training.measurer._fold_recorder.rows is None  # this memory has the size of the parameters
+    assert (
+        measured._driver._training.measurer._fold_recorder.by_fold is None
+    )  # this memory has the size of the parameters
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert {id(owner): set(vars(owner)) for owner in (model, optimizer)} == before

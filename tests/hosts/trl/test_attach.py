@@ -500,11 +500,11 @@ def test_gradients_are_kept_only_for_probes_that_need_them_until_the_step_ends(m
     frugal, greedy = Witness("frugal"), Witness("greedy")
     greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()
-    assert frugal.kept_steps[0].gradients.rows is None
+    assert frugal.kept_steps[0].gradients.by_fold is None
     trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
     trainer.train()
-    assert len(greedy.kept_steps[0].gradients.rows) == 4
-    assert trainer.attachment.driver._training.measurer._fold_recorder.rows is None
+    assert len(greedy.kept_steps[0].gradients.by_fold) == 4
+    assert trainer.attachment.driver._training.measurer._fold_recorder.by_fold is None
 
 
 def test_an_entropy_change_read_by_several_probes_is_computed_once(make_trainer, monkeypatch) -> None:

@@ -533,7 +533,7 @@ def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(m
     trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2, report_to=["tensorboard"])
     (tmp_path / "my.py").write_text("def softer(loss, strength):\n    return loss.weights\n")
     which = ["psr", f"{tmp_path / 'my.py'}:softer"]
-    simple = SimpleEntropyProbe(rows_dtype="float32")
+    simple = SimpleEntropyProbe(fold_dtype="float32")
     probes = [simple, InterventionsProbe(iter(which)), "measured", "gns", "ess", "sampler", "covariance"]
     probes.append(Own(layers=[0, ("first", None)], hooks=["first", [object()]]))
     with attach(trainer, tmp_path / "run", probes):
@@ -541,7 +541,7 @@ def test_the_trainer_logs_core_estimates_and_the_records_hold_all_at_each_step(m
     assert is_of_attached_run(tmp_path / "run")
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["probes"]
     assert settings["interventions"]["which"] == which
-    assert settings["simple"]["rows_dtype"] == "float32"
+    assert settings["simple"]["fold_dtype"] == "float32"
     assert settings["simple"]["error_decay"] == settings["measured"]["error_decay"] == 0.5
     own = {"class": "Own", "every": 1, "layers": [0, ["first", None]]}
     assert settings["own"] == own  # hooks have no text that another run could have too

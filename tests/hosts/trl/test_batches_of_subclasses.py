@@ -329,9 +329,9 @@ def test_folds_of_microbatches_of_unexpected_sizes_add_up_to_the_gradient_of_the
         assert math.isfinite(estimates[name].value)
     gradients, sizes = steps[-1].gradients, steps[-1].batch.fold_sizes
     assert sizes.sum() == 28
-    for rows, name in zip(gradients.rows.means(), gradients.layout.buckets, strict=True):
+    for vectors, name in zip(gradients.by_fold.means(), gradients.layout.buckets, strict=True):
         mean = torch.cat([gradients.mean[entry].reshape(-1) for entry in name.names])
-        of_folds = (sizes.to(rows).unsqueeze(1) * rows).sum(dim=0) / 28
+        of_folds = (sizes.to(vectors).unsqueeze(1) * vectors).sum(dim=0) / 28
         assert float((of_folds - mean).norm()) < 1e-5 * float(mean.norm())
 
 

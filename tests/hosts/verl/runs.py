@@ -102,11 +102,11 @@ class Recorder(Probe):
         step = ctx.step
         gradients, share = step.gradients, (step.batch.fold_sizes / step.batch.fold_sizes.sum()).float()
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before clipping
-        kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
+        kept = {"mean": mean, "by_fold": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
         kept["prompts"] = step.batch.rollout.prompt_index.tolist()
-        if gradients.rows is not None:
-            rows = gradients.layout.by_name(gradients.rows.means())
-            kept["rows"] = {name: share @ row for name, row in rows.items()}
+        if gradients.by_fold is not None:
+            by_fold = gradients.layout.by_name(gradients.by_fold.means())
+            kept["by_fold"] = {name: share @ vectors for name, vectors in by_fold.items()}
         KEPT.append(kept)
         return Reading(measured={"recorder/steps": Estimate(float(len(KEPT)))})
 

@@ -86,7 +86,7 @@ def test_the_fold_gradients_add_up_to_the_gradient_of_the_optimizer(name: str, r
     for rank in ranks(name):
         for step in rank["kept"]:
             for parameter, mean in step["mean"].items():
-                off = (step["rows"][parameter] - mean).abs().max() / mean.abs().max().clamp(min=1e-30)
+                off = (step["by_fold"][parameter] - mean).abs().max() / mean.abs().max().clamp(min=1e-30)
                 assert off < 1e-6, (parameter, float(off))
 
 

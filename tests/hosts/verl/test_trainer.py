@@ -144,7 +144,7 @@ def test_probes_that_workers_could_not_run_are_refused_with_one_line_before_they
         ([mine.replace("NamedVerl", "NamedEngine")], "the name engine is reserved"),
         ([again], r"\['simple'\]"),
         (["+probes.simple.evry=3"], r"probes\.simple: .*evry"),
-        (["+probes.simple.rows_dtype=int3"], r"probes\.simple: .*int3"),
+        (["+probes.simple.fold_dtype=int3"], r"probes\.simple: .*int3"),
         (["probes.simple._target_=no_such_module.Probe"], r"probes\.simple: .*no_such_module"),
         ([*eight_prompts, "+probes.simple.num_folds=9"], r"num_folds=9 .*num_folds=8"),
         ([*eight_prompts, f"{MICROBATCH}=2", "+probes.simple.num_folds=9"], r"num_folds=9 .*num_folds=8"),

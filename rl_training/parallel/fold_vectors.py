@@ -1,7 +1,7 @@
-"""Vectors by fold, one row each, exact or in 8 bits with a scale for each block of entries.
+"""A vector for each fold, exact or in 8 bits with a scale for each block of entries.
 
-Rows are filled bucket by bucket, as gradients arrive. What arrives first is written, and what follows is added, so rows
-need not be zeros before.
+Vectors are filled bucket by bucket, as gradients arrive. What arrives first is written, and what follows is added, so
+they need not be zeros before.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Receiver(NamedTuple):
     take: Callable[[int, int, Tensor], None]  # (index of the bucket, first column, (folds, n)); may keep no reference
 
 
-class EncodedRow(NamedTuple):
-    """A row's entries in 8 bits, as a compiled function takes them."""
+class EncodedVector(NamedTuple):
+    """A vector's entries in 8 bits, as a compiled function takes them."""
 
     levels: Tensor  # (n,) int8
     scales: Tensor  # (n / fusion.BLOCK, 1)
 
 
-def entries_of(row: Tensor | EncodedRow) -> Tensor:
-    """Return a row's entries. Those in 8 bits must be in blocks."""
-    return row if isinstance(row, Tensor) else row.levels * row.scales
+def entries_of(vector: Tensor | EncodedVector) -> Tensor:
+    """Return a vector's entries. Those in 8 bits must be in blocks."""
+    return vector if isinstance(vector, Tensor) else vector.levels * vector.scales
 
 
 def adding_to(vector: Vector) -> Receiver:
@@ -60,19 +60,22 @@ def handing_to(receivers: Sequence[Receiver], num_folds: int) -> Receiver:
     return Receiver(num_folds, take)
 
 
-def rows_dtype(layout: Layout, asked: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype in which rows are kept: the layout's for float32, and 8 bits if vectors are large for None."""
+def fold_dtype(layout: Layout, asked: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype in which vectors by fold are kept.
+
+    The layout's for float32; for None 8 bits if vectors are large, otherwise the layout's.
+    """
     if asked is None:
         return torch.int8 if layout.is_large else layout.dtype
     return layout.dtype if asked == torch.float32 else asked
 
 
-def rows_in_vectors(layout: Layout, count: int, asked: torch.dtype | None = None) -> float:
-    """Return how many vectors take as much memory as this many rows: in 8 bits a quarter."""
-    return count * rows_dtype(layout, asked).itemsize / layout.dtype.itemsize
+def equivalent_vectors(layout: Layout, num_folds: int, asked: torch.dtype | None = None) -> float:
+    """Return how many exact vectors take as much memory as a vector for each fold: in 8 bits a quarter as many."""
+    return num_folds * fold_dtype(layout, asked).itemsize / layout.dtype.itemsize
 
 
-class Rows:
+class FoldVectors:
     """The vectors of a step's folds: this rank's entries, as sums over backwards.
 
     Args:
@@ -89,7 +92,7 @@ class Rows:
         self.layout = layout
         self._sizes = [bucket.size for bucket in layout.buckets]
         self.dtype = dtype or layout.dtype
-        self.factors = torch.ones(count, dtype=torch.float64)  # multiplied with a row they give the fold's mean
+        self.factors = torch.ones(count, dtype=torch.float64)  # multiplied with a fold's vector they give its mean
         device = device or layout.device
         self._scales: Vector = []  # (K, blocks) per bucket, in 8 bits
         widths = self._sizes
@@ -105,25 +108,25 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all rows in bytes."""
+        """The size of all vectors in bytes."""
         return num_bytes(self._parts) + num_bytes(self._scales)
 
     @property
     def rounding(self) -> float:
-        """A generous bound on the distance that rounding moves a row, relative to its norm."""
+        """A generous bound on the distance that rounding moves a vector, relative to its norm."""
         if self.dtype == torch.int8:
             return 0.05
         return 0.0 if self.dtype == self.layout.dtype else torch.finfo(self.dtype).eps
 
     def receiver(self, folds: range) -> Receiver:
-        """Return the receiver that adds to the rows of these folds."""
+        """Return the receiver that adds to the vectors of these folds."""
         return Receiver(len(folds), functools.partial(self._take, folds))
 
-    def replace(self, folds: range, vector: Vector) -> None:
-        """Write a vector, (folds, n) per bucket, over the rows of these folds."""
+    def replace(self, folds: range, vectors: Vector) -> None:
+        """Write vectors, (folds, n) per bucket, over those of these folds."""
         for key in [key for key in self._num_written if key[0] in folds]:
             del self._num_written[key]
-        for bucket, values in enumerate(vector):
+        for bucket, values in enumerate(vectors):
             self._take(folds, bucket, 0, values)
 
     def complete(self) -> None:
@@ -153,7 +156,7 @@ class Rows:
         entries = (blocks * scales.unsqueeze(-1)).flatten(-2)
         return entries[..., columns.start - first * BLOCK : columns.stop - first * BLOCK]
 
-    def encoded(self, bucket: int, columns: slice, fold: int) -> Tensor | EncodedRow:
+    def encoded(self, bucket: int, columns: slice, fold: int) -> Tensor | EncodedVector:
         """Return a fold's entries as they are stored, for compiled functions.
 
         Where `columns` cut a block, return what `of` returns.
@@ -162,15 +165,15 @@ class Rows:
             return self.of(bucket, columns, fold)
         scales = self._scales[bucket][fold, columns.start // BLOCK : columns.stop // BLOCK].to(self.layout.device)
         levels = self._parts[bucket][fold, columns].to(self.layout.device)
-        return EncodedRow(levels, scales.repeat_interleave(BLOCK // fusion.BLOCK).unsqueeze(1))
+        return EncodedVector(levels, scales.repeat_interleave(BLOCK // fusion.BLOCK).unsqueeze(1))
 
     def of_folds(self, folds: range) -> Vector:
-        """Return the rows of these folds as they are stored, (folds, n) per bucket."""
-        rows = slice(folds.start, folds.stop)
-        return [self.of(bucket, slice(0, size), rows) for bucket, size in enumerate(self._sizes)]
+        """Return the vectors of these folds as they are stored, (folds, n) per bucket."""
+        chosen = slice(folds.start, folds.stop)
+        return [self.of(bucket, slice(0, size), chosen) for bucket, size in enumerate(self._sizes)]
 
     def sum(self, weights: Tensor) -> Vector:
-        """Return the sum of all rows with weights, (K,), on the layout's device."""
+        """Return the sum of all folds' means with weights, (K,), on the layout's device."""
         total = self.layout.zeros()
         for bucket, part in enumerate(total):
             for fold, weight in enumerate((weights * self.factors).tolist()):
@@ -187,10 +190,10 @@ class Rows:
         """Write or add (folds, n)."""
         is_first = not self._num_written[folds.start, bucket, first]
         self._num_written.update((fold, bucket, first) for fold in folds)
-        rows = slice(folds.start, folds.stop)
+        chosen = slice(folds.start, folds.stop)
         columns = slice(first, first + values.shape[1])
         if self.dtype != torch.int8:
-            target = self._parts[bucket][rows, columns]
+            target = self._parts[bucket][chosen, columns]
             target.copy_(values) if is_first else target.add_(values.to(target.device))
             return
         assert is_first, "in 8 bits, what arrives in several backwards is summed before"
@@ -198,9 +201,9 @@ class Rows:
         values = values.to(self.layout.dtype)
         padded = nn.functional.pad(values, (0, -values.shape[1] % BLOCK)) if values.shape[1] % BLOCK else values
         stop = first + padded.shape[1]
-        for fold, row in zip(folds, padded, strict=True):
-            encoded = self.layout.fusion.entries(_encode, BLOCK, len(row), row)
-            levels, scales = _encode(row.view(-1, BLOCK)) if encoded is None else encoded
+        for fold, entries in zip(folds, padded, strict=True):
+            encoded = self.layout.fusion.entries(_encode, BLOCK, len(entries), entries)
+            levels, scales = _encode(entries.view(-1, BLOCK)) if encoded is None else encoded
             self._parts[bucket][fold, first:stop] = levels.view(-1)
             self._scales[bucket][fold, first // BLOCK : stop // BLOCK] = scales.view(-1)
 
