@@ -80,15 +80,15 @@ class Quantity:
         is_biased = self.name == PRODUCTS[REUSE]
         no_stderr = BIASED if is_biased else stderr_reason(num_folds, few or FEW_FOLDS)
         estimates = []
-        for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
+        for index, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE_GRADIENT) if math.isnan(value) else ""
             error = math.nan if missing or is_biased else stderr
             no_error = no_stderr or (NONE_WITHOUT if math.isnan(error) else "")
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
-            num_samples = num_folds if math.isnan(error) else effective_samples(num_folds, float(self.batches[unit]))
+            num_samples = num_folds if math.isnan(error) else effective_samples(num_folds, float(self.batches[index]))
             detail: dict[str, str | float] = {}
             if not math.isnan(error) and self.stderr_of_batch is not None:
-                detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
+                detail["stderr_of_batch"] = float(self.stderr_of_batch[index])
             estimates.append(
                 Estimate(value, error, num_samples, missing or no_error or self.remark, self.about_step, detail)
             )

@@ -58,8 +58,8 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
     total = by_fold.sum(dim=0)
     without = total - by_fold
     without[:, 2:] += corrections
-    values = _per_unit(total)
-    covariance = jackknife_covariance(_per_unit, total, without)
+    values = _per_token_and_response(total)
+    covariance = jackknife_covariance(_per_token_and_response, total, without)
     return Pair(values, covariance, len(counts) - 1)
 
 
@@ -139,7 +139,7 @@ def gradient_shares(
     return products(None), [by_index[index] for index in range(len(weights))]
 
 
-def _per_unit(sums: Tensor) -> Tensor:
+def _per_token_and_response(sums: Tensor) -> Tensor:
     """Return ΔH per token and Δreward per response, (..., 2). Δreward is nan without the gradient of the reward.
 
     Args:

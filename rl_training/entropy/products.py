@@ -27,7 +27,7 @@ from rl_training.parallel.sums import dots, inner_product
 from rl_training.parallel.vectors import Layout, Vector
 
 
-def pad_units(values: Tensor) -> Tensor:
+def pad_per_sequence(values: Tensor) -> Tensor:
     """Pad (…, 1) per token to (…, 2) with nan per sequence. (…, 2) is returned unchanged."""
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
@@ -201,7 +201,7 @@ class FoldProducts:
                 if index == FORWARD:
                     products[:, len(PRODUCTS) :] = self._attribution.sum_all(part.without)
                     corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
-        parts = pad_units(ranks.reduce(torch.stack([products, corrections])))
+        parts = pad_per_sequence(ranks.reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
 

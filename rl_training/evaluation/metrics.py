@@ -86,7 +86,7 @@ def response_metrics(
         has_answer = share_over_prompts(_value_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
     metrics |= _per_token_and_sequence("entropy", _value_table(sampled, lambda r: r.entropies.sum()), lengths)
     if next(iter(sampled.values()))[0].kl is None:
-        metrics |= {f"kl/{unit}": Estimate.missing(NO_REFERENCE) for unit in ("token", "sequence")}
+        metrics |= {f"kl/{denominator}": Estimate.missing(NO_REFERENCE) for denominator in ("token", "sequence")}
     else:
         metrics |= _per_token_and_sequence("kl", _value_table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
     return metrics | {

@@ -23,7 +23,7 @@ from rl_training.parallel.vectors import Vector, dot
 from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, Replicates
 
 Numbers = tuple[dict[str, float], str]  # numbers by name, and the reason for those that are nan
-UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
+DENOMINATORS = (("", TOKEN), ("_sequence", SEQUENCE))  # the suffix of a number per token or sequence, and its column
 MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
 NOT_PREDICTED = "not predicted: set first_order.enabled=true"
 NOT_MEASURED = "not measured: set truth.enabled=true"
@@ -80,14 +80,14 @@ def analyze(restored: RestoredTrainer, settings: Settings) -> Analysis:
     numbers: list[Numbers] = [({"B_E": float(e.num_prompts)}, NOT_FINITE)]
     numbers += _buffer_numbers(restored, evaluation, update_buffer, update)
     numbers += _predicted(first_order, restored.learning_rate)
-    numbers += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
+    numbers += [(per_token_and_sequence({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
     numbers += _measured(truth, first_order)
     results, reasons = _with_reasons(numbers)
     tables = {}
     if truth is not None:
         tables["eta"] = [
             {"eta": at.eta, "ESS": at.forward.weights.ess, "resampled": at.forward.is_resampled}
-            | in_both_units(at.changes())
+            | per_token_and_sequence(at.changes())
             for at in truth.at
         ]
     if settings.conditioning and first_order is not None:
@@ -139,14 +139,14 @@ def _norm(restored: RestoredTrainer, vector: Vector) -> float:
 def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Numbers]:
     rate: Numbers = ({"learning_rate": learning_rate}, SEVERAL_RATES)
     if first_order is None:
-        return [rate, ({"bars_dot": math.nan, **in_both_units({"deltaH1": None})}, NOT_PREDICTED)]
+        return [rate, ({"bars_dot": math.nan, **per_token_and_sequence({"deltaH1": None})}, NOT_PREDICTED)]
     value = first_order.value.tolist()
     stderr = first_order.stderr.tolist()
     values = dict[str, float]()
     errors = dict[str, float]()
     for number, label in enumerate(first_order.labels):
         key = f"deltaH1/{label}" if number else "deltaH1"
-        for suffix, column in UNITS:
+        for suffix, column in DENOMINATORS:
             values[f"{key}{suffix}"] = value[number][column]
             errors[f"{key}{suffix}_se"] = stderr[number][column]
     errors["deltaH1_se_evaluation"] = float(first_order.over_evaluation.stderr[0, TOKEN])
@@ -161,7 +161,7 @@ def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Num
 
 def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbers]:
     if truth is None:
-        return [(in_both_units(dict.fromkeys(MEASURED)), NOT_MEASURED)]
+        return [(per_token_and_sequence(dict.fromkeys(MEASURED)), NOT_MEASURED)]
     at = truth.whole_step
     true = at.forward.true
     odd = at.odd
@@ -181,18 +181,18 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
         more_numbers["slope_check"] = float(deviation.max())
     available = {key: replicates for key, replicates in numbers.items() if replicates is not None}
     return [
-        (in_both_units(available), NOT_FINITE),
-        (in_both_units({key: None for key in numbers if key not in available}), NOT_ODD),
+        (per_token_and_sequence(available), NOT_FINITE),
+        (per_token_and_sequence({key: None for key in numbers if key not in available}), NOT_ODD),
         (more_numbers, NOT_FINITE),
         ({"w_max": at.forward.weights.largest}, OVERFLOW),
     ]
 
 
-def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
-    """Flatten (2,) numbers to one value and one standard error per unit; nan for a number that is None."""
+def per_token_and_sequence(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
+    """Flatten (2,) numbers to a value and a standard error per token and per sequence; nan for None."""
     columns = {}
     for key, replicates in numbers.items():
-        for suffix, column in UNITS:
+        for suffix, column in DENOMINATORS:
             columns[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
             columns[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return columns

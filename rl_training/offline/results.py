@@ -98,8 +98,8 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     results = analysis.results
     table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
     table.add_column("change of entropy, 1e-3 nats, ± 95 %")
-    for unit in ("per token", "per sequence"):
-        table.add_column(unit, justify="right")
+    for heading in ("per token", "per sequence"):
+        table.add_column(heading, justify="right")
     rows = ROWS | (DRAWN_AFRESH if results.get("resampled") else {})
     for key, label in rows.items():
         if not math.isnan(results.get(key, math.nan)):

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from rl_training.entropy.per_decision import first_order_change
-from rl_training.offline.analysis import UNITS, Analysis, in_both_units
+from rl_training.offline.analysis import DENOMINATORS, Analysis, per_token_and_sequence
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
 from rl_training.offline.restored import RestoredTrainer
@@ -71,8 +71,8 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
         stderr = over_update.stderr[0]
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
-        columns |= in_both_units({"covariance": covariance_of(restored, buffer, update)})
-        for suffix, column in UNITS:  # add U's error to E's
+        columns |= per_token_and_sequence({"covariance": covariance_of(restored, buffer, update)})
+        for suffix, column in DENOMINATORS:  # add U's error to E's
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": variant.prompts, "update_filtered": bool(variant.filtered), "update_seed": variant.seed,
@@ -82,4 +82,4 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
 
 
 def _columns(predicted: Replicates, at: AtStep) -> dict[str, float]:
-    return in_both_units({"deltaH1": predicted, **at.changes(), **at.errors_of(predicted)})
+    return per_token_and_sequence({"deltaH1": predicted, **at.changes(), **at.errors_of(predicted)})

@@ -37,7 +37,7 @@ from rl_training.step.needs import Need
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 MEASURED = ("entropy", "backward")  # quantities that hold whatever the optimizer does
-UNITS = ("token", "sequence")  # of each running sum
+DENOMINATORS = ("token", "sequence")  # of each running sum
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 
 
@@ -124,7 +124,7 @@ class SimpleEntropyProbe(Probe):
         return super().interval if self.steps == 1 else f" {self.steps} of every {self.every} steps"
 
     def init(self) -> TrapezoidSum:
-        return TrapezoidSum.empty(len(UNITS))
+        return TrapezoidSum.empty(len(DENOMINATORS))
 
     def measure(self, ctx: StepContext, state: TrapezoidSum) -> Reading:
         change = ctx.prediction
@@ -155,9 +155,10 @@ class SimpleEntropyProbe(Probe):
         predicted = dict[str, Estimate]()
         measured = dict[str, Estimate]()
         few = ctx.reasons.copied_groups and ctx.reasons.copied_groups.prefixed("no error bar")
-        for row in (*change.quantities.values(), *closed):
-            estimates = zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds, few), strict=False)
-            (measured if row.name in MEASURED else predicted).update(estimates)
+        for quantity in (*change.quantities.values(), *closed):
+            pair = quantity.estimates(ctx.step.batch.num_folds, few)
+            estimates = zip(self._metrics(quantity.name), pair, strict=False)
+            (measured if quantity.name in MEASURED else predicted).update(estimates)
         if change.reward_reason and not change.forward_reason:
             predicted[REWARD] = Estimate.missing(change.reward_reason)
         return Reading(predicted, measured, state)

@@ -30,7 +30,7 @@ PRECONDITIONED = ("name", "delta_h1", "delta_h1_same_gain")
 NO_NUMBERS = ("name", "update_filtered")  # columns of its tables that hold other types
 LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # proportional to the size of the step
 ANALYSIS_COLUMNS = [
-    *ABOUT, *VARIED, *(f"{name}{unit}{se}" for name in NUMBERS for unit in ("", "_sequence") for se in ("", "_se")),
+    *ABOUT, *VARIED, *(f"{name}{suffix}{se}" for name in NUMBERS for suffix in ("", "_sequence") for se in ("", "_se")),
     *ALONE,
 ]  # fmt: skip
 LOG_COLUMNS = ["path", "checkpoint", "step", "time", "level", "seconds"]

@@ -56,8 +56,8 @@ def plan_folds(
 ) -> list[FoldGroup]:
     """Plan the folds of a step: sets of whole prompts over all ranks, each with backwards of its own in the loop.
 
-    A unit is the shortest run of consecutive microbatches that ends with a whole prompt on every rank. A fold is one or
-    several units of all ranks. If there are too few units, each group of ranks gets separate folds.
+    A stretch is the shortest run of consecutive microbatches that ends with a whole prompt on every rank. A fold is one
+    or several stretches of all ranks. If there are too few, each group of ranks gets separate folds.
 
     With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a group of ranks instead. A further pass
     then serves all folds at once, and it does not matter how a rank's prompts are spread over its microbatches.
@@ -66,7 +66,7 @@ def plan_folds(
         sizes: Sequences of each microbatch on this rank. A prompt's responses are consecutive.
         responses_per_prompt: G.
         num_ranks: Number of ranks.
-        num_folds: Number of folds over all ranks, lowered if there are too few units. None: at least
+        num_folds: Number of folds over all ranks, lowered if there are too few stretches. None: at least
             DEFAULT_NUM_FOLDS, if there are enough.
         sizes_of_ranks: `sizes` of every rank. None if they are all alike.
         by_rank: Prefer folds of ranks, if ranks can be divided into `num_folds` groups, or at least DEFAULT_NUM_FOLDS.
@@ -79,22 +79,22 @@ def plan_folds(
     """
     sizes_of_ranks = sizes_of_ranks or [sizes]
     ends = zip(*map(itertools.accumulate, sizes_of_ranks), strict=True)
-    ends_unit = [all(end % responses_per_prompt == 0 for end in ends_of_ranks) for ends_of_ranks in ends]
-    ends_unit[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
+    ends_stretch = [all(end % responses_per_prompt == 0 for end in ends_of_ranks) for ends_of_ranks in ends]
+    ends_stretch[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
     rows = ranges_of(sizes)
     num_rank_folds = _num_rank_folds(num_ranks, num_folds) if by_rank else 0
     if num_rank_folds:
         return [FoldGroup(range(num_rank_folds), _groups_of_ranks(num_ranks, num_rank_folds), rows)]
-    units = []
+    stretches = []
     first = 0
-    for index, is_last in enumerate(ends_unit):
+    for index, is_last in enumerate(ends_stretch):
         if is_last:
-            units.append(rows[first : index + 1])
+            stretches.append(rows[first : index + 1])
             first = index + 1
-    num_rank_groups, num_parts = _rank_groups_and_parts(len(units), num_ranks, num_folds)
-    bounds = [index * len(units) // num_parts for index in range(num_parts + 1)]
+    num_rank_groups, num_parts = _rank_groups_and_parts(len(stretches), num_ranks, num_folds)
+    bounds = [index * len(stretches) // num_parts for index in range(num_parts + 1)]
     rows_of_parts = [
-        tuple(itertools.chain.from_iterable(units[start:stop])) for start, stop in itertools.pairwise(bounds)
+        tuple(itertools.chain.from_iterable(stretches[start:stop])) for start, stop in itertools.pairwise(bounds)
     ]
     return _fold_groups(rows_of_parts, num_ranks, num_rank_groups)
 
@@ -129,26 +129,26 @@ def _num_rank_folds(num_ranks: int, num_folds: int | None) -> int:
     return next((number for number in wanted if number > 1 and num_ranks % number == 0), 0)
 
 
-def _rank_groups_and_parts(num_units: int, num_ranks: int, num_folds: int | None) -> tuple[int, int]:
-    """Return how to make folds of units that all ranks have: by how many groups of ranks, and how many parts of units.
+def _rank_groups_and_parts(num_stretches: int, num_ranks: int, num_folds: int | None) -> tuple[int, int]:
+    """Return how to make folds of stretches that all ranks have: by how many groups of ranks, and how many parts.
 
     Each part is one fold per group. There are as few groups as possible.
 
     Args:
-        num_units: Number of units on each rank.
+        num_stretches: Number of stretches on each rank.
         num_ranks: Number of ranks.
         num_folds: Number of folds, lowered to a possible one. None: at least DEFAULT_NUM_FOLDS, or the most possible.
 
-    >>> [_rank_groups_and_parts(num_units=3, num_ranks=4, num_folds=number) for number in (2, 4, 6, 7, None)]
+    >>> [_rank_groups_and_parts(num_stretches=3, num_ranks=4, num_folds=number) for number in (2, 4, 6, 7, None)]
     [(1, 2), (2, 2), (2, 3), (2, 3), (4, 3)]
     """
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
-        num_groups = next((groups for groups in divisors if groups * num_units >= DEFAULT_NUM_FOLDS), num_ranks)
-        return num_groups, num_units // max(1, num_units // DEFAULT_NUM_FOLDS)
+        num_groups = next((groups for groups in divisors if groups * num_stretches >= DEFAULT_NUM_FOLDS), num_ranks)
+        return num_groups, num_stretches // max(1, num_stretches // DEFAULT_NUM_FOLDS)
     possible: dict[int, tuple[int, int]] = {}
     for num_groups in divisors:
-        for num_parts in range(1, num_units + 1):
+        for num_parts in range(1, num_stretches + 1):
             possible.setdefault(num_groups * num_parts, (num_groups, num_parts))
     return possible[max(number for number in possible if number <= num_folds)]
 

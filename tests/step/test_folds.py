@@ -129,7 +129,7 @@ def test_a_unit_of_folds_ends_where_a_prompt_ends_on_every_process() -> None:
     plans = [check_plan(sizes, 3, None, of_ranks) for sizes in of_ranks]
     check_same_groups(plans)
     assert [group.rows_per_pass[-1].stop for group in plans[1]] == [24, 32]
-    assert check_plan(of_ranks[2], 3, 12, of_ranks)[-1].folds.stop == 6  # two units on each of three processes
+    assert check_plan(of_ranks[2], 3, 12, of_ranks)[-1].folds.stop == 6  # two stretches on each of three processes
 
 
 def check_same_groups(plans: list[list[FoldGroup]]) -> None:

@@ -151,10 +151,10 @@ class OfflineEntropyProbe:
 
     def _to_probe_result(self, result: Mapping[str, Any]) -> dict[str, Any]:
         numbers: dict[str, float] = result["results"]
-        unit = "" if self._given.get("importance.report_per_token", True) else "_sequence"
+        suffix = "" if self._given.get("importance.report_per_token", True) else "_sequence"
         probe_result: dict[str, Any] = {}
         if self._given.get("probe_rework.compute_delta_h1", True):
-            predicted = numbers[f"deltaH1{unit}"]
+            predicted = numbers[f"deltaH1{suffix}"]
             learning_rate = numbers["learning_rate"]
             probe_result |= {
                 "deltaH1": predicted,
@@ -163,8 +163,8 @@ class OfflineEntropyProbe:
             }
         if self._given.get("importance.enabled", True):
             estimator = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
-            change = numbers[f"deltaH_{estimator}{unit}"]
-            before = numbers[f"H_orig{unit}"]
+            change = numbers[f"deltaH_{estimator}{suffix}"]
+            before = numbers[f"H_orig{suffix}"]
             probe_result |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
         probe_result |= {key: int(numbers[key]) for key in SIZE_KEYS} | {key: numbers[key] for key in MEAN_KEYS}
         return probe_result | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
