@@ -71,6 +71,7 @@ class Measurer:
     def begin(self) -> None:
         """Begin a step that is measured. Collective."""
         with self._costs.timed():
+            self._checks.begin()
             self._residual_test.begin()
             _refuse_other_parameters(self._loop.shard)
             self._predictions.begin()
@@ -147,6 +148,7 @@ class Measurer:
             verification = self._predictions.verify(was_taken)
             step.readings = self._probe_states.commit(step.readings, verification.void_reason)
             step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
+        self._checks.finish(was_taken)
         step.peak_bytes = self._peak_bytes(step)
         self._fold_recorder.release()
 
@@ -155,8 +157,9 @@ class Measurer:
         return self._fold_recorder.peak_bytes + self._predictions.peak_bytes + step.bytes_of_probes()
 
     def drop(self) -> None:
-        """Drop what was caught and predicted of a step that has not been taken. Not collective."""
+        """Drop what was caught, predicted and checked of a step that has not been taken. Not collective."""
         self._predictions.drop()
+        self._checks.finish(was_taken=False)
         self._fold_recorder.release()
 
     # --- state, end ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,10 @@ from rl_training.step.needs import Need
 class ProbeStates:
     """Holds the state of each probe by its name, and checks what probes return.
 
+    A step that fails once its gradients are ready, and is retried, is measured again. A state that comes with
+    predictions is then still that of the step before. One without predictions is kept at once, so it knows the step
+    already.
+
     Raises:
         UserError: A checkpoint cannot store the state of a probe.
     """

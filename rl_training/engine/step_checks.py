@@ -10,12 +10,14 @@
 
 Each has `check(…)`: first what it reads of the step, then what it calculates with (policy and ranks, ranks, or passes).
 It returns the reason why something cannot be measured, or None, and is collective and the same on every rank. `reason`
-is what the steps so far have shown. Checks of one step alone are elsewhere: gradient_check.py, copied_groups.py,
+is what the steps so far have shown. A step that is not taken leaves nothing behind: its responses may come again, and
+would be evidence twice. Checks of one step alone are elsewhere: gradient_check.py, copied_groups.py,
 verifier.py, gradient_witness.py and step/score_check.py.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +32,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.reasons import Reasons
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepChecks:
     """The checks of a training run, each with what earlier steps have shown."""
 
@@ -39,6 +41,7 @@ class StepChecks:
     padding: PaddingCheck = field(default_factory=PaddingCheck)
     terms: TermsCheck = field(default_factory=TermsCheck)
     rewards: RewardCheck = field(default_factory=RewardCheck)
+    _at_begin: tuple[PaddingCheck, TermsCheck, RewardCheck] | None = None  # set within a measured step
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StepChecks:
@@ -49,6 +52,16 @@ class StepChecks:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs: the arguments of TermsCheck and RewardCheck by name."""
         return {"count": self.terms.count, "distance": self.terms.distance, "log_chance": self.rewards.log_chance}
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._at_begin = copy.deepcopy((self.padding, self.terms, self.rewards))
+
+    def finish(self, was_taken: bool) -> None:
+        """End a step, and forget what it has shown if it was not taken. Not collective."""
+        if self._at_begin is not None and not was_taken:
+            self.padding, self.terms, self.rewards = self._at_begin
+        self._at_begin = None
 
     def relative_rewards(self, rollout: Rollout, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
         """Return the reason why rewards count as relative to their group, or None. Collective.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,3 +157,36 @@ def test_a_bounded_step_whose_calls_are_out_of_order_has_the_learning_rate_of_th
                     CALLS[illegal](measured._driver)
                 assert optimizer.param_groups[0]["lr"] == 1e-2, illegal
                 raise InterruptedError
+
+
+def interrupt(measured: MeasuredLoop) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("end", [interrupt, MeasuredLoop.skip_step, lambda measured: measured._driver.skip_step()])
+def test_a_step_that_is_not_taken_is_no_evidence_and_counts_no_comparison(end: Callable[[MeasuredLoop], None]) -> None:
+    """Its responses may come again. Both groups have the same mean reward, as 20 steps would not have by chance.
+
+    The step fails, or is left out, after its gradients are ready, again and again, and is then taken.
+    """
+    (part, *_) = microbatches(1)
+    rewards = torch.arange(len(part.advantages)) % 2
+    part = dataclasses.replace(part, rewards=rewards.float(), untested=False)
+    model, optimizer, measured = loop_with([SimpleEntropyProbe(per_sequence=True)])
+    with measured:
+        before = measured._driver.states()["checks"]
+        for is_taken in [False] * 20 + [True]:
+            number = (measured._progress.last_step_number or 0) + 1
+            with contextlib.suppress(InterruptedError), measured.step(number, rollout_number=1):
+                logps, entropies = scores_of(model, part)
+                measured.microbatch(part, logps, entropies.detach())
+                loss_of(logps, part, 1).backward()
+                measured.gradients_ready()
+                optimizer.step() if is_taken else end(measured)
+            optimizer.zero_grad()
+            if not is_taken:
+                assert measured._driver.states()["checks"] == before
+    assert measured.latest["delta_reward/forward"].code != "relative_rewards"
+    checks = measured.state_dict()["checks"]
+    assert checks["count"] == 1
+    assert checks["log_chance"] == pytest.approx(math.log(0.5) * (len(part.advantages) // G - 1))
