@@ -21,7 +21,7 @@ from rl_training.job.configuration.overrides import (
 )
 from rl_training.job.configuration.prepare import prepare_analysis, prepare_evaluation, prepare_run
 from rl_training.job.configuration.run_settings import resolve_branch
-from rl_training.job.configuration.sweep import name_job_folder, swept_overrides
+from rl_training.job.configuration.sweep import analysis_of_job, evaluation_of_job, name_job_folder
 
 
 def train() -> None:
@@ -53,9 +53,8 @@ def analyze() -> None:
 def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = OmegaConf.masked_copy(cfg, list(settings_of_analyses().keys() & cfg.keys()))
     cfg.run = [*cfg.run, *filter(is_of_run, overrides)]
-    if "name" not in map(root_key, overrides):  # in a sweep, all jobs would write into one folder otherwise
-        swept = [word for word in swept_overrides(overrides) if root_key(word) != "checkpoint"]
-        cfg.name = ",".join([cfg.name, *swept])
+    if job := analysis_of_job(overrides):
+        cfg.name = f"{cfg.name},{job}"
     prepared = prepare_analysis(cfg)
     with fast_imports():
         from rl_training.job.run.analysis import analyze_checkpoints
@@ -68,7 +67,7 @@ def evaluate() -> None:
     problems: list[str] = []
     run_composed(
         "evaluate",
-        lambda cfg, overrides: problems.extend(_evaluate(cfg)),
+        lambda cfg, overrides: problems.extend(_evaluate(cfg, overrides)),
         # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
         lambda word: root_key(word) not in (*OF_EVALUATION, "metrics"),
     )
@@ -76,9 +75,9 @@ def evaluate() -> None:
         sys.exit(1)
 
 
-def _evaluate(cfg: DictConfig) -> list[str]:
+def _evaluate(cfg: DictConfig, overrides: list[str]) -> list[str]:
     """Return what failed."""
-    prepared = prepare_evaluation(cfg)
+    prepared = prepare_evaluation(cfg, evaluation_of_job(overrides))
     with fast_imports():
         from rl_training.job.evaluation.run_checkpoints import evaluate_run_checkpoints
 

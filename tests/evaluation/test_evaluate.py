@@ -165,23 +165,61 @@ def test_an_evaluation_killed_halfway_is_reported_and_done_on_the_next_call(
     assert set(evaluated.read_table(folder)["step"]) == {1}
 
 
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs `rl-training evaluate -m` with these words, and a job in place of evaluations."""
+
+    def command(job: Any, *words: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # what the command changes is undone
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["evaluate", "-m", *words])
+        monkeypatch.setattr(run_checkpoints, "evaluate_run_checkpoints", job)
+        evaluate()
+
+    return command
+
+
 @pytest.mark.parametrize(("failed", "code"), [("", 0), ("0.5", 1)])
-def test_every_job_of_a_sweep_is_evaluated_before_the_command_exits(tmp_path, monkeypatch, failed, code) -> None:
+def test_every_job_of_a_sweep_is_evaluated_before_the_command_exits(swept: Any, failed: str, code: int) -> None:
     evaluated_at: list[float] = []
 
     def recorded(prepared: PreparedEvaluation) -> list[str]:
         evaluated_at.append(prepared.values["evaluation"]["temperature"])
         return ["step 1 failed"] if str(evaluated_at[-1]) == failed else []
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # what the command changes is undone
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["evaluate", "-m", "run=r", "evaluation.temperature=0.5,0.7"])
-    monkeypatch.setattr(run_checkpoints, "evaluate_run_checkpoints", recorded)
     with pytest.raises(SystemExit) if code else contextlib.nullcontext() as ended:
-        evaluate()
+        swept(recorded, "run=r", "evaluation.temperature=0.5,0.7")
     assert evaluated_at == [0.5, 0.7]
     assert ended is None or ended.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["evaluation.temperature=0.5,0.7"], ["arithmetic,temperature=0.5", "arithmetic,temperature=0.7"]),
+        (["evaluation.name=warm", "evaluation.seed=1,2"], ["warm,seed=1", "warm,seed=2"]),
+        (["evaluation.name=a,b"], ["a", "b"]),
+        (["evaluation.name=t${evaluation.seed}", "evaluation.seed=1,2"], ["t1", "t2"]),
+        (["output=x,y"], ["arithmetic", "arithmetic"]),
+        (["data=arithmetic,three_words"], ["arithmetic", "three_words"]),
+        (["data=arithmetic,three_words", "evaluation.name=b"], ["b,data=arithmetic", "b,data=three_words"]),
+        (["+data.num_eval=8,9"], ["arithmetic,num_eval=8", "arithmetic,num_eval=9"]),
+    ],
+)
+def test_jobs_of_a_sweep_that_evaluate_differently_have_different_names(
+    run: Path, swept: Any, words: list[str], names: list[str]
+) -> None:
+    evaluations: list[Evaluation] = []
+
+    def recorded(prepared: PreparedEvaluation) -> list[str]:
+        evaluations.append(read_request(prepared).evaluation)
+        return []
+
+    swept(recorded, f"run={run}", *words)
+    assert [evaluation.folder.path.name for evaluation in evaluations] == names
+    if "output=x,y" not in words:
+        assert len({evaluation.announcements.prefix for evaluation in evaluations}) == 2
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["evaluation"].items())

@@ -198,12 +198,12 @@ def test_dashboards_have_the_core_results_at_the_step_of_the_checkpoint(run: Pat
 
 def test_a_multirun_writes_each_analysis_to_its_own_folder(run: Path) -> None:
     asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
-    asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
+    asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}", "name=mine"]
     ended = forks.run("offline.py", "-m", *asked)
     assert ended.returncode == 0, ended.stderr[-3000:]
     table = analysis_results(run).set_index("analysis")
     for prompts in (4, 8):
-        assert table.loc[f"default,update.prompts={prompts}", "update_prompts"] == prompts
+        assert table.loc[f"mine,update.prompts={prompts}", "update_prompts"] == prompts
     assert not list(ROOT.glob("multirun*"))
 
 

@@ -50,6 +50,7 @@ class PreparedEvaluation:
     """Settings of an evaluation of checkpoints."""
 
     values: dict[str, Any]  # all settings of the command, resolved
+    job: str = ""  # at the end of the evaluation's name, after a comma: which job of a sweep it is
 
 
 def prepare_run(cfg: DictConfig) -> PreparedRun:
@@ -93,15 +94,15 @@ def prepare_analysis(cfg: DictConfig) -> PreparedAnalysis:
     return PreparedAnalysis(settings, values, folder_name)
 
 
-def prepare_evaluation(cfg: DictConfig) -> PreparedEvaluation:
-    """Return the settings of an evaluation of checkpoints. `cfg` is not changed.
+def prepare_evaluation(cfg: DictConfig, job: str = "") -> PreparedEvaluation:
+    """Return the settings of an evaluation of checkpoints, of this job of a sweep if any. `cfg` is not changed.
 
     Raises:
         UserError: For values that are missing or invalid.
     """
     values = _checked_values(cfg, "evaluate")
     check_evaluation_options(values["evaluation"])
-    return PreparedEvaluation(values)
+    return PreparedEvaluation(values, job)
 
 
 def _checked_values(cfg: DictConfig, command: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_training.records.files.masking import mask_arguments
 
 INVALID_IN_FOLDER_NAME = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 SYNTAX = re.compile(r"[\[\]{}:'\"]")  # of lists and names: without it, values still differ
-OF_SETTINGS = re.compile(r"\$\{(?!now:)")  # a reference to something else than the time
+OF_SETTINGS = re.compile(r"\$\\?\{(?!now:)")  # a reference, not to the time; in a sweep its brace is escaped
 
 
 def name_job_folder(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -57,12 +57,51 @@ def sweep_folder(run_dir: str, overrides: Sequence[str], swept: Sequence[str]) -
     >>> sweep_folder("runs/run_12-00_seed_0", ["data=gsm8k"], ["data=gsm8k"])
     'runs/run_12-00_seed_0,data=gsm8k'
     """
-    typed = [word for word in overrides if root_key(word) == "run_dir"]
-    if not swept or any(word.lstrip("+") in swept or OF_SETTINGS.search(word) for word in typed):
+    if not swept or _differs_by_job("run_dir", overrides, swept):
         return run_dir
+    name = _name_of_values(swept)
+    return f"{run_dir.rstrip('/')}/{name}" if _typed("run_dir", overrides) else f"{run_dir},{name}"
+
+
+def analysis_of_job(overrides: Sequence[str]) -> str:
+    """Return what ends the name of an analysis that is a job of a sweep: the values that it analyzes with; or "".
+
+    Checkpoints share a folder of results.
+    """
+    swept = swept_overrides(overrides)
+    if _differs_by_job("name", overrides, swept):
+        return ""
+    return ",".join(word for word in swept if root_key(word) != "checkpoint")
+
+
+def evaluation_of_job(overrides: Sequence[str]) -> str:
+    """Return what ends the name of an evaluation that is a job of a sweep: the values that it evaluates with; or "".
+
+    Checkpoints share a folder of results, those of another run or output have another one, and the name of a task is
+    the default name of its evaluations.
+    """
+    swept = swept_overrides(overrides)
+    if _differs_by_job("evaluation.name", overrides, swept):
+        return ""
+    in_the_name = ["data"] if not _typed("evaluation.name", overrides) else []
+    kept = [word for word in swept if word.partition("=")[0] not in ("run", "checkpoints", "output", *in_the_name)]
+    return _name_of_values(kept)
+
+
+def _typed(key: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of one setting, as they were before `force_add`."""
+    return [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] == key]
+
+
+def _differs_by_job(key: str, overrides: Sequence[str], swept: Sequence[str]) -> bool:
+    """Return whether a setting depends on the sweep's values: it is swept over, or refers to other settings."""
+    return any(word in swept or OF_SETTINGS.search(word) for word in _typed(key, overrides))
+
+
+def _name_of_values(swept: Sequence[str]) -> str:
+    """Return the part of a folder's name for these overrides, without the groups of their settings."""
     values = [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in swept]
-    name = folder_name(",".join(values))
-    return f"{run_dir.rstrip('/')}/{name}" if typed else f"{run_dir},{name}"
+    return folder_name(",".join(values))
 
 
 def analysis_folder_name(name: str) -> str:

@@ -50,7 +50,7 @@ def read_request(prepared: PreparedEvaluation) -> Request:
     config, is_task_of_run = _apply_overrides(run_config, values)
     refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    name = str(values["evaluation"]["name"] or task_name)
+    name = ",".join(filter(None, [str(values["evaluation"]["name"] or task_name), prepared.job]))
     root = Path(values["output"]) if values["output"] else run
     if root is None:
         raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")

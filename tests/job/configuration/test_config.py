@@ -327,7 +327,8 @@ def test_two_options_of_a_single_choice_group_are_refused() -> None:
         ("runs/run_seed_0", ["data=gsm8k"], "runs/run_seed_0,data=gsm8k"),
         ("runs/lr", ["run_dir=runs/lr", "trainer.learning_rate=0.1"], "runs/lr/learning_rate=0.1"),
         ("runs/12-00", ["run_dir=runs/${now:%H-%M}", "seed=1"], "runs/12-00/seed=1"),
-        ("runs/1", ["run_dir=runs/${seed}", "seed=1"], "runs/1"),
+        ("runs/1", ["run_dir=runs/$\\{seed\\}", "seed=1"], "runs/1"),  # as Hydra gives it to a job
+        ("runs/12-00", ["run_dir=runs/$\\{now:%H-%M\\}", "seed=1"], "runs/12-00/seed=1"),
         ("runs/b", ["run_dir=runs/b"], "runs/b"),
         ("runs/a", ["intervention=[lr:0.5,psr]"], "runs/a,intervention=lr0.5,psr"),
     ],
