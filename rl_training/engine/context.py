@@ -110,6 +110,7 @@ class StepContext:
         """Return the reason why the policy that probes score is not the trained one, or None. Collective.
 
         Scores a few of these rows of the step, unless the entropy gradient was made of scores that have been compared.
+        A probe that calls it sets `scores_responses`.
         """
         if self.has_entropy_gradient:
             return None
@@ -120,7 +121,7 @@ class StepContext:
     def sampling_reason(self, rows: Tensor, scores: Scores, log_ratios: Tensor) -> Unavailable | None:
         """Return the reason why the step's responses, or those of the run so far, are no samples, or None. Collective.
 
-        Tests tokens that are not tested yet (step/residual.py).
+        Tests tokens that are not tested yet (step/residual.py). A probe that calls it sets `scores_responses`.
 
         Args:
             rows: Rows of the step.
@@ -231,7 +232,7 @@ class StepContext:
 def with_seen_mismatch(context: StepContext) -> StepContext:
     """Return the context whose reasons include what scores of the step's responses have shown so far.
 
-    The prediction is made of such scores, and a probe may make others.
+    The prediction is made of such scores, and a probe may make others, which then speak against the prediction too.
     """
     prediction = context.prediction_if_any
     test = context._residual_test
@@ -243,5 +244,8 @@ def with_seen_mismatch(context: StepContext) -> StepContext:
         seen = test.reason
     if seen is None:
         return context
+    if prediction is not None and not prediction.reason:
+        prediction = prediction.without_entropy_gradient(seen)
     reasons = dataclasses.replace(reasons, sampling_mismatch=seen, no_fresh_responses=seen)
-    return dataclasses.replace(context, step=dataclasses.replace(context.step, reasons=reasons))
+    step = dataclasses.replace(context.step, reasons=reasons)
+    return dataclasses.replace(context, step=step, prediction_if_any=prediction)

@@ -111,10 +111,12 @@ class Measurer:
         with self._costs.timed():
             step.context = self._context(step)
             step.watch_gradient(step.context.step, self._loop.shard)
-        for probe in step.probes:
+        readings = {}
+        for probe in sorted(step.probes, key=lambda probe: not probe.scores_responses):
             with self._costs.timed(probe.name):
-                step.readings[probe.name] = self._probe_states.measure(probe, step.context)
+                readings[probe.name] = self._probe_states.measure(probe, step.context)
                 step.context = with_seen_mismatch(step.context)  # the probe may have scored the responses
+        step.readings = {probe.name: readings[probe.name] for probe in step.probes}
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
     def _context(self, step: OpenStep) -> StepContext:

@@ -66,6 +66,8 @@ class Probe(ABC):
         every: Measure every `every`-th step, starting with the first.
         num_folds: With FOLD_GRADIENTS: number of whole-prompt folds over all ranks. None for the default of 8 or
             slightly more.
+        scores_responses: Whether it may score the step's responses with `ctx.scores_reason` or `ctx.sampling_reason`.
+            Such probes measure first, because all others are told what the scores show.
         takes_num_folds: Whether `num_folds` is an argument of its class, which advice on more folds can then name.
         offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
         fold_dtype: With FOLD_GRADIENTS: dtype in which they are kept: torch.float32 (fp64 if the weights are fp64),
@@ -77,6 +79,7 @@ class Probe(ABC):
 
     name: str
     needs: Need = Need.NOTHING
+    scores_responses: bool = False
     num_folds: int | None = None
     takes_num_folds: bool = False
     offload: bool = False

@@ -124,3 +124,15 @@ class EntropyPrediction:
     entropy_gradients: FoldVectors | None = None  # X of each fold, E[T] ∂H_tok; with Need.FOLD_ENTROPY_GRADIENTS
     leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
     peak_bytes: int = 0  # the most bytes of vectors that were held at once while this was made
+
+    def without_entropy_gradient(self, reason: Unavailable) -> EntropyPrediction:
+        """Return what is left if scores show only now that the policy did not draw the responses."""
+        return EntropyPrediction(
+            self.settings,
+            self.labels,
+            reason,
+            is_seen_in_scores=True,
+            intended=self.intended,
+            update=self.update,
+            peak_bytes=self.peak_bytes,
+        )

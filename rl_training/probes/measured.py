@@ -99,6 +99,7 @@ class MeasuredStepProbe(Probe):
     """
 
     name = "measured"
+    scores_responses = True
 
     def __init__(self, responses_per_prompt: int = 2, error_decay: float | None = None, every: int = 1) -> None:
         super().__init__(every)

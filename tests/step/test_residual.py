@@ -410,13 +410,25 @@ def test_measured_adds_the_responses_that_simple_does_not_score_by_the_policy_be
     assert estimate.value != pytest.approx(unweighted.residual / sums.tokens, rel=1e-2)
 
 
-def test_measured_alone_notices_and_tells_the_probes_after_it_and_untested_responses_are_measured() -> None:
-    earlier, later = Seen(), Seen()
-    earlier.name = "earlier"
-    _, (*_, last), _ = train([earlier, MeasuredStepProbe(), later], 2, temperature=2.0)
+def test_measured_alone_notices_and_tells_all_probes_of_the_step_and_untested_responses_are_measured() -> None:
+    seen = Seen()
+    _, (*_, last), _ = train([seen, MeasuredStepProbe()], 2, temperature=2.0)
     assert last["measured/delta_h"].code == NOT_DRAWN.code
-    assert [ctx.reasons.sampling_mismatch is None for ctx in earlier.contexts] == [True, False]
-    assert [ctx.reasons.sampling_mismatch.code for ctx in later.contexts] == [NOT_DRAWN.code] * 2
+    assert [ctx.reasons.sampling_mismatch.code for ctx in seen.contexts] == [NOT_DRAWN.code] * 2
     _, (*_, last), _ = train([SimpleEntropyProbe()], 2, temperature=COLD, untested=True)
     assert math.isfinite(last["delta_h/forward"].value)
     assert last[residual.MEAN].code == UNTESTED.code
+
+
+def test_responses_that_measured_alone_scores_speak_against_the_estimates_of_all_probes_of_the_step() -> None:
+    """Whatever the order of the probes. The responses that `simple` scores are no evidence yet at the third step."""
+    probes = [
+        SimpleEntropyProbe(),
+        EffectiveSampleSizeProbe(),
+        SamplerProbe(),
+        MeasuredStepProbe(responses_per_prompt=G),
+    ]
+    _, (_, second, third), _ = train(probes, 3, temperature=1.25)
+    assert not [name for name in ASSUME if math.isnan(second[name].value)]
+    assert abs(third[residual.RUN].value) > third[residual.BOUND].value
+    assert {third[name].code for name in ASSUME} == {NOT_DRAWN.code}
