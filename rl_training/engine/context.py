@@ -30,7 +30,7 @@ from rl_training.statistics.running_pairs import Pair
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 from rl_training.step.reasons import UNKNOWN_TRUNCATION, Reasons
 from rl_training.step.residual import ResidualTest
 from rl_training.step.score_check import ScoreCheck
@@ -163,7 +163,7 @@ class StepContext:
             rollout: The rollout that the rows index. None for the step's.
         """
         self.passes.gradients_by_rank(
-            rollout or self.step.batch.rollout, rows_per_pass, WeightedScores(weights, shares), use
+            rollout or self.step.batch.rollout, rows_per_pass, Weightings(weights, shares), use
         )
 
     def reward_gradient(self) -> RewardGradient:

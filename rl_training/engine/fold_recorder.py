@@ -28,7 +28,7 @@ from rl_training.step.data import Gradients
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup
 from rl_training.step.needs import Need
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 
 
 @dataclass
@@ -195,8 +195,8 @@ class FoldRecorder:
         step = self._step
         assert step is not None
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
-        scores = WeightedScores([batch.loss_weights], shares=ones)
-        passes.send_gradients(batch, scores, lambda _, folds: self._receiver(step, folds))
+        weightings = Weightings([batch.loss_weights], shares=ones)
+        passes.send_gradients(batch, weightings, lambda _, folds: self._receiver(step, folds))
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
         """Complete vectors and square norms, once all gradients have arrived.

@@ -25,7 +25,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients
 from rl_training.step.folds import FoldGroup
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
 TOLERANCE = 0.01  # relative to the norm of the gradient: largest distance from the recomputed one
@@ -176,9 +176,7 @@ def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
     ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
     rows = torch.arange(len(batch.fold), device=batch.fold.device)
     parts = [rows[part.start : part.stop] for part in batch.microbatch_rows]
-    (gradient,) = passes.gradients(
-        batch.rollout, parts, WeightedScores([batch.loss_weights], ones / passes.ranks.count)
-    )
+    (gradient,) = passes.gradients(batch.rollout, parts, Weightings([batch.loss_weights], ones / passes.ranks.count))
     return gradient
 
 
@@ -242,12 +240,12 @@ def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, 
     has_weight = passes.ranks.any(num_weights)
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
     parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
-    weighted = WeightedScores(
+    weightings = Weightings(
         [batch.loss_weights],
         passes.shares_of_folds(batch),
         on_scores=lambda part, fresh: scores.append((part, fresh.detached())),
     )
-    (gradient,) = passes.gradients(batch.rollout, parts, weighted, len(group.folds), len(parts))
+    (gradient,) = passes.gradients(batch.rollout, parts, weightings, len(group.folds), len(parts))
     return gradient, scores
 
 

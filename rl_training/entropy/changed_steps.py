@@ -22,7 +22,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sums import dots
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights, rows_with_weight
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' gradients by fold to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
@@ -132,8 +132,8 @@ def iter_basis_gradients(
     shares_of_sequences = passes.shares_of_folds(batch)
     for indices in sorted(shared_passes + single_passes):
         chosen = [weights[index] for index in indices]
-        scores = WeightedScores(chosen, shares_of_sequences)
-        gradients = passes.gradients_by_fold(batch, scores, dtype=fold_dtype(layout))
+        weightings = Weightings(chosen, shares_of_sequences)
+        gradients = passes.gradients_by_fold(batch, weightings, dtype=fold_dtype(layout))
         for index in indices:
             by_fold = gradients.pop(0)
             yield index, FoldMeans.of(by_fold.sum(sizes / sizes.sum()), by_fold, sizes)

@@ -20,7 +20,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 from rl_training.step.score_check import ScoreCheck
 
 
@@ -103,6 +103,6 @@ def send_fold_gradients(
     is_chosen = response_index(batch.rollout.prompt_index) < num_chosen
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
-    scores = WeightedScores(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
+    weightings = Weightings(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
     with passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext():
-        passes.send_gradients(batch, scores, receiver_of, is_chosen)
+        passes.send_gradients(batch, weightings, receiver_of, is_chosen)

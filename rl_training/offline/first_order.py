@@ -46,7 +46,7 @@ from rl_training.parallel.vectors import Vector, dot
 from rl_training.probes.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.probes.fresh_sample import TARGETS, weights_of_buffer, without_blocks
 from rl_training.statistics.jackknife import MIN_UNITS_OFFLINE, Replicates
-from rl_training.step.passes import WeightedScores
+from rl_training.step.passes import Weightings
 
 WHOLE = "whole"
 TOKEN = 0
@@ -95,13 +95,13 @@ def predict(
     def multiply(gradients: list[Vector]) -> None:
         products.append(_products(splits, update, update.whole.gradient, gradients))
         for total, of_ranks in zip(direction, gradients, strict=True):
-            for bucket, rows in zip(total, of_ranks, strict=True):
-                bucket += rows.sum(dim=0)
+            for bucket, vectors in zip(total, of_ranks, strict=True):
+                bucket += vectors.sum(dim=0)
         progress(next(sizes, 0) * restored.num_ranks)
 
-    scores = WeightedScores(weights_of_buffer(evaluation, TARGETS), shares)
+    weightings = Weightings(weights_of_buffer(evaluation, TARGETS), shares)
     with restored.policy.measuring():
-        restored.passes.gradients_by_rank(evaluation.rollout, passes, scores, multiply)
+        restored.passes.gradients_by_rank(evaluation.rollout, passes, weightings, multiply)
     by_pass = restored.reduce(torch.stack(products))[: len(passes), restored.rank]
     by_block = by_pass.new_zeros(blocks.count, *by_pass.shape[1:])
     by_block.index_add_(0, torch.stack([block[rows[0]] for rows in passes]), by_pass)

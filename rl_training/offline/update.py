@@ -38,7 +38,7 @@ from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import WeightedScores
+from rl_training.step.passes import Weightings
 
 MAX_FOLDS = 16  # each takes a vector over the trainable parameters
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss
@@ -72,7 +72,7 @@ def make_update(
         return by_fold.receiver(folds)
 
     shares = (1.0 / batch.fold_sizes).to(batch.fold.device)[batch.fold].unsqueeze(1)
-    restored.passes.send_gradients(batch, WeightedScores([batch.loss_weights], shares), receiver_of)
+    restored.passes.send_gradients(batch, Weightings([batch.loss_weights], shares), receiver_of)
     by_fold.complete()
     gradient = by_fold.sum(batch.fold_sizes / batch.num_sequences)
     max_norm = restored.optimizer.max_grad_norm

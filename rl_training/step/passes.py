@@ -28,8 +28,8 @@ from rl_training.step.loss_weights import LossWeights, rows_with_weight
 
 
 @dataclass(frozen=True)
-class WeightedScores:
-    """What passes differentiate: for each of several weightings, Σ_ik share_i (c_ik log π(t_ik) + d_ik h_ik)."""
+class Weightings:
+    """What passes differentiate: one weighted sum of scores or several, Σ_ik share_i (c_ik log π(t_ik) + d_ik h_ik)."""
 
     weights: Sequence[LossWeights]  # c and d of all sequences, one for each gradient
     shares: Tensor  # (B, 1), a factor on each sequence
@@ -64,7 +64,7 @@ class Passes:
         return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
 
     def gradients_by_fold(
-        self, batch: Batch, scores: WeightedScores, dtype: torch.dtype | None = None
+        self, batch: Batch, weightings: Weightings, dtype: torch.dtype | None = None
     ) -> list[FoldVectors]:
         """Return the gradient of each fold for each weighting.
 
@@ -72,11 +72,11 @@ class Passes:
 
         Args:
             batch: The step's sequences and folds.
-            scores: What is differentiated.
+            weightings: What is differentiated.
             dtype: Dtype of the vectors. None for the one in which gradients are summed.
         """
-        gradients = [FoldVectors(self.layout, batch.num_folds, dtype) for _ in scores.weights]
-        self.send_gradients(batch, scores, lambda index, folds: gradients[index].receiver(folds))
+        gradients = [FoldVectors(self.layout, batch.num_folds, dtype) for _ in weightings.weights]
+        self.send_gradients(batch, weightings, lambda index, folds: gradients[index].receiver(folds))
         for vectors in gradients:
             vectors.complete()
         return gradients
@@ -84,7 +84,7 @@ class Passes:
     def send_gradients(
         self,
         batch: Batch,
-        scores: WeightedScores,
+        weightings: Weightings,
         receiver_of: Callable[[int, range], Receiver],
         is_chosen: Tensor | None = None,
     ) -> None:
@@ -94,25 +94,25 @@ class Passes:
 
         Args:
             batch: The step's sequences and folds.
-            scores: What is differentiated.
+            weightings: What is differentiated.
             receiver_of: Returns what takes the gradients of a weighting's index and these folds.
             is_chosen: (B,) bool. None: the rows that have a weight.
         """
-        is_chosen = rows_with_weight(scores.weights) if is_chosen is None else is_chosen
+        is_chosen = rows_with_weight(weightings.weights) if is_chosen is None else is_chosen
         for group, rows_per_pass, num_passes in self._by_group(batch, is_chosen):
-            receivers = [receiver_of(index, group.folds) for index in range(len(scores.weights))]
+            receivers = [receiver_of(index, group.folds) for index in range(len(weightings.weights))]
             num_first = num_passes - 1
             if num_first > 0:
-                sums = self.gradients(batch.rollout, rows_per_pass[:num_first], scores, len(group.folds), num_first)
+                sums = self.gradients(batch.rollout, rows_per_pass[:num_first], weightings, len(group.folds), num_first)
                 receivers = [_with_sum(*pair) for pair in zip(receivers, sums, strict=True)]
             if num_passes:
-                self._run(batch.rollout, rows_per_pass[num_first:], scores, receivers, num_passes=1)
+                self._run(batch.rollout, rows_per_pass[num_first:], weightings, receivers, num_passes=1)
 
     def gradients_by_rank(
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
-        scores: WeightedScores,
+        weightings: Weightings,
         use: Callable[[list[Vector]], None],
     ) -> None:
         """Call `use` with the gradients of each pass, a vector for each rank: (ranks, n) per bucket and weighting.
@@ -122,20 +122,20 @@ class Passes:
         Args:
             rollout: The rollout that the rows index.
             rows_per_pass: This rank's rows in each pass.
-            scores: What is differentiated.
+            weightings: What is differentiated.
             use: Called once per pass. The vectors are freed afterwards.
         """
 
         def run(rows: Tensor) -> None:
-            use(self.gradients(rollout, [rows], scores, num_folds=self.ranks.count, num_passes=1))
+            use(self.gradients(rollout, [rows], weightings, num_folds=self.ranks.count, num_passes=1))
 
-        self.ranks.in_lockstep(rows_per_pass, run, scores.no_rows)
+        self.ranks.in_lockstep(rows_per_pass, run, weightings.no_rows)
 
     def gradients(
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
-        scores: WeightedScores,
+        weightings: Weightings,
         num_folds: int = 1,
         num_passes: int | None = None,
     ) -> list[Vector]:
@@ -144,12 +144,12 @@ class Passes:
         Args:
             rollout: The rollout that the rows index.
             rows_per_pass: This rank's rows in each pass.
-            scores: What is differentiated.
+            weightings: What is differentiated.
             num_folds: Number of folds of these rows, over all ranks.
             num_passes: The number of passes of the rank with the most. None: the ranks exchange it.
         """
-        sums = [self.layout.zeros(num_folds) for _ in scores.weights]
-        self._run(rollout, rows_per_pass, scores, [adding_to(total) for total in sums], num_passes)
+        sums = [self.layout.zeros(num_folds) for _ in weightings.weights]
+        self._run(rollout, rows_per_pass, weightings, [adding_to(total) for total in sums], num_passes)
         return sums
 
     def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
@@ -177,36 +177,36 @@ class Passes:
         self,
         rollout: Rollout,
         rows_per_pass: Sequence[Tensor],
-        scores: WeightedScores,
+        weightings: Weightings,
         receivers: Sequence[Receiver],
         num_passes: int | None,
     ) -> None:
         """Hand the gradients of some rows to the receiver of each weighting, pass by pass."""
         self.ranks.in_lockstep(
             rows_per_pass,
-            lambda rows: self._run_pass(rollout, rows, scores, receivers),
-            filler=scores.no_rows,
+            lambda rows: self._run_pass(rollout, rows, weightings, receivers),
+            filler=weightings.no_rows,
             count=num_passes,
         )
 
-    def _run_pass(self, rollout: Rollout, rows: Tensor, scores: WeightedScores, receivers: Sequence[Receiver]) -> None:
+    def _run_pass(self, rollout: Rollout, rows: Tensor, weightings: Weightings, receivers: Sequence[Receiver]) -> None:
         """Hand the gradients of one pass to the receiver of each weighting.
 
         If this rank has no rows, it runs the same pass as the others, with weight 0.
         """
         is_empty = not len(rows)
-        shares = scores.shares
+        shares = weightings.shares
         if is_empty:
             rows = rows.new_zeros(1)
             shares = torch.zeros_like(shares)
         fresh = None
-        last = len(scores.weights) - 1
-        for index, (receiver, weight) in enumerate(zip(receivers, scores.weights, strict=True)):
+        last = len(weightings.weights) - 1
+        for index, (receiver, weight) in enumerate(zip(receivers, weightings.weights, strict=True)):
             keep_graph = index < last and self.reduction.shard.supports_retain_graph
             if fresh is None:
-                fresh = self.policy.score(rollout, rows, varentropy=scores.varentropy and index == 0)
-            if index == 0 and scores.on_scores is not None and not is_empty:
-                scores.on_scores(rows, fresh)
+                fresh = self.policy.score(rollout, rows, varentropy=weightings.varentropy and index == 0)
+            if index == 0 and weightings.on_scores is not None and not is_empty:
+                weightings.on_scores(rows, fresh)
             share = shares[rows].to(fresh.logps.dtype)
             row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
             self.reduction.backward(receiver, fresh, row_weights, keep_graph)

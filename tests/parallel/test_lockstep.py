@@ -39,7 +39,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.fold_reduction import FoldReduction
 from rl_training.step.folds import FoldGroup, plan_folds
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.passes import Passes, WeightedScores
+from rl_training.step.passes import Passes, Weightings
 from rl_training.step.reasons import Reasons
 from rl_training.step.score_check import ScoreCheck
 
@@ -151,12 +151,12 @@ def measure_truth(rank: Rank) -> None:
 
 def sum_gradients(rank: Rank) -> None:
     weights, shares = [rank.batch.loss_weights], torch.ones(rank.rollout.num_sequences, 1)
-    scores = WeightedScores(weights, shares)
-    rank.passes.gradients_by_fold(rank.batch, scores)
-    rank.passes.gradients_by_fold(rank.batch, scores, dtype=torch.float64)
+    weightings = Weightings(weights, shares)
+    rank.passes.gradients_by_fold(rank.batch, weightings)
+    rank.passes.gradients_by_fold(rank.batch, weightings, dtype=torch.float64)
     chosen = torch.arange(len(shares)) % 2 == 0  # of one fold alone
     total = rank.passes.layout.zeros(1)
-    rank.passes.send_gradients(rank.batch, scores, lambda index, folds: adding_to(total), is_chosen=chosen)
+    rank.passes.send_gradients(rank.batch, weightings, lambda index, folds: adding_to(total), is_chosen=chosen)
     seen: list[int] = []
     parts = torch.arange(len(shares)).split(1)
     rank.context().gradients_by_rank(parts, weights, shares, lambda vectors: seen.append(len(vectors)))
