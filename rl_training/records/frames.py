@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -30,14 +31,17 @@ EVALUATION_COLUMNS = ["evaluation", *COLUMNS, "reason"]
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
-    """Return logs/metrics.jsonl as a table: a row per logged step (the index), a column per metric.
+    """Return logs/metrics.jsonl as a table: a row per logged step (the index, in order), a column per metric.
 
-    Values that a step did not log are nan.
+    Values that a step did not log are nan. Of several lines of one step, the last that has a metric counts.
 
     Raises:
         UserError: If the folder is not a run, or a line is damaged; names the file.
     """
-    table = pd.DataFrame(jsonl.read_metrics(logs_of(run))).set_index("step")
+    by_step = dict[int, dict[str, Any]]()
+    for line in jsonl.read_metrics(logs_of(run)):
+        by_step.setdefault(line["step"], {}).update(line)
+    table = pd.DataFrame(by_step.values()).set_index("step").sort_index()
     return table.apply(pd.to_numeric, errors="coerce")  # an infinite number is recorded as a string
 
 
@@ -77,7 +81,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     last = {row["step"]: row for row in jsonl.read_evaluations(logs)}  # the last of several at one step counts
     in_training = [
         (IN_TRAINING, step, name.removeprefix("eval_"), float(value))
-        for step, row in last.items()
+        for step, row in sorted(last.items())
         for name, value in row.items()
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite values are strings
     ]

@@ -32,6 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.watch is not None and not 1 <= options.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
+    try:
+        _run(options)
+    except OSError as error:
+        if error.filename is None:  # of no file, such as a pipe that nobody reads any more
+            raise
+        raise UserError(
+            f"{error.filename} cannot be opened ({error.strerror}): allow it, or copy the run to where you may read it"
+        ) from error
+
+
+def _run(options: argparse.Namespace) -> None:
     # Here, as in the functions below, so that --help does not wait for slow imports.
     from rl_training.records.frames import find_runs
 
@@ -100,7 +111,11 @@ def _report(folder: Path, pictures: str) -> None:
     from rl_training.records.table.reading import read_run
 
     run = read_run(folder)
-    write_report(run, pictures)
+    try:
+        write_report(run, pictures)
+    except UserError:  # as of a run that may only be read
+        print_summary(run)
+        raise
     print_summary(run)
 
 

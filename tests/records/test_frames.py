@@ -40,6 +40,22 @@ def test_metrics_has_a_row_per_step_and_nan_for_values_not_logged(tmp_path: Path
     assert all(dtype.kind == "f" for dtype in table.dtypes)
 
 
+def test_lines_of_one_step_are_one_row_and_rows_are_in_the_order_of_steps(tmp_path: Path) -> None:
+    """A loop that writes two lines for each step, or logs that were put together in another order, lose nothing."""
+    records = Records(tmp_path / "logs")
+    for step, logged in ((2, {"reward": 0.5, "loss": 1.0}), (1, {"reward": 0.25}), (2, {"loss": 2.0, "length": 7})):
+        records.write_metrics(step, logged)
+        records.write_estimates(step, 1, "simple", {"delta_h/forward": Estimate(step, 0.1, 8)})
+    table = metrics(tmp_path)
+    assert table.index.tolist() == [1, 2]
+    assert table["reward"].tolist() == [0.25, 0.5]
+    assert table.loc[2, ["loss", "length"]].tolist() == [2.0, 7.0]
+    run = read_run(tmp_path)
+    assert run.steps == [1, 2]
+    assert run.logged("reward").to_dict() == {1: 0.25, 2: 0.5}
+    assert run.values("delta_h/forward").index.tolist() == [1, 2]
+
+
 def test_metrics_named_like_a_tables_own_columns_are_read_under_their_names(tmp_path: Path) -> None:
     names = ["value", "name", "step", "file", "probe", "variable", "index"]
     for step in (1, 2):

@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from logged_runs import log_run
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
@@ -142,7 +143,7 @@ def refused(runs: list[Path], page: Path, *options: str) -> list[Path]:
     assert not CONTROL.search(said), said
     if code:
         assert code == 2, said
-        (line,) = said.splitlines()
+        line = said.splitlines()[-1]  # below a run whose page cannot be written, which is told all the same
         assert line.startswith("error: ")
         named = [run for run in runs if re.search(rf"{re.escape(str(run))}(?!\w)", line)]
         assert named, line
@@ -303,6 +304,45 @@ def test_a_file_where_a_folder_is_expected_is_named_and_vice_versa(tmp_path: Pat
         path.unlink(missing_ok=True)
         path.mkdir(parents=True) if kind == "a folder" else path.write_bytes(b"\xff\x00")
     assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
+
+
+def test_a_link_that_leads_to_itself_is_ignored_or_refused_by_its_name(tmp_path: Path) -> None:
+    names = ["report", "evaluations", "training_state", "logs/rollouts.jsonl.gz"]
+    runs = bare_runs(tmp_path, len(names))
+    for run, name in zip(runs, names, strict=True):
+        (run / name).symlink_to(Path(name).name)
+    assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
+
+
+def test_a_run_whose_rewards_are_all_as_large_as_a_float_is_shown(tmp_path: Path) -> None:
+    run = log_run(tmp_path / "run", 30, reward=lambda step: 1e308 if step > 9 else 0.5, entropy=1e308)
+    assert write_report(run).is_file()
+
+
+def test_what_is_in_the_way_of_a_page_is_not_told_to_make_room(tmp_path: Path) -> None:
+    """Only a full disk is."""
+    run = bare_run(tmp_path / "run")
+    (run / "report" / "report.html").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"report\.html cannot be written \(Is a directory\): .*move .* away"):
+        write_report(run)
+
+
+def test_a_folder_that_the_system_refuses_to_open_is_named_in_one_line(tmp_path: Path) -> None:
+    """As without permission, which a test that runs as root always has."""
+    name = "a" * 300
+    code, said = said_by(str(tmp_path / name))
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert name in said
+    assert "cannot be opened (File name too long)" in said
+
+
+def test_a_run_whose_page_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
+    run = bare_run(tmp_path / "run")
+    (run / "report").write_text("in its place")
+    code, said = said_by(str(run))
+    assert code == 2
+    assert "2 steps are logged, and a verdict needs 8" in " ".join(said.split())
+    assert said.splitlines()[-1].startswith("error: ")
 
 
 def test_csv_tables_hold_no_spreadsheet_formula_and_keep_numbers() -> None:

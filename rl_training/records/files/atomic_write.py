@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,13 @@ from typing import BinaryIO
 from rl_training.errors import UserError
 
 MAKE_ROOM = "make room"
+# What to do instead about errors that no room mends.
+MOVE_AWAY = "move what is in its place away"
+ALLOW = "allow writing there"
+INSTEAD_OF_ROOM = {
+    **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP), MOVE_AWAY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ALLOW),
+}
 SCRATCH = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")  # temporary names
 
 
@@ -25,7 +33,7 @@ def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = M
 
     Args:
         files: Content by path, whole or as an iterable of parts.
-        fix: What the error tells the user to do.
+        fix: What the error tells the user to do, as in `cannot_write`.
 
     Raises:
         UserError: If a file cannot be written, for example on a full disk; names the file and the fix. A failure before
@@ -89,5 +97,12 @@ def _open_scratch(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def cannot_write(path: Path, error: OSError, fix: str) -> UserError:
-    """Return the error for a file that cannot be written, with its fix."""
-    return UserError(f"{path} cannot be written ({error.strerror}): {fix}")
+    """Return the error for a file that cannot be written, with its fix.
+
+    Args:
+        path: The file.
+        error: Why it cannot be written.
+        fix: What to do on a full disk. For another cause, what mends that takes the place of MAKE_ROOM in it.
+    """
+    what = fix.replace(MAKE_ROOM, INSTEAD_OF_ROOM.get(error.errno or 0, MAKE_ROOM))
+    return UserError(f"{path} cannot be written ({error.strerror}): {what}")

@@ -26,16 +26,19 @@ def refuse_links_out(run: Path, *names: str) -> None:
             checkpoints are not searched, nor is W&B's folder, which nothing here reads.
 
     Raises:
-        UserError: If there is one; names it.
+        UserError: If there is one, or a link that leads back to itself; names it.
     """
     home = run.resolve()
     remaining = [run / name for name in names or WRITTEN]
     while remaining:
         path = remaining.pop()
         if path.is_symlink():
-            if not path.resolve().is_relative_to(home):
+            target = Path(os.path.realpath(path))  # a link itself if it is one of a loop
+            if target.is_symlink():
+                raise UserError(f"{path} is a link that leads back to itself: remove it")
+            if not target.is_relative_to(home):
                 raise UserError(
-                    f"{path} is a link that leads out of {run}, to {path.resolve()}: nothing is read or written "
+                    f"{path} is a link that leads out of {run}, to {target}: nothing is read or written "
                     "through it; remove it, or replace it with what it leads to"
                 )
         elif path.is_dir():

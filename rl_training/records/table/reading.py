@@ -40,7 +40,7 @@ def read_run(folder: Path) -> Run:
     _warn_of_shared_names(folder, measured)
     sources = [
         _one_row_per_number(logged).assign(file=METRICS_FILE, evaluation=""),
-        measured.assign(file=PROBES_FILE, evaluation=""),
+        measured.sort_values("step", kind="stable").assign(file=PROBES_FILE, evaluation=""),
         _evaluation_rows(evaluations(folder)),
     ]
     table = _with_all_columns(pd.concat(sources, ignore_index=True))

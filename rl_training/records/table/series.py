@@ -38,6 +38,7 @@ class Source(NamedTuple):
         return f"{EVALUATIONS}/{self.evaluation}" if self.evaluation == IN_TRAINING else self.evaluation
 
 
+LARGEST = 1e150  # a value from here on counts as infinite, since sums of squares would be
 LOGGED = Source(METRICS_FILE)
 MEASURED = Source(PROBES_FILE)
 TRAINERS_EVALUATION = Source(EVALUATIONS_FILE)
@@ -95,8 +96,8 @@ class Run:
 
     @cached_property
     def _is_finite(self) -> np.ndarray:
-        """Which rows of the table have a finite value."""
-        return np.isfinite(self.table["value"].to_numpy())
+        """Which rows of the table have a value that can be calculated with."""
+        return np.abs(self.table["value"].to_numpy()) < LARGEST
 
     @cached_property
     def results_by_function(self) -> dict[Callable[[Run], Any], Any]:
