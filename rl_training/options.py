@@ -96,13 +96,14 @@ def half_by_measured_step(every: float) -> float:
 
 
 def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
-    """Return a "did you mean" hint for the option closest to `name`, or "" if none is close.
+    """Return a "did you mean" hint for the option that ends with `.name`, else the closest one, or "" if none is close.
 
     Args:
         name: What the user wrote.
         options: Names of the options, or a mapping from each name to the text that the hint shows for it.
     """
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    nested = [option for option in options if option.endswith(f".{name}")]
+    close = nested or difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hints = options if isinstance(options, Mapping) else {}
     return f"; did you mean {hints.get(close[0], close[0])}?" if close else ""
 

@@ -18,6 +18,7 @@ from typing import Any
 from datasets import Dataset
 
 from rl_training.errors import UserError
+from rl_training.options import check_whole
 from rl_training.tasks.answers import only_answer
 from rl_training.tasks.task import Task, WorkedExample, distinct_rows, is_held_out
 
@@ -44,15 +45,17 @@ def arithmetic(
     Raises:
         UserError: If min_operands is below three or above max_operands, or if there are fewer chains than requested.
     """
-    if not MIN_OPERANDS <= min_operands <= max_operands:
+    for setting, operands in (("data.min_operands", min_operands), ("data.max_operands", max_operands)):
+        check_whole(setting, operands, MIN_OPERANDS)
+    if min_operands > max_operands:
         raise UserError(
-            f"data.min_operands={min_operands} and data.max_operands={max_operands} are not a range: use at least "
-            f"{MIN_OPERANDS} operands, and no maximum below the minimum"
+            f"data.min_operands={min_operands} and data.max_operands={max_operands} are not a range: use no "
+            "maximum below the minimum"
         )
-    operands = min_operands, max_operands
+    numbers = min_operands, max_operands
     return Task(
-        train_dataset=_dataset(num_train, operands, held_out=False, seed=seed),
-        eval_dataset=_dataset(num_eval, operands, held_out=True, seed=seed),
+        train_dataset=_dataset(num_train, numbers, held_out=False, seed=seed),
+        eval_dataset=_dataset(num_eval, numbers, held_out=True, seed=seed),
         reward=arithmetic_reward,
         given_answer=only_answer,
         reward_range=(0.0, 1.0),

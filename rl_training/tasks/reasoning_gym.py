@@ -25,6 +25,7 @@ from typing import Any
 from datasets import Dataset
 
 from rl_training.errors import UserError, require_extra
+from rl_training.options import check_whole
 from rl_training.tasks.answers import only_answer
 from rl_training.tasks.task import Task, WorkedExample, draw_splits, is_held_out
 
@@ -66,6 +67,8 @@ def reasoning_gym(
         UserError: For an unknown, an unsound task or an unknown setting, or if the task has fewer questions than
             requested.
     """
+    check_whole("data.num_train", num_train, 0)
+    check_whole("data.num_eval", num_eval, 0)
     dataset = _open_dataset(task, seed, settings or {})
     wanted = {False: num_train, True: num_eval}
     draws = ((_prompt(entry), entry) for entry in _entries(dataset))

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from datasets import Dataset
 
 from rl_training.errors import UserError
+from rl_training.options import check_whole
 
 Row = TypeVar("Row")
 _HELD_OUT_ONE_IN = 8
@@ -113,12 +114,14 @@ def distinct_rows(draws: Iterator[tuple[str, Row]], num_rows: int, *, held_out: 
         held_out: Whether to return rows whose text `is_held_out`, or the others.
 
     Raises:
-        UserError: If there are fewer texts, which shows in draws that bring nothing new.
+        UserError: If `num_rows` is no number of rows, or there are fewer texts, which shows in draws that bring nothing
+            new.
     """
-    max_draws = max(0, _MAX_DRAWS * num_rows)
+    setting = "data.num_eval" if held_out else "data.num_train"
+    check_whole(setting, num_rows, 0)
+    max_draws = _MAX_DRAWS * num_rows
     rows = draw_splits(draws, {held_out: num_rows}, max_draws)[held_out]
     if len(rows) < num_rows:
-        setting = "data.num_eval" if held_out else "data.num_train"
         raise UserError(
             f"{setting}={num_rows}: {max_draws} draws gave only {len(rows)} different prompts under these settings: "
             f"ask for fewer by {setting}"

@@ -5,6 +5,7 @@ from itertools import islice
 
 import pytest
 
+from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import WorkedExample, arithmetic, arithmetic_reward, worked_examples
 from rl_training.tasks.task import Task
 
@@ -108,6 +109,13 @@ def test_chains_have_the_requested_number_of_operands_and_at_least_three() -> No
     longer = arithmetic(num_train=100, num_eval=10, min_operands=8, max_operands=9)
     for dataset in (longer.train_dataset, longer.eval_dataset):
         assert {len(partial_results(prompt)) for prompt in dataset["prompt"]} == {8, 9}
-    for least, most in ((2, 7), (5, 4)):
-        with pytest.raises(ValueError, match=f"data.min_operands={least} and data.max_operands={most} "):
-            arithmetic(min_operands=least, max_operands=most)
+    with pytest.raises(UserError, match=r"data\.min_operands=5 and data\.max_operands=4 "):
+        arithmetic(min_operands=5, max_operands=4)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("min_operands", "x"), ("min_operands", 2), ("num_train", "many"), ("num_eval", -1)]
+)
+def test_arguments_that_are_no_numbers_of_rows_or_operands_are_refused_by_name(argument: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"^data\.{argument}={value!r} must be a whole number"):
+        arithmetic(**{argument: value})  # type: ignore[arg-type]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rl_training.errors import EXTRA_OF, UserError, how_to_install
 from rl_training.job.configuration.nested import load_plain
@@ -21,7 +22,7 @@ from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import check_allowed, check_kinds
 from rl_training.options import did_you_mean
 from rl_training.records.folder import TRAINING_STATE
-from rl_training.records.hydra_text import quote_override
+from rl_training.records.hydra_text import quote_list, quote_override
 
 DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
@@ -37,10 +38,7 @@ def check_settings(cfg: DictConfig) -> None:
     check_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # their contents are checked below
     _check_probes(cfg.get("probes"))
     check_values(cfg, "train")
-    for key in ("data.path", "model.name"):
-        value = OmegaConf.select(cfg, key)
-        if not isinstance(value, str | None):
-            raise UserError(f"{key}={value} is not a path: quote it, {quote_override(key, str(value))}")
+    check_paths(cfg, ("data.path", "model.name"))
     if cfg.model.get("quantization") and not cfg.adapter:
         raise UserError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
@@ -65,6 +63,21 @@ def check_values(cfg: DictConfig, command: str) -> None:
         value = OmegaConf.select(cfg, key, default=...)
         if value is not ...:
             check_allowed(key, value, allowed)
+
+
+def check_paths(cfg: DictConfig, keys: Iterable[str], lists: Collection[str] = ()) -> None:
+    """Raise UserError for a setting that should be a path and is another value; those in `lists` may be lists of paths.
+
+    Settings that are null or absent are not checked.
+    """
+    for key in keys:
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, ListConfig) and key not in lists:
+            raise UserError(f"{key}={value} must be one path; a sweep takes one after another, -m {key}=A,B")
+        paths = value if isinstance(value, ListConfig) else [value]
+        if not all(isinstance(path, str | None) for path in paths):
+            typed = shlex.quote(f"{key}={quote_list([*map(str, paths)])}") if isinstance(value, ListConfig) else ""
+            raise UserError(f"{key}={value} is not a path: quote it, {typed or quote_override(key, str(value))}")
 
 
 def _check_probes(probes: Any) -> None:

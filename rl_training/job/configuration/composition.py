@@ -12,8 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -67,6 +69,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
             failures.append(error)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
+    _refuse_unknown_flags()
     sys.argv[1:] = [word if is_listed(word) else force_add(word) for word in sys.argv[1:]]
     try:
         with _settings_shown_masked():
@@ -77,6 +80,17 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         raise
     if failures:
         raise failures[0]
+
+
+def _refuse_unknown_flags() -> None:
+    """Raise UserError for a flag that Hydra would answer with a page of usage."""
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}: settings are KEY=VALUE, without dashes; --hydra-help lists the flags")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
 
 
 def _hide_secrets() -> None:

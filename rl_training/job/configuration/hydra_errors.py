@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from rl_training.job.configuration.checks import choose_probes
-from rl_training.job.configuration.groups import KEY_OF
+from rl_training.job.configuration.groups import OPEN
 from rl_training.job.configuration.nested import flatten, load_plain
 from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.options import did_you_mean
 from rl_training.records.hydra_text import quote_override
+
+HEADER = "# @package "
+EVERYTHING = "_global_"  # package of a file in conf/ whose settings are those of a whole command
 
 
 def explain(error: Exception, name: str) -> str:
@@ -36,14 +40,17 @@ def explain(error: Exception, name: str) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         options = _options_of(group)
         hint = did_you_mean(option, options)
-        return f"{group}={option}: there is no such {group}. Choose from {', '.join(options)}{hint}"
+        typed, kind = (f"{group}={option}", group) if group else (f"--config-name={option}", "configuration")
+        return f"{typed}: there is no such {kind}. Choose from {', '.join(options)}{hint}"
     cause = error.__cause__
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     is_group = (CONF / key).is_dir()
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and not is_group:
         typed_keys = (re.split("[=@]", word.lstrip("+~"))[0] for word in sys.argv[1:])
         key = next((typed for typed in typed_keys if f"{typed}.".startswith(f"{key}.")), key)
-        return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings(name))}"
+        group = key.partition(".")[0]
+        added = f"; an argument that conf/ does not list is added with +{key}=VALUE" if group in OPEN else ""
+        return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings(name))}{added}"
     typed_probes = next((word.lstrip("+") for word in sys.argv[1:] if word.lstrip("+").startswith("probes=")), "")
     if key == "probes" and typed_probes:
         return choose_probes(typed_probes.removeprefix("probes="))
@@ -83,10 +90,17 @@ def _known_settings(name: str) -> dict[str, str]:
         By setting, its name in a hint, which includes the GROUP=OPTION that defines it, if any.
     """
     known = {path.name: path.name for path in CONF.iterdir() if path.is_dir()}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        group = path.parent.name
-        content = load_plain(path)
-        content = content.get(group, content)  # under the group's name or without it
-        for key in flatten({KEY_OF.get(group, group): content}):
-            known.setdefault(key, f"{key} (of {group}={path.stem})")
+    files = sorted(CONF.glob("*/*.yaml"), key=lambda path: (_package_of(path) == EVERYTHING, path))
+    for path in files:  # those that set what belongs to other groups last
+        package = _package_of(path)
+        content = {key: value for key, value in load_plain(path).items() if key != "defaults"}
+        for key in flatten(content if package == EVERYTHING else {package: content}):
+            option = "" if key.startswith("trainer.") else f" (of {path.parent.name}={path.stem})"  # always there
+            known.setdefault(key, f"{key}{option}")
     return known | {key: key for key in flatten(load_plain(CONF / f"{name}.yaml"))}
+
+
+def _package_of(path: Path) -> str:
+    """Return under which key Hydra puts the settings of a file in a group: as its first line says, or the group's."""
+    line = path.read_text(encoding="utf-8").partition("\n")[0]
+    return line.removeprefix(HEADER) if line.startswith(HEADER) else path.parent.name

@@ -16,6 +16,7 @@ from rl_training.errors import UserError
 from rl_training.job.configuration.checks import (
     check_dashboards,
     check_evaluation_options,
+    check_paths,
     check_resume,
     check_settings,
     check_values,
@@ -85,6 +86,7 @@ def prepare_analysis(cfg: DictConfig) -> PreparedAnalysis:
     Raises:
         UserError: For values that are missing or invalid.
     """
+    check_paths(cfg, ("checkpoint", "output", "runs_dir", "log.directory"), lists=("checkpoint",))
     values = _checked_values(cfg, "offline")
     folder_name = analysis_folder_name(str(values["name"]))
     makers: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
@@ -100,6 +102,7 @@ def prepare_evaluation(cfg: DictConfig, job: str = "") -> PreparedEvaluation:
     Raises:
         UserError: For values that are missing or invalid.
     """
+    check_paths(cfg, ("run", "checkpoints", "output", "data.path", "model.name"), lists=("checkpoints",))
     values = _checked_values(cfg, "evaluate")
     check_evaluation_options(values["evaluation"])
     return PreparedEvaluation(values, job)

@@ -30,9 +30,15 @@ class StepProgress(ProgressCallback):
     During a slow step it is also redrawn after microbatches and counts them: "1/16 +3/8".
     """
 
+    training_bar: Any  # a tqdm bar, or None
+    prediction_bar: Any  # likewise, of an evaluation
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = contextlib.ExitStack()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self._lines = contextlib.ExitStack()
         self._lines.enter_context(logging_redirect_tqdm())  # otherwise log lines would be appended to the bar
         self.current_step = state.global_step
         if self.training_bar is not None:
@@ -74,5 +80,11 @@ class StepProgress(ProgressCallback):
             self.training_bar.set_postfix(shown)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_end(args, state, control, **kwargs)
+        self.close()
+
+    def close(self) -> None:
+        """End the bar's line, also after an error, whose line would otherwise be appended to it."""
+        for bar in filter(None, (self.prediction_bar, self.training_bar)):
+            bar.close()
+        self.prediction_bar = self.training_bar = None
         self._lines.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class TrainingRun:
     run_folder: RunFolder
     checkpoint: Path | None  # to resume from
     loggers: list[MetricsLogger]  # dashboards; on the main process only
+    progress: StepProgress  # shows nothing where it is switched off
     stop: StopAtStepEnd
 
     @property
@@ -72,6 +74,7 @@ class TrainingRun:
             logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
             return
         with (
+            contextlib.closing(self.progress),
             self.stop.listening(),
             as_user_errors(unless=lambda: self.trainer.state.global_step > taken),
             timeouts_explained(self.trainer.args.ddp_timeout),
@@ -142,11 +145,14 @@ def _build(prepared: PreparedRun) -> TrainingRun:
     trainer = _trainer_of(cfg, prepared.num_microbatches, start.run_folder)
     if start.checkpoint is not None and not start.checkpoint.resolve().is_relative_to(start.path.resolve()):
         _branch_off(trainer, cfg)
-    stop = _add_callbacks(trainer)
+    progress = StepProgress()
+    stop = StopAtStepEnd()
+    for callback in (stop,) if trainer.args.disable_tqdm else (progress, stop):
+        trainer.add_callback(callback)
     config = _stored_config(cfg, trainer)
     save_config(config, start.path, start.is_resumed)
     loggers = install_loggers(trainer, start.path, config, CORE if cfg.logger.metrics == "core" else None)
-    return TrainingRun(trainer, start.run_folder, start.checkpoint, loggers, stop)
+    return TrainingRun(trainer, start.run_folder, start.checkpoint, loggers, progress, stop)
 
 
 def _set_last_step(cfg: DictConfig, start: RunStart) -> None:
@@ -192,15 +198,6 @@ def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
     trainer.resume_as_branch(has_own_rng="seed=" in changed)
     if changed:
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
-
-
-def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
-    """Add the progress bar, unless disabled, and the callback that ends training after a signal; return the latter."""
-    if not trainer.args.disable_tqdm:
-        trainer.add_callback(StepProgress)
-    stop = StopAtStepEnd()
-    trainer.add_callback(stop)
-    return stop
 
 
 def _stored_config(cfg: DictConfig, trainer: DrGRPOTrainer) -> dict[str, Any]:

@@ -194,6 +194,23 @@ def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation
     assert "\n" not in explain(raised.value, "train")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trainer.seed=1"], "unrecognized arguments: --trainer.seed=1: settings are KEY=VALUE, without dashes"),
+        (["--cfg", "jobb"], "argument --cfg/-c: invalid choice: 'jobb'"),
+        (["--config-name=foo"], "--config-name=foo: there is no such configuration. Choose from evaluate, offline, "),
+    ],
+)
+def test_a_mistyped_flag_is_explained_in_one_line(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # what the command changes is undone
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(UserError) as raised:
+        train()
+    assert str(raised.value).startswith(said)
+    assert "\n" not in str(raised.value)
+
+
 def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CONF.glob("hydra/help/*.yaml")]
     for page in pages:

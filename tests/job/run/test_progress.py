@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from configs import quick_run
 from transformers import trainer_callback
 
+from rl_training.errors import UserError
 from rl_training.job.run import progress
 from rl_training.job.run.progress import StepProgress
 
@@ -64,3 +67,13 @@ def test_log_messages_have_their_own_line_above_the_progress_bar(capsys: pytest.
     bar.on_train_end(None, state, None)
     (line,) = [line for line in capsys.readouterr().err.split("\n") if "not measured" in line]
     assert line.split("\r")[-1] == "not measured: one, two"
+
+
+def test_the_line_of_an_error_begins_below_the_progress_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.max_steps=1", "probe=none", "++trainer.loss_type=unknown", "++trainer.disable_tqdm=false"]
+    run = quick_run(tmp_path / "run", *words)
+    with pytest.raises(UserError, match="Unknown loss type"):
+        run.train()
+    shown = capsys.readouterr().err
+    assert "0/1" in shown
+    assert shown.endswith("\n")
