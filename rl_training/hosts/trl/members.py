@@ -1,7 +1,8 @@
 """Tables of everything that is read from TRL's trainer, its arguments and the libraries' modules.
 
 They hold in every supported version, except for what versions.py says. If a version lacks a member, or a method takes
-other parameters, `attach` refuses it by name. sharding.py relies on DeepSpeed's members, parallel/fsdp.py on FSDP2's.
+other parameters, `attach` refuses it by name. DeepSpeed's members exist once `train()` has begun, so they are refused
+then. parallel/fsdp.py relies on FSDP2's.
 """
 
 from __future__ import annotations
@@ -118,3 +119,27 @@ SETTINGS = (
 )
 SHUFFLE = "shuffle_sequence_dict"  # in trl.trainer.grpo_trainer: shuffles a generation batch before splitting it
 REWRITE_LOGS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/
+# Members of DeepSpeed's optimizer, by the class of ZeRO stages 1 and 2, and of stage 3. sharding.py reads them.
+ZERO = "DeepSpeedZeroOptimizer"
+ZERO3 = "DeepSpeedZeroOptimizer_Stage3"
+ZERO_MEMBERS: dict[str, tuple[str, ...]] = {
+    ZERO: (
+        "optimizer",  # the torch optimizer, whose parameters are this rank's flat weights
+        "clip_grad",  # the threshold at which gradients are clipped
+        "averaged_gradients",  # by flat vector, this rank's pieces of the mean over ranks
+        "single_partition_of_fp32_groups",  # this rank's flat weights, one vector per group
+        "round_robin_bit16_groups",  # the parameters of each group, in their order in the flat vector
+        "round_robin_bit16_offsets",  # where each begins
+    ),
+    ZERO3: (
+        "optimizer",
+        "clip_grad",
+        "averaged_gradients",
+        "fp32_partitioned_groups_flat",  # this rank's flat weights
+        "grad_position",  # by parameter id: index of its flat vector, start in it, and number of entries
+        "get_param_id",
+        "sub_group_to_group_id",  # by index of a flat vector: number of its group
+        "empty_partition_cache",  # frees weights that are gathered
+        "persistent_parameters",  # the small parameters, which stay gathered
+    ),
+}

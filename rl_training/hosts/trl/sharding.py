@@ -12,6 +12,7 @@ the parts of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.members import ZERO, ZERO3, ZERO_MEMBERS
 from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.optim.adamw import ADAM, ADAMW
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.sharding import Shard, chunk_of
+
+DEEPSPEED = "deepspeed>=0.19.8,<0.20"  # the same as in setup.cfg
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:
@@ -59,11 +63,11 @@ class Zero(Shard):
         engine: DeepSpeed's engine.
 
     Raises:
-        UserError: For an engine whose optimizer is of another kind.
+        UserError: For an engine whose optimizer is of another kind, or lacks a member that is read here.
     """
 
     keeps_gradients = False
-    KIND = "DeepSpeedZeroOptimizer"  # class of the engine's optimizer that is read here
+    KIND = ZERO  # class of the engine's optimizer that is read here
     FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # this rank's flat weights; moments have the same layout
     readable_optimizers = (ADAMW.optimizer, ADAM.optimizer)  # others have not been tried
 
@@ -73,6 +77,12 @@ class Zero(Shard):
             raise UserError(
                 f"probes do not read DeepSpeed's {kind}, which bf16 weights with fp32 accumulation get on stage 1: use "
                 f"ZeRO-2 (launch/zero2.yaml), or {WITHOUT_PROBES}"
+            )
+        missing = [name for name in ZERO_MEMBERS[kind] if not hasattr(engine.optimizer, name)]
+        if missing:
+            version = metadata.version("deepspeed")
+            raise UserError(
+                f"{kind}.{missing[0]} is gone in deepspeed {version}: pip install '{DEEPSPEED}', or {WITHOUT_PROBES}"
             )
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, lambda: self._zero.clip_grad)
@@ -118,7 +128,7 @@ class Zero(Shard):
 class Zero3(Zero):
     """ZeRO stage 3, which cuts each parameter separately."""
 
-    KIND = "DeepSpeedZeroOptimizer_Stage3"
+    KIND = ZERO3
     FLAT_WEIGHTS = "fp32_partitioned_groups_flat"
     gathers_weights = True
     supports_retain_graph = False  # weights are released in the backward

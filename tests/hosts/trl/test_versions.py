@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from rl_training.hosts.trl.members import (
     METHODS,
     SETTINGS,
     TRAINER_ATTRIBUTES,
+    ZERO_MEMBERS,
 )
+from rl_training.hosts.trl.sharding import DEEPSPEED, Zero, Zero3
 from rl_training.hosts.trl.versions import OF_ARGUMENTS, OF_TRAINER, is_installed
 
 ROOT = Path(__file__).parents[3]
@@ -92,6 +95,27 @@ def test_everything_that_the_code_names_on_a_trainer_or_its_settings_is_in_the_t
                 named.get(owner.lstrip("_"), set()).add(node.attr)
     assert named["trainer"] - {*METHODS, *TRAINER_ATTRIBUTES, *LATER_ATTRIBUTES} == set()
     assert named["args"] - {*SETTINGS, "target_kl_share"} == set()  # a field of DrGRPOConfig
+
+
+def test_everything_that_the_code_names_on_deepspeeds_optimizer_is_in_its_table() -> None:
+    named = {
+        node.attr
+        for node in ast.walk(ast.parse((ROOT / "rl_training/hosts/trl/sharding.py").read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("zero", "self._zero")
+    }
+    named |= {Zero.FLAT_WEIGHTS, Zero3.FLAT_WEIGHTS}
+    assert named == {name for members in ZERO_MEMBERS.values() for name in members}
+
+
+@pytest.mark.parametrize("kind", [Zero, Zero3])
+def test_a_member_that_deepspeeds_optimizer_lacks_is_named(kind: type[Zero]) -> None:
+    pytest.importorskip("deepspeed")
+    members = dict.fromkeys(ZERO_MEMBERS[kind.KIND])
+    for name in members:
+        optimizer = type(kind.KIND, (), {other: None for other in members if other != name})()
+        with pytest.raises(ValueError, match=f"^{kind.KIND}.{name} .*pip install '{re.escape(DEEPSPEED)}'"):
+            kind(SimpleNamespace(optimizer=optimizer))
+    assert DEEPSPEED in (ROOT / "setup.cfg").read_text("utf-8")
 
 
 def test_every_missing_attribute_and_setting_is_named_when_probes_are_attached(make_trainer, monkeypatch) -> None:
