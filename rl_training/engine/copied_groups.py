@@ -31,7 +31,8 @@ ROW_BASE = 3202034522624059733
 COPIED_GROUPS = Unavailable(
     "copied_groups",
     "only {distinct} of the {total} groups of responses that this step learns from are distinct, the others are copies "
-    "of them (a batch that is filled up by duplicating prompts): a copy is no further sample",
+    "of them (a batch that is filled up by duplicating prompts, or a rollout that the step goes through again): a copy "
+    "is no further sample",
     fix="generate as many groups as a step learns from",
 )
 

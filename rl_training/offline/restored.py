@@ -177,7 +177,7 @@ def _refuse_unsupported_trainer(trainer: GRPOTrainer) -> None:
             "a checkpoint is analyzed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file, also for checkpoints that DeepSpeed wrote"
         )
-    otherwise = sampling_reason(trainer)
+    otherwise = sampling_reason(trainer, trainer.temperature)
     if otherwise:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:

@@ -10,6 +10,7 @@ from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.settings.fixes import fixes_of
+from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
 from rl_training.hosts.trl.settings.sampling import fresh_responses_reason, sampling_reason
 from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
@@ -41,6 +42,7 @@ def loop_spec_of(
     """
     args = trainer.args
     fixes = fixes_of(settings, spelling)
+    is_reused = args.num_iterations > 1 and steps_per_rollout(args) > 1
     if args.num_iterations > 1:
         no_reuse = spelling.setting("num_iterations", 1) + spelling.in_config
         fixes = dataclasses.replace(fixes, no_reuse=no_reuse)
@@ -60,8 +62,8 @@ def loop_spec_of(
         reasons=Reasons(
             no_whole_folds=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
             split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
-            reused=REUSED.with_fix(fixes.no_reuse) if args.num_iterations > 1 else None,
-            sampling_mismatch=sampling_reason(trainer),
+            reused=REUSED.with_fix(fixes.no_reuse) if is_reused else None,
+            sampling_mismatch=sampling_reason(trainer, policy.scorer.temperature),
             no_fresh_responses=fresh_responses_reason(trainer),
             other_terms=OTHER_TERMS if of_trainer(trainer, "aux_loss_enabled") else None,
         ),

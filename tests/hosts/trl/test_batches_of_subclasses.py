@@ -208,6 +208,18 @@ def test_errors_are_of_distinct_groups_in_a_batch_filled_up_with_copies(make_tra
     assert eight[0]["gns/trace_step"].code == "copied_groups"
 
 
+def test_a_step_that_goes_through_its_rollout_twice_has_the_numbers_and_errors_of_one_pass(make_trainer: Any) -> None:
+    """With num_iterations=2 and rollouts of half a step, it learns twice from each response, at the same weights."""
+    once = STEP | {"max_steps": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    twice = once | {"gradient_accumulation_steps": 8, "num_iterations": 2}
+    two_passes, one_pass = (measured(make_trainer(GRPOTrainer, **settings), few_probes) for settings in (twice, once))
+    for name in ("entropy/token", "delta_h/forward", "delta_h/reuse", "ess/advantage", "ess/importance"):
+        estimate, expected = (estimates[name] for estimates, _ in (two_passes, one_pass))
+        assert estimate.value == pytest.approx(expected.value, rel=1e-4), (name, estimate.reason)
+        assert estimate.stderr == pytest.approx(expected.stderr, rel=1e-4, nan_ok=True), name
+    assert two_passes[0]["gns/trace_step"].code == "copied_groups"
+
+
 def test_too_few_distinct_groups_give_no_error_bar(make_trainer: Any) -> None:
     """The rows lie anywhere. In `ess` a response weighs what its copies do: two of the third prompt, else three."""
     advantages: list[Tensor] = []

@@ -28,7 +28,7 @@ NONE: Any = None
 
 @pytest.fixture(autouse=True)
 def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "sampling_reason", lambda trainer: None)
+    monkeypatch.setattr(module, "sampling_reason", lambda trainer, scored_temperature: None)
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
@@ -41,8 +41,10 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
         ),
         num_generations=generations, mask_truncated_completions=False, state=SimpleNamespace(global_step=0),
         eos_token_ids=[2], processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
+        _step=0,
     )  # fmt: skip
-    policy: Any = SimpleNamespace(model=torch.nn.Identity())  # without dropout
+    scorer = SimpleNamespace(temperature=1.0)
+    policy: Any = SimpleNamespace(model=torch.nn.Identity(), scorer=scorer)  # without dropout
     return Rollouts(trainer, policy)
 
 

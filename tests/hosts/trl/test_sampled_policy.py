@@ -75,8 +75,8 @@ def as_made(args: Any, model: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(("settings", "way_out"), [*REFUSED["sampling"], ({}, "")])
 def test_every_sampling_option_besides_temperature_is_named(plain, settings, way_out) -> None:
-    assert sampling_reason(plain) is None
-    why = sampling_reason(as_made(plain.args, plain.model, **settings)) or ""
+    assert sampling_reason(plain, plain.temperature) is None
+    why = sampling_reason(as_made(plain.args, plain.model, **settings), plain.temperature) or ""
     assert why.endswith(way_out)
     assert " in trainer" not in why
     assert bool(why) == bool(settings)
@@ -85,15 +85,15 @@ def test_every_sampling_option_besides_temperature_is_named(plain, settings, way
 def test_sampling_options_of_the_models_generation_config_are_named(plain) -> None:
     policy = load_tiny()[0]
     policy.generation_config.min_p = 0.2
-    why = sampling_reason(as_made(plain.args, policy))
+    why = sampling_reason(as_made(plain.args, policy), plain.temperature)
     assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
 
 
 def test_a_temperature_set_on_the_engine_later_is_read_from_the_engine(plain) -> None:
     trainer = as_made(plain.args, plain.model, use_vllm=True, top_k=-1)  # vLLM's own word for no top_k
-    assert sampling_reason(trainer) is None
+    assert sampling_reason(trainer, trainer.temperature) is None
     trainer.vllm_generation.temperature = 0.7
-    assert sampling_reason(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
+    assert sampling_reason(trainer, trainer.temperature).startswith("temperature=0.7 in trainer.vllm_generation makes")
 
 
 class Anneals(TrainerCallback):
@@ -127,10 +127,11 @@ def test_a_temperature_set_by_a_callback_applies_from_the_next_rollout(make_trai
 
 
 class Heats(GRPOTrainer):
-    """Raises the temperature just when it samples."""
+    """Raises the temperature just when it samples, and its own, which its loss may not read again."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         self.generation_config.temperature = 1.5
+        self.temperature = 1.5
         return super()._generate_single_turn(*args, **kwargs)
 
 

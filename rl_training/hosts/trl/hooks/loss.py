@@ -107,7 +107,7 @@ class LossHook:
 
     def _take_sequences(self, inputs: Mapping[str, Any], loss: Tensor) -> None:
         """Pass a microbatch without its scores to the driver. The host does not wait for the device."""
-        rollout = self._rollouts.read(inputs)
+        rollout = self._rollouts.read(inputs, self._driver.num_microbatches)
         scores = Scores.unknown(rollout.completion_mask)
         self._driver.microbatch(rollout, scores, LossInfo(loss, self._loss.settings))
 
@@ -130,7 +130,7 @@ class LossHook:
             needs_scores: Whether the driver or the records read the scores.
         """
         self._refuse_missing_scores(loss_scores, trl_loss, needs_scores)
-        batch = self._rollouts.read(inputs)
+        batch = self._rollouts.read(inputs, self._driver.num_microbatches)
         hidden = batches.are_hidden(inputs)
         with self._driver.costs.timed():
             scores = self._policy.complete_scores(loss_scores, batch, needs_scores)

@@ -10,7 +10,6 @@ from trl import GRPOTrainer
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Hook
 from rl_training.hosts.trl.rollouts.current import Rollouts
-from rl_training.hosts.trl.settings.sampling import sampling_reason
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 
 
@@ -43,7 +42,7 @@ class RolloutHooks:
 
         The sampling settings are read before generation too, because generation may change them.
         """
-        reason_before = sampling_reason(self._trainer)
+        reason_before = self._rollouts.sampling_reason()
         generated = yield
         if self._trainer.model.training:
             self._rollouts.add_generated(generated, reason_before)

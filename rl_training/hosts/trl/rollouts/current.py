@@ -20,7 +20,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.complete import complete_batch, match_rows
 from rl_training.hosts.trl.rollouts.generated import GeneratedResponses, Response
-from rl_training.hosts.trl.rollouts.kind import gather_facts, kind_of_batch
+from rl_training.hosts.trl.rollouts.kind import gather_facts, record_of_batch
 from rl_training.hosts.trl.rollouts.old_logps import are_own_up_to_dropout
 from rl_training.hosts.trl.rollouts.record import RolloutRecord
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout, steps_per_rollout
@@ -57,6 +57,7 @@ class Rollouts:
             sampled_at=-1,
             responses_per_prompt=trainer.num_generations,
             is_fresh=True,
+            is_rewarded=False,
             is_untested=False,
             origin=Origin(knows_sampler=True),
         )
@@ -70,6 +71,10 @@ class Rollouts:
             origin = dataclasses.replace(self.current.origin, learned=num_used >= args.steps_per_generation)
             self.current = dataclasses.replace(self.current, origin=origin)
 
+    def sampling_reason(self) -> Unavailable | None:
+        """Return the reason why responses that are generated now are no samples of the scored policy, or None."""
+        return sampling_reason(self._trainer, self._policy.scorer.temperature)
+
     def add_generated(self, generated: tuple, reason_before: Unavailable | None) -> None:
         """Take what TRL has generated, with the tool masks, before TRL masks truncated responses.
 
@@ -80,7 +85,7 @@ class Rollouts:
         prompts, completions, tool_masks = generated[:3]
         if not self._trainer.mask_truncated_completions:  # TRL's batch then has them, of all responses
             tool_masks = None
-        self._generated.add(prompts, completions, tool_masks, reason_before or sampling_reason(self._trainer))
+        self._generated.add(prompts, completions, tool_masks, reason_before or self.sampling_reason())
 
     def add_rewards(self, by_function: Tensor) -> None:
         """Take the generated responses' rewards, (sequences of all ranks, functions), which TRL does not pass on."""
@@ -101,19 +106,17 @@ class Rollouts:
         local_facts = complete_batch(self._trainer, self._generated, output, rows)
         facts = gather_facts(local_facts, output["completion_ids"].device) if is_measured else [local_facts]
         has_logps = bool({batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys())
-        kind = kind_of_batch(facts, self._trainer.num_generations, has_logps)
-        if not kind.is_rewarded:
-            output.pop(batches.REWARD, None)
-            output.pop(batches.REWARDS_BY_FUNCTION, None)
-        mismatch = self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None)
-        record = RolloutRecord(
+        record = record_of_batch(
+            facts,
             number=self.current.number + 1,
             sampled_at=self._trainer.state.global_step,
-            responses_per_prompt=kind.responses_per_prompt,
-            is_fresh=kind.is_fresh,
-            is_untested=kind.is_untested,
-            origin=dataclasses.replace(kind.origin, sampler_reason=mismatch, knows_sampler=True),
+            num_generations=self._trainer.num_generations,
+            has_logps=has_logps,
+            sampler_reason=self._sampling_mismatch(rows.responses) or (PLACEHOLDERS if rows.has_placeholders else None),
         )
+        if not record.is_rewarded:
+            output.pop(batches.REWARD, None)
+            output.pop(batches.REWARDS_BY_FUNCTION, None)
         self._generated.begin_next(rows.keys)
         if is_measured and batches.OLD_LOGPS in output:
             record = self._with_old_logps(record, output)
@@ -123,7 +126,7 @@ class Rollouts:
         """Return the first reason why some of these responses are no samples of the policy, or None."""
         known = [response for response in responses if response is not None]
         if not known:
-            return sampling_reason(self._trainer)  # by the present settings
+            return self.sampling_reason()  # by the present settings
         return next((response.mismatch for response in known if response.mismatch), None)
 
     def _with_old_logps(self, record: RolloutRecord, output: dict) -> RolloutRecord:
@@ -159,19 +162,33 @@ class Rollouts:
         sampled = [len(batch["completion_ids"]) for batch in (trainer._buffered_inputs or [])[first : first + count]]
         return [size, *(sampled + [size] * count)[1:count]]
 
-    def read(self, inputs: Mapping[str, Any]) -> Rollout:
+    def read(self, inputs: Mapping[str, Any], num_earlier: int = 0) -> Rollout:
         """Return the sequences of the current rollout in one of TRL's dictionaries: a microbatch, or this rank's rows.
 
         They keep the log-probabilities in the batch, whichever policy these are from; old_logps.py tells that.
-        """
-        return self._read(inputs, self.current)
 
-    def _read(self, inputs: Mapping[str, Any], record: RolloutRecord) -> Rollout:
-        """Return the sequences of a batch dictionary of this rollout, as they are at the trainer's present step."""
+        Args:
+            inputs: TRL's dictionary.
+            num_earlier: The number of microbatches that the step has had before this one.
+        """
+        return self._read(inputs, self.current, self._num_copies(num_earlier))
+
+    def _num_copies(self, num_earlier: int) -> int:
+        """Return how often the step has had the same microbatch before. `num_iterations` may fall within one step."""
+        args = self._trainer.args
+        age = self._trainer._step % (args.steps_per_generation * args.num_iterations)  # microbatches of this rollout
+        return min(num_earlier, age) // args.steps_per_generation
+
+    def _read(self, inputs: Mapping[str, Any], record: RolloutRecord, num_copies: int = 0) -> Rollout:
+        """Return the sequences of a batch dictionary of this rollout, as they are at the trainer's present step.
+
+        Copies are numbered as further prompts, as TRL numbers a prompt that it draws twice.
+        """
         trainer = self._trainer
+        number = record.number * trainer.args.num_iterations + num_copies
         rollout = batches.read_rollout(
             inputs,
-            first_prompt=record.number * sequences_per_rollout(trainer.args),
+            first_prompt=number * sequences_per_rollout(trainer.args),
             on_policy=record.is_on_policy(trainer.state.global_step),
             pad_token_id=tokenizer_of(trainer).pad_token_id if trainer.mask_truncated_completions else None,
             end_tokens=[*of_trainer(trainer, "eos_token_ids"), tokenizer_of(trainer).pad_token_id],

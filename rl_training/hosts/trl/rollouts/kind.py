@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from rl_training.hosts.trl.rollouts.record import RolloutRecord
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Origin
 from rl_training.statistics.unavailable import Unavailable
@@ -42,17 +42,6 @@ class BatchFacts(NamedTuple):
     group_size: int  # responses per prompt, 0 if prompts differ in it
 
 
-@dataclass(frozen=True)
-class BatchKind:
-    """What a batch is."""
-
-    responses_per_prompt: int
-    is_fresh: bool  # all its rows were generated for it, as far as known
-    origin: Origin
-    is_rewarded: bool  # on all ranks
-    is_untested: bool  # whether rows were chosen by what was drawn, on any rank
-
-
 def gather_facts(local: BatchFacts, device: torch.device) -> list[BatchFacts]:
     """Return the facts of each rank, exchanged in a tensor of numbers. Collective."""
     ranks = all_ranks()
@@ -72,28 +61,42 @@ def gather_facts(local: BatchFacts, device: torch.device) -> list[BatchFacts]:
     ]
 
 
-def kind_of_batch(facts: Sequence[BatchFacts], expected: int, has_logps: bool) -> BatchKind:
-    """Return what a batch is.
+def record_of_batch(
+    facts: Sequence[BatchFacts],
+    *,
+    number: int,
+    sampled_at: int,
+    num_generations: int,
+    has_logps: bool,
+    sampler_reason: Unavailable | None,
+) -> RolloutRecord:
+    """Return the record of a rollout, by what its batch is.
 
     Args:
         facts: What is known of its rows on each rank, or on this one alone if the ranks do not exchange it.
-        expected: Number of responses that were generated to each prompt.
+        number: The number of the rollout.
+        sampled_at: The trainer's global_step.
+        num_generations: Number of responses that were generated to each prompt.
         has_logps: Whether the batch has log-probabilities of the policy that generated it.
+        sampler_reason: Why its responses are no samples of the policy, by how they were generated. None if they are.
     """
     num_foreign = sum(fact.num_foreign for fact in facts)
     group_sizes = {fact.group_size for fact in facts}
     is_even = len(group_sizes) == 1 and group_sizes != {0}
-    responses_per_prompt = group_sizes.pop() if is_even else expected
+    responses_per_prompt = group_sizes.pop() if is_even else num_generations
     reason = None
     if num_foreign and not has_logps:
         reason = NOT_GENERATED.formatted(count=num_foreign, rows=sum(fact.num_rows for fact in facts))
-    elif responses_per_prompt < expected:
-        reason = NOT_ALL_KEPT.formatted(kept=responses_per_prompt, generated=expected)
+    elif responses_per_prompt < num_generations:
+        reason = NOT_ALL_KEPT.formatted(kept=responses_per_prompt, generated=num_generations)
     uneven = None if is_even else UNEVEN
-    return BatchKind(
+    has_learned = any(fact.has_learned for fact in facts)
+    return RolloutRecord(
+        number=number,
+        sampled_at=sampled_at,
         responses_per_prompt=responses_per_prompt,
         is_fresh=not num_foreign,
-        origin=Origin(reason or uneven, uneven, any(fact.has_learned for fact in facts)),
         is_rewarded=not any(fact.is_unrewarded for fact in facts),
         is_untested=any(fact.is_untested for fact in facts),
+        origin=Origin(reason or uneven, uneven, has_learned, sampler_reason=sampler_reason, knows_sampler=True),
     )

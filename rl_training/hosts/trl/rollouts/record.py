@@ -20,6 +20,7 @@ class RolloutRecord:
     sampled_at: int  # global_step when it was sampled; -1 before the first rollout
     responses_per_prompt: int
     is_fresh: bool  # whether all its responses were generated for it, as far as known
+    is_rewarded: bool  # whether all its rewards are known, on all ranks
     is_untested: bool  # whether rows were chosen by what they contain: not tested as the policy's draws
     origin: Origin
     # With dropout: whether its old log-probabilities are the trained policy's own. None: each microbatch tells.

@@ -72,10 +72,15 @@ OTHER_SAMPLING = Unavailable(
 )
 
 
-def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
+def sampling_reason(trainer: GRPOTrainer, scored_temperature: float) -> Unavailable | None:
     """Return the reason why responses sampled now are not samples of the scored policy, or None.
 
     It reads the current options of generation, which a callback may have changed since the trainer was made.
+
+    Args:
+        trainer: The trainer.
+        scored_temperature: The temperature of the scores. Newer versions of TRL keep the one that a trainer is made
+            with in the head of its model, whatever its attribute says later.
     """
     args = trainer.args
     requested = {key: getattr(args, key) for key in SAMPLING}
@@ -84,7 +89,7 @@ def sampling_reason(trainer: GRPOTrainer) -> Unavailable | None:
     effective, where = _effective_sampling(trainer)
     if effective.get("suppress_tokens") == [getattr(trainer.model.config, "image_token_id", None)]:
         del effective["suppress_tokens"]  # set by TRL, so that no response contains an image token
-    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": (trainer.temperature,)}.items():
+    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": (scored_temperature,)}.items():
         value = effective.get(key)
         if value is not None and value not in neutral:
             place = "" if requested.get(key) == value else f" in {where[key]}"
