@@ -37,7 +37,7 @@ OTHER_GRADIENT = Unavailable(
     "other_gradient",
     "the gradient of a fold differs by {distance:.2g} of its norm from the one that its log-probabilities and "
     "entropies give: the loss has another term (declare it with other_terms=True), or something changes gradients "
-    "during the backward",
+    "during the backward or between microbatches",
 )
 
 

@@ -50,8 +50,8 @@ NOT_THE_FORMULA = Unavailable(
     "not_the_formula",
     "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
     "(step/formula_error)",
-    fix="clip as max_grad_norm says, step once, with this optimizer and learning rate, and change weights in no "
-    "other way",
+    fix="leave gradients as the backward made them but for clipping by max_grad_norm, step once, with this optimizer "
+    "and learning rate, and change weights in no other way",
 )
 LEFT_OUT = Unavailable("left_out", "this step was left out: the optimizer has not changed the weights")
 

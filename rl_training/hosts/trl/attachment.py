@@ -141,7 +141,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         with contextlib.ExitStack() as undo:
             for name, method in self._wrappers().items():
                 wrap(trainer, name, method, undo)
-            self._name_rewards(undo)
+            wrap(trainer, "_calculate_rewards", self._calculate_named_rewards, undo)
             for callback in trainer.callback_handler.callbacks if self.probes else ():
                 if isinstance(callback, PrinterCallback | ProgressCallback):
                     wrap(callback, "on_log", self._log.on_print, undo)
@@ -152,18 +152,10 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
                 undo.callback(trainer.remove_callback, added)
             return undo.pop_all()
 
-    def _name_rewards(self, undo: contextlib.ExitStack) -> None:
-        """Let errors of reward functions name them, until `undo` is closed. Functions that were set meanwhile stay."""
-        trainer = self._trainer
-        functions = trainer.reward_funcs
-        named_functions = named_rewards(trainer)
-        trainer.reward_funcs = named_functions
-
-        def restore() -> None:
-            if trainer.reward_funcs is named_functions:
-                trainer.reward_funcs = functions
-
-        undo.callback(restore)
+    def _calculate_named_rewards(self, calculate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the trainer's `_calculate_rewards`, in which errors of reward functions name them."""
+        with named_rewards(self._trainer):
+            return calculate(*args, **kwargs)
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout
 from rl_training.hosts.trl.settings.sampling import STREAM
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.versions import tokenizer_of
-from rl_training.parallel.ranks import all_ranks
+from rl_training.parallel.ranks import Ranks, all_ranks
+from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy, draws_of_rank
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
@@ -55,6 +56,14 @@ class TrainerPolicy(Policy):
             run_inside_forward=has_sharded_weights(trainer),
             whole_logits=trainer.is_deepspeed_enabled and has_sharded_weights(trainer),
         )
+
+    def begin(self, shard: Shard, ranks: Ranks) -> None:
+        """Take what is known once training has begun: the model too, which may have been replaced until now."""
+        model = self._trainer.model
+        if {*map(id, model.parameters())} != {*map(id, self.model.parameters())}:  # a wrapped one has the same
+            self.model = model
+            self.scorer = self._scorer_of(model)
+        super().begin(shard, ranks)
 
     @property
     def reference(self) -> Scorer | None:

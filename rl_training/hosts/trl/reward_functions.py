@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +18,27 @@ RewardFunction = Callable[..., Any]
 TRL_ARGUMENTS = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 
 
-def named_rewards(trainer: GRPOTrainer) -> list[Any]:
-    """Return the trainer's reward functions, wrapped so that errors name them. Reward models are unchanged."""
-    functions = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-    return [f if isinstance(f, nn.Module) else _named(f, name) for f, name in functions]
+@contextlib.contextmanager
+def named_rewards(trainer: GRPOTrainer) -> Iterator[None]:
+    """Wrap the trainer's reward functions inside this context, so that errors name them. Reward models are unchanged.
+
+    Not longer than that: the user may change the trainer's list, or the functions in it, at any time.
+    """
+    functions = trainer.reward_funcs
+    names = trainer.reward_func_names
+    if len(functions) != len(names):  # TRL's own error is the right one
+        yield
+        return
+    named_functions = [
+        function if isinstance(function, nn.Module) else _named(function, name)
+        for function, name in zip(functions, names, strict=True)
+    ]
+    trainer.reward_funcs = named_functions
+    try:
+        yield
+    finally:
+        if trainer.reward_funcs is named_functions:
+            trainer.reward_funcs = functions
 
 
 def _named(function: RewardFunction, name: str) -> RewardFunction:

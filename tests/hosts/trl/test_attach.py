@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -216,10 +217,10 @@ def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     assert set(vars(trainer)) == before
     assert trainer.callback_handler.callbacks == callbacks
     assert all(not p._backward_hooks for p in trainer.model.parameters())
-    names, trainer.reward_func_names = trainer.reward_func_names, []
-    with pytest.raises(ValueError, match="shorter"):  # in the middle of attaching
+    trainer.add_callback = None
+    with pytest.raises(TypeError):  # in the middle of attaching
         attach(trainer)
-    trainer.reward_func_names = names
+    del trainer.add_callback
     assert set(vars(trainer)) == before
 
 
@@ -284,6 +285,23 @@ def test_a_generation_with_prompts_spread_over_processes_is_refused(make_trainer
     trainer.args.steps_per_generation = 1  # possible with two processes
     with pytest.raises(ValueError, match=r"1 x 2 sequences .*num_generations"):
         attach(trainer, probes=[Witness()], whole_prompts=True)
+
+
+def test_a_model_that_was_replaced_before_training_began_is_the_one_that_is_measured(make_trainer) -> None:
+    values = []
+    for is_late in (False, True):
+        trainer = make_trainer(GRPOTrainer, **FEW, max_steps=1)
+        other = copy.deepcopy(trainer.model)
+        with torch.no_grad():
+            other.model.norm.weight.mul_(0.8)
+        if not is_late:
+            trainer.model = trainer.model_wrapped = other
+        attachment = attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=False)
+        trainer.model = trainer.model_wrapped = other
+        trainer.train()
+        values.append({name: (e.value, e.stderr, e.code) for name, e in attachment.latest.items()})
+    assert str(values[0]) == str(values[1])
+    assert math.isfinite(values[1]["entropy/token"][0])
 
 
 def test_attaching_twice_or_to_a_frozen_model_is_refused(make_trainer) -> None:
@@ -638,6 +656,7 @@ def test_a_step_that_differs_from_the_predicted_one_has_no_prediction_but_a_reas
     forward = trainer.attachment.latest["delta_h/forward"]
     assert math.isnan(forward.value)
     assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_within_step")
+    assert forward.code != "not_the_formula" or "leave gradients as" in forward.reason
 
 
 def loss_again(trainer: Any) -> None:

@@ -60,6 +60,14 @@ def one(completions: list[str], **columns: Any) -> list[float]:
     return [1.0]
 
 
+def one_for_each(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
 async def one_later(completions: list[str], **columns: Any) -> list[float]:
     return [1.0]
 
@@ -79,7 +87,9 @@ GIVEN = {"prompts": ["1", "2"], "completions": ["a", "b"], "completion_ids": [[1
 
 def named(function: Any, name: str) -> Any:
     """Return the function as a trainer with probes wraps it."""
-    (changed,) = named_rewards(SimpleNamespace(reward_funcs=[function], reward_func_names=[name]))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(reward_funcs=[function], reward_func_names=[name])
+    with named_rewards(trainer):
+        (changed,) = trainer.reward_funcs
     return changed
 
 
@@ -155,3 +165,21 @@ def test_reward_errors_of_a_custom_trainer_are_named_until_probes_are_removed(ma
         trainer._calculate_rewards(*arguments)
     notes_of_errors = [getattr(caught.value, "__notes__", []) for caught in (named_error, bare)]
     assert [["asks failed" in note for note in notes] for notes in notes_of_errors] == [[True], []]
+
+
+def test_reward_functions_that_are_changed_while_probes_are_attached_count_at_once_and_stay(make_trainer: Any) -> None:
+    """In the list that the trainer was given, too."""
+    functions = [one_for_each]
+    trainer = make_trainer(GRPOTrainer, reward=functions)
+    rewards = []
+    arguments = [{"prompt": "1"}] * 2, ["1"] * 2, ["22", "2"], [[3]] * 2
+    with attach(trainer, probes=[]):
+        functions[0] = lengths
+        rewards.append(trainer._calculate_rewards(*arguments).tolist())
+        trainer.reward_funcs.append(one_for_each)
+        trainer.reward_func_names.append("one_for_each")
+        trainer.reward_processing_classes.append(None)
+        rewards.append(trainer._calculate_rewards(*arguments).tolist())
+    rewards.append(trainer._calculate_rewards(*arguments).tolist())
+    assert rewards == [[[2.0], [1.0]], [[2.0, 1.0], [1.0, 1.0]], [[2.0, 1.0], [1.0, 1.0]]]
+    assert trainer.reward_funcs is functions

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts.prompt_numbers import PROMPT, numbers_in_batch
 from rl_training.hosts.trl.settings.spelling import WITHOUT_PROBES
 from rl_training.hosts.trl.versions import IMAGE_POSITIONS, tokenizer_of
@@ -59,7 +60,9 @@ def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids:
     is_conversational = bool(prompts) and isinstance(prompts[0], list)
     completions = [[{"role": "assistant", "content": text}] for text in texts] if is_conversational else texts
     calculate = type(trainer)._calculate_rewards  # the class's method, without the instance's wrapper
-    return total_rewards(trainer, calculate(trainer, rows, prompts, completions, completion_ids)[: len(rows)])
+    with named_rewards(trainer):
+        by_function = calculate(trainer, rows, prompts, completions, completion_ids)
+    return total_rewards(trainer, by_function[: len(rows)])
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
