@@ -47,7 +47,7 @@ class Records:
     on_write_error: Callable[[Path, OSError], None] | None = None
 
     def __init__(self, folder: str | Path, rollouts_every: int = 0, fix: str = RESUME_FIX) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a reward function may change the working directory
         self.rollouts_every = rollouts_every
         self.fix = fix
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -137,6 +137,8 @@ class Guard:
         except BaseException as second:
             if second is error or isinstance(second, StopIteration):  # a hook has passed it on, or has caught it
                 return
+            if isinstance(error, StopIteration) and second.__cause__ is error:  # passed on, as Python renames it
+                return
             if not isinstance(second, Exception):  # Ctrl-C
                 raise
             error.add_note(mask_line(f"measuring failed after this error ({_described(second)})"))

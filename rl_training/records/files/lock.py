@@ -70,7 +70,11 @@ def _take(file: int, folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         other = os.pread(file, 1000, 0).decode(errors="replace") or "another process"
-        raise FolderInUse(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
+        fix = "wait until it has ended, or stop it"
+        if other.startswith(f"{_this_process()} "):
+            other = f"this very {other}"
+            fix = "end what writes there first, such as an earlier `with attach(...)`"
+        raise FolderInUse(f"{folder} is being written to by {other}: {fix}") from error
     except OSError as error:
         logger.warning(
             f"{folder} lies on a file system without locks ({error.strerror}): nothing keeps a second process from "
@@ -79,4 +83,8 @@ def _take(file: int, folder: Path) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
         os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename} since {since}".encode(), 0)
+        os.pwrite(file, f"{_this_process()} since {since}".encode(), 0)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {os.uname().nodename}"

@@ -90,9 +90,23 @@ def test_settings_distinguish_reward_functions_of_the_same_name_by_their_source(
     assert all(first["rewards_source"])
 
 
-def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_trainer, tmp_path: Path, caplog) -> None:
+class Moves(TrainerCallback):
+    """Changes the working directory, as rewards do that run code."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        os.chdir(self.folder)
+
+
+def test_two_lines_leave_records_settings_and_a_report_with_predictions(
+    make_trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.chdir(tmp_path)
     trainer = make_trainer(**EIGHT, hub_token="hf_secret_of_mine")
-    with attach(trainer, tmp_path / "run") as attached:
+    trainer.add_callback(Moves(tmp_path.parent))
+    with attach(trainer, "run") as attached:
         trainer.train()
     assert files_in(tmp_path / "run") == FILES
     assert attached.latest["delta_h/forward"].stderr > 0.0
@@ -107,7 +121,7 @@ def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_tra
     assert {"commit", "working_folder_commit", "libraries"} <= settings["provenance"].keys()
     first, *_, last = caplog.messages
     assert first.startswith("rl-training 0.1.0 with trl ")
-    assert f"one process trains and writes {tmp_path / 'run'}; probes: simple, ess. Probes measure 8 folds" in first
+    assert "one process trains and writes run; probes: simple, ess. Probes measure 8 folds" in first
     assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
 
 

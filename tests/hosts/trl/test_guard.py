@@ -268,6 +268,17 @@ def test_a_training_that_fails_raises_its_own_error_even_if_measuring_fails_beca
     assert not {"train", "compute_loss"} & vars(trainer).keys()
 
 
+def test_a_stop_iteration_of_a_reward_function_is_no_error_of_the_measuring(make_trainer) -> None:
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [next(iter(()))]
+
+    trainer = make_trainer(**PLAIN | {"reward": reward})
+    attach(trainer, probes=["ess"])
+    with pytest.raises(StopIteration) as raised:
+        trainer.train()
+    assert ["reward function reward failed" in note for note in raised.value.__notes__] == [True]
+
+
 def test_what_cannot_be_removed_after_a_training_does_not_end_the_script_that_goes_on_to_save_it(
     make_trainer, monkeypatch, caplog
 ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class AttachedRun(Destination):
         UserError: If a file is in the way.
     """
 
-    folder: Path
     has_own_folders = True
 
     def __init__(self, requested: str | Path) -> None:
@@ -49,11 +48,23 @@ class AttachedRun(Destination):
             self._requested = self._requested.absolute()
         for path in (self._requested, self._requested / LOGS_FOLDER, self._requested / REPORT_FOLDER):
             refuse_a_file(path)
-        self.folder = self._requested
-        self._end_of_training = ExitStack()  # unlocks the folder
-        self._end_of_listening = ExitStack()
+        self._written = self._requested
+        self._working_folder = Path.cwd()  # in which the requested folder lies if it is relative
+        self._end_of_training = contextlib.ExitStack()  # unlocks the folder
+        self._end_of_listening = contextlib.ExitStack()
         self._request: EndRequest | None = None  # None if SIGTERM is not handled here
         self._is_told_elsewhere = False  # whether SIGTERM has arrived on some rank
+
+    @property
+    def folder(self) -> Path:  # type: ignore[override]
+        """The requested folder, and from the beginning of a training the one it writes to.
+
+        As the user gave it, but absolute once the working directory has changed: a reward function may do that.
+        """
+        with contextlib.suppress(OSError):  # the working directory may have been removed
+            if Path.cwd() == self._working_folder:
+                return self._written
+        return self._working_folder / self._written
 
     @property
     def output(self) -> Path:
@@ -62,7 +73,7 @@ class AttachedRun(Destination):
     def begin(self, run_id: str) -> str:
         self.has_report = False
         folder, own_id = on_main_process(lambda: self._claim_folder(run_id))
-        self.folder = Path(folder)
+        self._written = Path(folder)
         if all_ranks().number == 0:
             self.records = self._run.records()
         self._listen()
@@ -95,7 +106,8 @@ class AttachedRun(Destination):
             end_process(signal.SIGTERM)
 
     def _claim_folder(self, run_id: str) -> tuple[str, str]:
-        claim = claim_folder(self._requested, run_id, ANOTHER_FOLDER_FIX)
+        self._written = self._requested
+        claim = claim_folder(self.folder, run_id, ANOTHER_FOLDER_FIX)
         self._end_of_training.push(claim.lock)
         if warning := claim.warning():
             logger.warning(warning)
