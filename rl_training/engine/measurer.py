@@ -147,7 +147,7 @@ class Measurer:
                 reading = step.readings[probe.name]
                 step.readings[probe.name] = self._probe_states.after_step(probe, context, reading)
         with self._costs.timed():  # if verification fails, states that came with predictions are dropped
-            verification = self._predictions.verify(was_taken)
+            verification = self._predictions.verify(context.prediction_if_any, was_taken)
             step.readings = self._probe_states.commit(step.readings, verification.void_reason)
             step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
         self._checks.finish(was_taken)

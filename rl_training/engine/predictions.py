@@ -39,7 +39,6 @@ class _PredictedStep:
     """A predicted step, until it is verified. Weights are sampled ones."""
 
     number: int
-    variance_of_batch: Tensor | None  # as in EntropyPrediction
     weights: Tensor  # when the probes see the step
     formula_update: Tensor | None  # what the formula adds to them. None if the optimizer has none, or no prediction
     no_formula: Unavailable | None  # the reason why there is no formula
@@ -127,7 +126,6 @@ class Predictions:
         is_rounded = bool(step.optimizer.rounding_reason)
         self._step = _PredictedStep(
             number=step.number,
-            variance_of_batch=prediction.variance_of_batch,
             weights=self._weights_at_measure,
             formula_update=None if prediction.intended is None else self._verifier.sample(prediction.intended),
             no_formula=prediction.reason or step.optimizer.reason,
@@ -152,10 +150,11 @@ class Predictions:
             self._previous.keep_nothing(self._step.number, FAILED)
         self._step = None
 
-    def verify(self, was_taken: bool) -> Verification:
+    def verify(self, prediction: EntropyPrediction | None, was_taken: bool) -> Verification:
         """Return how the step was taken, and whether its predictions hold. Collective.
 
         Args:
+            prediction: What `predict` has returned, or what probes have left of it.
             was_taken: False if the loop skipped the step.
         """
         step, self._step = self._step, None
@@ -166,9 +165,9 @@ class Predictions:
             verification = self._verify_without_formula(step, was_taken)
         else:
             verification = self._verify_formula(step, step.formula_update, self._weights_after_step, was_taken)
-        if step.variance_of_batch is not None:
+        if prediction is not None and prediction.variance_of_batch is not None:
             self._previous.add_errors(
-                step.variance_of_batch,
+                prediction.variance_of_batch,
                 step.number,
                 self._predictor.settings.error_decay,
                 is_formula=verification.void_reason is None,
@@ -234,6 +233,6 @@ class NoPredictions:
     def drop(self) -> None:
         """Discard nothing."""
 
-    def verify(self, was_taken: bool) -> Verification:
+    def verify(self, prediction: EntropyPrediction | None, was_taken: bool) -> Verification:
         """Return that nothing was predicted."""
         return Verification()

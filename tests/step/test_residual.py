@@ -33,6 +33,7 @@ from rl_training.step.reasons import NO_TOKENS, REUSED
 from rl_training.step.residual import NOT_DRAWN, UNTESTED, ResidualSums, ResidualTest
 from rl_training.step.score_check import RANDOM_PASSES, ScoreCheck
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.vocabulary import ENGINE
 
 PROMPTS, G, LENGTH = 16, 4, 12
 COLD = 0.3  # a sampler at this temperature is noticed in two steps
@@ -428,7 +429,8 @@ def test_responses_that_measured_alone_scores_speak_against_the_estimates_of_all
         SamplerProbe(),
         MeasuredStepProbe(responses_per_prompt=G),
     ]
-    _, (_, second, third), _ = train(probes, 3, temperature=1.25)
+    measured, (_, second, third), _ = train(probes, 3, temperature=1.25)
     assert not [name for name in ASSUME if math.isnan(second[name].value)]
     assert abs(third[residual.RUN].value) > third[residual.BOUND].value
     assert {third[name].code for name in ASSUME} == {NOT_DRAWN.code}
+    assert measured._driver.states()[ENGINE].errors.steps.tolist() == [1, 2]  # later error bars do not average over it
