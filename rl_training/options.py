@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from rl_training.errors import UserError
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that tells a mistake in one line, in place of a page of usage and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def check_whole(option: str, value: object, least: int, hint: str = "") -> None:

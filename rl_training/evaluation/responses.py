@@ -20,6 +20,8 @@ from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy, uniforms_of
 from rl_training.tasks.task import Task
 
+OTHER_TASK = "leave out data=… or eval_dataset=… to evaluate the run's own"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -111,19 +113,24 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     """Return the tokens of a prompt: plain text, or messages formatted by the tokenizer's chat template.
 
     Raises:
-        UserError: The tokenizer cannot encode the prompt: it has an unknown token, or decoding it loses characters.
+        UserError: The tokenizer cannot encode the prompt: it has an unknown token, decoding it loses characters, or it
+            is of messages and there is no chat template.
     """
     tokenizer = policy.tokenizer
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
+    elif not (tokenizer.chat_template or policy.template.get("chat_template")):
+        raise UserError(
+            f"this task's prompts are messages, and the tokenizer of this run has no chat template: {OTHER_TASK}"
+        )
     else:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **policy.template)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
     if unknown or not _letters(prompt) <= _letters(tokenizer.decode(ids)):
         raise UserError(
-            f"the tokenizer of this run cannot encode the prompt {prompt[:80]!r}: it was made for another task; leave "
-            "out data=… or eval_dataset=… to evaluate the run's own"
+            f"the tokenizer of this run cannot encode the prompt {prompt[:80]!r}: it was made for another task; "
+            f"{OTHER_TASK}"
         )
     return torch.tensor(ids)
 

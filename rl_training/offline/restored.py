@@ -151,6 +151,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     refuse_other_weights(model, checkpoint)  # G1
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    _refuse_diverged(parameters, checkpoint)
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast; DDP would have nothing to reduce
     if trainer.args.gradient_checkpointing:  # as Trainer.train switches it on
         enable_checkpointing(model, trainer.args.gradient_checkpointing_kwargs or None)
@@ -211,6 +212,12 @@ def _refuse_damaged(checkpoint: Path) -> None:
         )
 
 
+def _refuse_diverged(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
+    for name, parameter in parameters.items():
+        if not bool(parameter.isfinite().all()):
+            raise UserError(f"{checkpoint}: {name} is not finite: training had diverged; choose an earlier checkpoint")
+
+
 def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
     if not (folder / OPTIMIZER_FILE).is_file():
@@ -218,20 +225,30 @@ def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
             f"{folder} has no optimizer.pt, which the next step needs: choose a checkpoint written with "
             "save_only_model=false"
         )
+    settings = [{*group} for group in trainer.optimizer.param_groups]
     try:
         if (folder / SCHEDULER_FILE).is_file():
             trainer._load_optimizer_and_scheduler(str(folder))
         else:  # optimizer.pt also holds the learning rate of the next step
             trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / OPTIMIZER_FILE))
+    except UserError:
+        raise
     except UnpicklingError:
         for name in (OPTIMIZER_FILE, SCHEDULER_FILE):
             load_tensors(folder / name, "meta")  # its error names the file and what it holds
         raise
     except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{checkpoint}/optimizer.pt does not fit this model's optimizer ({error}): adapter, trainer.optim and "
-            "trainer.weight_decay must be those of the run"
-        ) from error
+        raise _other_optimizer(checkpoint, str(error)) from error
+    for before, group in zip(settings, trainer.optimizer.param_groups, strict=True):
+        if missing := sorted(before - group.keys()):  # torch takes the settings of another kind of optimizer
+            raise _other_optimizer(checkpoint, f"it was written by one without {', '.join(missing)}")
+
+
+def _other_optimizer(checkpoint: Path, why: str) -> UserError:
+    return UserError(
+        f"{checkpoint}/optimizer.pt does not fit this model's optimizer ({why}): adapter, trainer.optim and "
+        "trainer.weight_decay must be those of the run"
+    )
 
 
 def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:

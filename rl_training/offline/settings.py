@@ -46,6 +46,11 @@ class EvaluationSettings:
             )
         for row in self.source:
             check_whole("evaluation.source", row, 0)
+        if self.num_sequences < 2:
+            raise UserError(
+                "evaluation.source is one row with one response: each is compared with the others, so give "
+                "evaluation.responses=2 or more, or more rows"
+            )
 
     @property
     def num_prompts(self) -> int:

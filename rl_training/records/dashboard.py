@@ -10,7 +10,6 @@ logger.metrics=all logs all of them.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from rl_training.errors import UserError, require_extra
+from rl_training.options import ArgumentParser
 
 OF_TRAINER = "reward"  # section of the metrics that the trainer itself logs; it also logs one of another section:
 TIME_OF_TRAINER = "step_time"
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: If this machine has no W&B account, or a library is missing.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="rl-training dashboard",
         description=f"Save a W&B workspace for the runs of logger=wandb, with the sections: {', '.join(sections())}.",
         epilog="Needs the extra dashboard (pip install 'rl-training[dashboard]') and, unless --dry-run, an account "

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_training.errors import UserError
+from rl_training.options import ArgumentParser
 from rl_training.records.files.printable import printable
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
@@ -60,7 +61,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
+    parser = ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
         help="the folder of a run, the one that holds logs/metrics.jsonl; a folder of runs stands for all in it",

@@ -47,6 +47,7 @@ from rl_training.models.load import load_tiny
 from rl_training.records import evaluated
 from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.three_words import three_words
 
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
 
@@ -313,6 +314,8 @@ def test_another_task_than_the_runs_gets_its_own_table_and_must_fit_the_tokenize
     )
     with pytest.raises(ValueError, match=r"tokenizer .*'A user asks .*data=…"):
         list(generate_responses(loaded, evaluation.spec.task, [Batch(((0, 0),), is_greedy=False)], 0))
+    with pytest.raises(UserError, match=r"prompts are messages, and the tokenizer .* no chat template: .*data=…"):
+        list(generate_responses(loaded, three_words(8, 8), [Batch(((0, 0),), is_greedy=False)], 0))
 
 
 def test_a_bare_checkpoint_is_evaluated_on_the_given_task(run: Path, tmp_path: Path) -> None:

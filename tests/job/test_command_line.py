@@ -458,6 +458,25 @@ for name, (module, function, _) in COMMANDS.items():
 """
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["report"], "the following arguments are required: RUN; see rl-training report --help"),
+        (["report", "r", "--watch", "0"], "--watch takes seconds, 1 or more; see rl-training report --help"),
+        (["kernel"], "the following arguments are required: folders; see rl-training kernel --help"),
+        (["dashboard", "r"], "unrecognized arguments: r; see rl-training dashboard --help"),
+        (["launch-file", "slurm"], "argument NAME: invalid choice: 'slurm' "),
+        (["config", "train"], "unrecognized arguments: train; see rl-training config --help"),
+    ],
+)
+def test_a_mistyped_argument_of_any_command_is_told_in_one_line(monkeypatch, words: list[str], said: str) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    module, function, _ = package.COMMANDS[words[0]]
+    with pytest.raises(UserError) as raised:
+        getattr(importlib.import_module(module), function)()
+    assert str(raised.value).startswith(said)
+
+
 def test_no_command_help_waits_for_a_slow_import() -> None:
     ended = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert ended.stderr == ""

@@ -13,8 +13,10 @@ import pytest
 import torch
 from analyzed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, restored_at
 from configs import composed
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.job.configuration.prepare import prepare_run
 from rl_training.job.run.training import build_run
 from rl_training.offline.analysis import Analysis, analyze
@@ -117,16 +119,24 @@ def permute_moments(folder: Path) -> None:
     torch.save(saved, folder / "optimizer.pt")
 
 
+def diverged(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "probes.safetensors").unlink()  # the checksums of the whole weights
+
+
 @pytest.mark.parametrize(
     ("alter", "says"),
     [
         (permute_moments, r"moments of model\.\S+ "),
         (lambda f: (f / "optimizer.pt").unlink(), r"checkpoint-1 .*optimizer\.pt"),
         (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors "),
+        (diverged, r"checkpoint-1: model\.norm\.weight is not finite: .* choose an earlier checkpoint"),
         (lambda f: torch.save(print, f / "optimizer.pt"), r"/optimizer\.pt .*builtins\.print"),
         (lambda f: torch.save(print, f / "scheduler.pt"), r"/scheduler\.pt .*builtins\.print"),
     ],
-    ids=["moments", "no optimizer", "damaged", "code in the optimizer", "code in the schedule"],
+    ids=["moments", "no optimizer", "damaged", "diverged", "code in the optimizer", "code in the schedule"],
 )
 def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
     copy = altered(run, tmp_path, alter)
@@ -134,9 +144,18 @@ def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: A
         restored_at(copy, 1)
 
 
-def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="adapter=none"):
-        restored_at(run, 1, "adapter=lora")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("adapter=lora", "adapter=none"),
+        ("trainer.optim=sgd", r"optimizer\.pt does not fit .*written by one without .*momentum.*trainer\.optim"),
+        ("buffer=filtered", r"^\S+ has no buffer\.safetensors.* buffer=plain"),
+        ("data=three_words", "prompts of this task are messages, and the model has no chat template"),
+    ],
+)
+def test_what_differs_from_the_checkpoints_run_is_refused_by_name(run: Path, change: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        restored_at(run, 1, change)
 
 
 def test_each_guard_names_its_finding(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:

@@ -105,6 +105,9 @@ def prepare_evaluation(cfg: DictConfig, job: str = "") -> PreparedEvaluation:
     check_paths(cfg, ("run", "checkpoints", "output", "data.path", "model.name"), lists=("checkpoints",))
     values = _checked_values(cfg, "evaluate")
     check_evaluation_options(values["evaluation"])
+    for name, metric in values["metrics"].items():
+        if not isinstance(metric, dict):
+            raise UserError(f"metrics.{name}={metric} is no metric: give metrics.{name}._target_=FILE.FUNCTION")
     return PreparedEvaluation(values, job)
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from rl_training.errors import UserError
+from rl_training.options import ArgumentParser
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def conf_folders() -> list[Path]:
 
 def show_conf() -> None:
     """Print the folder of the configuration files, or copy them with --copy."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="rl-training config",
         description="Print the folder of the configuration files that train, analyze and evaluate read; or copy them.",
         epilog="Use a copy with --config-dir DIR. It need not be complete: files missing there come from the package. "
@@ -54,7 +55,7 @@ def copy_launch_file() -> None:
     """Copy a launch file or a script to ./launch, unless it exists there, and print its path."""
     scripts = ["train.slurm", "sync.sh"]
     names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), *scripts]
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="rl-training launch-file",
         description="Copy a configuration of accelerate launch, or a script, to ./launch, and print its path. A file "
         "that exists there is kept.",

@@ -22,6 +22,7 @@ from rl_training.job.objects.trainer_checks import (
     check_longest_prompt,
     check_number_of_processes,
     check_sharding,
+    refuse_chats_without_template,
     warn_of_plain_prompts,
     warn_of_rounding,
 )
@@ -87,6 +88,7 @@ def make_trainer(
     check_sharding(trainer)
     warn_of_rounding(trainer)
     check_longest_prompt(trainer)
+    refuse_chats_without_template(trainer)
     warn_of_plain_prompts(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # these print every log line in full
         trainer.remove_callback(callback)

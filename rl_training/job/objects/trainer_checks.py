@@ -97,6 +97,16 @@ def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
         )
 
 
+def refuse_chats_without_template(trainer: DrGRPOTrainer) -> None:
+    """Raise UserError if prompts are messages and the model has no chat template to make a text of them."""
+    template = getattr(trainer.processing_class, "chat_template", None)
+    if template is None and not isinstance(trainer.train_dataset[0]["prompt"], str):
+        raise UserError(
+            "the prompts of this task are messages, and the model has no chat template: choose a chat model, or a task "
+            "whose prompts are text"
+        )
+
+
 def warn_of_plain_prompts(trainer: DrGRPOTrainer) -> None:
     """Warn if prompts are plain text although the model has a chat template, which TRL then silently skips."""
     template = getattr(trainer.processing_class, "chat_template", None)

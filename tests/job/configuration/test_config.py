@@ -211,6 +211,23 @@ def test_a_mistyped_flag_is_explained_in_one_line(words: list[str], said: str, m
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_a_setting_of_the_trainer_is_refused_by_an_evaluation_which_would_ignore_it(
+    plus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # what the command changes is undone
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", f"{plus}trainer.temperature=0.5"])
+    with pytest.raises(UserError, match=r"evaluation\.temperature and evaluation\.max_completion_length replace"):
+        evaluate()
+
+
+def test_a_mistyped_setting_of_an_evaluation_is_answered_with_one_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "temperature=0.5"])
+    with pytest.raises(HydraException) as raised:
+        composed("evaluate", "temperature=0.5")
+    assert explain(raised.value, "evaluate").endswith("; did you mean evaluation.temperature?")
+
+
 def test_lists_in_documented_commands_are_quoted_for_zsh() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CONF.glob("hydra/help/*.yaml")]
     for page in pages:
