@@ -7,5 +7,6 @@ forward.py                             calls with the model's `forward` replaced
 token_distributions.py                 next-token distributions, and their KL divergence after a step
 precision.py, rng.py                   precision and random streams of measurements, restored afterwards
 dropout.py                             whether the forward pass draws random numbers
+buffers.py                             buffers that forward passes change, restored afterwards
 rotary.py                              models whose scores depend on the longest row of a batch
 """

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rl_training.errors import UserError
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
+from rl_training.policy.buffers import preserve_buffers
 from rl_training.policy.precision import without_dropout
 from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.rotary import preserve_rotary_tables
@@ -84,7 +85,7 @@ class Policy(abc.ABC):
         width = rollout.completion_ids.shape[1]
         if batches is None:
             batches = self.batches_of(torch.arange(rollout.num_sequences, device=mask.device))
-        with preserve_rotary_tables(self.model), context, torch.no_grad():
+        with preserve_buffers(self.model), preserve_rotary_tables(self.model), context, torch.no_grad():
             parts = self.run_passes(
                 batches, lambda rows: scorer.score(rollout, rows, graph=False, varentropy=varentropy)
             )
@@ -122,7 +123,7 @@ class Policy(abc.ABC):
             return self.scorer.map_logits(rollout, rows, convert)
 
         rows = torch.arange(rollout.num_sequences, device=counts.device)
-        with preserve_rotary_tables(self.model), self.scorer.measuring():
+        with preserve_buffers(self.model), preserve_rotary_tables(self.model), self.scorer.measuring():
             passes = self.run_passes(self.batches_of(rows), run)
         return TokenDistributions.join([part for parts in passes for part in parts])
 

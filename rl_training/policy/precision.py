@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.parallel.sharding import dtype_name
+from rl_training.policy.buffers import preserve_buffers
 from rl_training.policy.dropout import modules_with_dropout
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rotary import preserve_rotary_tables
@@ -33,8 +34,9 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def isolated_from_training(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run probe code with autocast off, even if the loop has it on; restore RNG state and rotary tables afterwards."""
-    with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
+    """Run probe code with autocast off, even if the loop has it on; restore RNG state and buffers afterwards."""
+    autocast_off = torch.autocast(device.type, enabled=False)
+    with preserve_rng(device), preserve_buffers(model), preserve_rotary_tables(model), autocast_off:
         yield
 
 

@@ -15,7 +15,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from rl_training.policy import linear_head
 from rl_training.policy.dropout import dropout_remark, has_dropout
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden
-from rl_training.policy.precision import ieee_fp32
+from rl_training.policy.precision import ieee_fp32, isolated_from_training
 
 BACKENDS: Any = torch.backends
 SETTINGS = {
@@ -234,3 +234,25 @@ def test_scores_do_not_depend_on_which_products_torch_mm_allows_fp32(
     for score, other in zip(half_precision_scores(), expected, strict=True):
         torch.testing.assert_close(score, other, rtol=1e-2, atol=1e-2)  # gradients of logits are rounded to bf16
     assert used == allowed
+
+
+class Counts(nn.Module):
+    """Counts its passes in a buffer that it changes, and in one that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("changed", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self) -> None:
+        self.changed.add_(1.0)
+        self.replaced = self.replaced + 1.0
+
+
+def test_buffers_that_a_probes_pass_changes_or_replaces_are_restored() -> None:
+    module = Counts()
+    module()
+    before = dict(module.named_buffers())
+    with isolated_from_training(module, torch.device("cpu")):
+        module()
+    assert all(buffer is before[name] and buffer == 1.0 for name, buffer in module.named_buffers())

@@ -6,10 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
+from torch.nn.utils.parametrizations import spectral_norm
 from trainers import LORA, differing, every_probe, graded, outcome, outcome_without_probes
 
+from rl_training import DrGRPOTrainer
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
+
+
+class Normed(DrGRPOTrainer):
+    """Each forward pass of its model improves the vectors by which a weight is normed."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            spectral_norm(model.model.layers[0].self_attn.q_proj)
+        super().__init__(model, *args, **kwargs)
+
 
 SHORT: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 8, "reward": graded}
 # One training combines several settings if none of them stops a probe from measuring.
@@ -17,7 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "folds of single prompts, of which microbatches have two, and truth that is sampled afresh": {
         "per_device_train_batch_size": 8, "learning_rate": 1e-2,
     },
-    "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third step has a new rollout
+    "responses that are learned from again, with buffers that forward passes change": {
+        "trainer_class": Normed, "num_iterations": 2, "max_steps": 3,  # the third step has a new rollout
+    },
     "a rollout of two steps, with interventions": {"steps_per_generation": 8, "interventions": ("psr", "bonus")},
     "dropout of an adapter, in bf16 and with checkpointing": {
         "lora": True, "bf16": True, "activation_checkpointing": True,

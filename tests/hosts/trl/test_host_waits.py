@@ -34,16 +34,16 @@ def batch_on_gpu() -> dict[str, Any]:
 
 
 def rollouts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Rollouts:
-    monkeypatch.setattr(rollouts_module, "sampling_reason", lambda trainer: None)
+    monkeypatch.setattr(rollouts_module, "sampling_reason", lambda trainer, scored_temperature: None)
     trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=0, num_processes=1), num_generations=4, eos_token_ids=[9],
         args=SimpleNamespace(
             per_device_train_batch_size=4, steps_per_generation=2, num_iterations=1, gradient_accumulation_steps=2
         ),
         mask_truncated_completions=False, state=SimpleNamespace(global_step=0),
-        processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
+        processing_class=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True), _step=0,
     )  # fmt: skip
-    policy: Any = SimpleNamespace(model=torch.nn.Module())  # without dropout
+    policy: Any = SimpleNamespace(model=torch.nn.Module(), scorer=SimpleNamespace(temperature=1.0))  # without dropout
     return Rollouts(trainer, policy)
 
 
