@@ -35,6 +35,7 @@ from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, Vector
+from rl_training.policy.finite import refuse_diverged
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoint_flaws import find_weights_flaw
 from rl_training.records.checkpoints import steps_taken
@@ -151,7 +152,7 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     refuse_other_weights(model, checkpoint)  # G1
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    _refuse_diverged(parameters, checkpoint)
+    refuse_diverged(parameters.items(), f"{checkpoint}: ")
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast; DDP would have nothing to reduce
     if trainer.args.gradient_checkpointing:  # as Trainer.train switches it on
         enable_checkpointing(model, trainer.args.gradient_checkpointing_kwargs or None)
@@ -210,12 +211,6 @@ def _refuse_damaged(checkpoint: Path) -> None:
             f"{checkpoint} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run in "
             "one process, or under DDP, ZeRO-1 or ZeRO-2"
         )
-
-
-def _refuse_diverged(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    for name, parameter in parameters.items():
-        if not bool(parameter.isfinite().all()):
-            raise UserError(f"{checkpoint}: {name} is not finite: training had diverged; choose an earlier checkpoint")
 
 
 def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from configs import REFUSED, prepared_evaluation, refusal
 from endings import kill_itself, leave, run_out_of_memory
 from full_disk import files_of_at_most
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
@@ -193,6 +194,7 @@ def test_every_job_of_a_sweep_is_evaluated_before_the_command_exits(swept: Any, 
         swept(recorded, "run=r", "evaluation.temperature=0.5,0.7")
     assert evaluated_at == [0.5, 0.7]
     assert ended is None or ended.value.code == code
+    assert list(Path.cwd().iterdir()) == [], "Hydra's record of a sweep is not left in the working folder"
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,16 @@ def test_a_checkpoint_that_is_unfinished_or_has_no_weights_is_named(run: Path, t
     (tmp_path / "optimizer.pt").touch()
     with pytest.raises(ValueError, match=missing):
         require_weights(tmp_path)
+
+
+def test_a_checkpoint_of_a_training_that_diverged_is_told_so(run: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^model\.norm\.weight is not finite: training had diverged"):
+        sampled_at(checkpoint, [[(0, 0)]])
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

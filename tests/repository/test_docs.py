@@ -24,6 +24,8 @@ from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.optim.supported import NO_FORMULA
 from rl_training.probes import InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe, TokenClassesProbe
+from rl_training.records.report.summary import summarize
+from rl_training.records.table.reading import read_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
@@ -87,6 +89,9 @@ def test_every_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch:
         else:
             exec(compile(smaller(cell), str(page), "exec"), names)
     assert list(tmp_path.glob("**/metrics.jsonl"))
+    if page.stem == "first_run":
+        explained = ", ".join(re.findall(r"^\| ([^|]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)).split(", ")
+        assert {row.label for row in summarize(read_run(tmp_path / "runs" / "first"))} <= {*explained}
 
 
 def example(page: str, marker: str) -> str:

@@ -44,6 +44,7 @@ from rl_training.job.evaluation.spelling import PYTHON
 from rl_training.job.evaluation.worker import CheckpointResponses
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.options import did_you_mean
+from rl_training.policy.finite import refuse_diverged
 from rl_training.records.checkpoint_flaws import find_weights_flaw
 from rl_training.records.evaluated import read_table
 from rl_training.records.files.links import refuse_links_out
@@ -216,6 +217,7 @@ def _responses(
             raise UserError(flaw)
         refuse_other_weights(trainer.model, checkpoint)
         trainer._load_from_checkpoint(str(checkpoint))
+        refuse_diverged(trainer.model.named_parameters())
         policy = policy_of(trainer, reference)
         result.seconds["load"] = time.perf_counter() - start
         batches = spec.batches()

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,7 @@ from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import force_add
 from rl_training.job.configuration.shipped import CONF, conf_folders
 from rl_training.records.files.masking import mask_arguments, mask_line, secrets_in, without_secrets
+from rl_training.records.hydra_text import quote_value
 
 
 class _UserFolderFirst(SearchPathPlugin):
@@ -60,6 +62,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         try:
             if not failures:
                 overrides = list(HydraConfig.get().overrides.task)
+                sys.argv[1:] = typed
                 _hide_secrets()
                 add_custom_code_to_path(cfg)
                 task(cfg, overrides)
@@ -70,9 +73,10 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     _refuse_unknown_flags()
-    sys.argv[1:] = [word if is_listed(word) else force_add(word) for word in sys.argv[1:]]
+    typed = [word if is_listed(word) else force_add(word) for word in sys.argv[1:]]
+    sys.argv[1:] = typed
     try:
-        with _settings_shown_masked():
+        with _settings_shown_masked(), _sweep_recorded_elsewhere():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
     except Exception as error:
         if line := explain(error, name):
@@ -101,6 +105,21 @@ def _hide_secrets() -> None:
         masked = without_secrets(OmegaConf.to_container(OmegaConf.load(multirun_file)))
         multirun_file.write_text(OmegaConf.to_yaml(OmegaConf.create(masked)), encoding="utf-8")
     sys.argv[1:] = mask_arguments(sys.argv[1:])
+
+
+@contextlib.contextmanager
+def _sweep_recorded_elsewhere() -> Iterator[None]:
+    """Have Hydra write its record of a sweep to a temporary folder, unless one was typed.
+
+    It would leave a folder `multirun` where the command was typed. The folder of each job has its settings and command.
+    """
+    typed = sys.argv[1:]
+    if not {"-m", "--multirun"} & {*typed} or any(word.startswith("hydra.sweep.dir=") for word in typed):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv.append(f"hydra.sweep.dir={quote_value(folder)}")
+        yield
 
 
 @contextlib.contextmanager

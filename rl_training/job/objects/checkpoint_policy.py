@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.models.load import adapter_base, load_causal_lm, refuse_code_in_adapter
+from rl_training.policy.finite import refuse_diverged
 from rl_training.records.checkpoint_flaws import NO_WEIGHTS, NOT_COMPLETE
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.records.folder import ADAPTER_CONFIG_FILE, OPTIMIZER_FILE, TRAINER_STATE_FILE
@@ -34,7 +35,7 @@ def load_policy(
         load_initial: Loads the model that the run started from. None if the run is unknown.
 
     Raises:
-        UserError: The folder has no weights, or they cannot be loaded.
+        UserError: The folder has no weights, or they cannot be loaded, or are not finite.
     """
     require_weights(checkpoint)
     reference: PreTrainedModel | None = None
@@ -60,6 +61,7 @@ def load_policy(
             raise UserError(f"its model cannot be loaded: {error.__cause__ or error}") from error
         if with_reference and load_initial is not None:
             reference = load_initial()[0].to(device).eval()
+    refuse_diverged(model.named_parameters())
     return CheckpointPolicy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
 
 
