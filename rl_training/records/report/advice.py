@@ -15,6 +15,7 @@ from rl_training.records.report.proposals import Advice, Task
 from rl_training.records.report.set_up import PSR, SetUp
 from rl_training.records.report.standing_out import first_cause, rule_of
 from rl_training.records.report.standing_out.finding import LARGE_STEP, Finding
+from rl_training.records.report.standing_out.rewards import HARDLY_EARNED
 from rl_training.records.report.story.reward_functions import reward_functions
 from rl_training.records.report.verdict import Verdict
 from rl_training.records.report.verdict.holds import LARGE_LOSS
@@ -38,7 +39,6 @@ from rl_training.records.table.series import Run
 from rl_training.records.table.trends import RECENT
 from rl_training.statistics.estimate import Estimate
 
-HARDLY_EARNED = 0.05  # of the highest possible reward
 MIXED_ENOUGH = 0.5  # share of prompts with unequal rewards
 LARGER_BATCH = 2  # times the batch of a run whose steps are too noisy
 PSR_KEPT = "In our tests it kept pass@8 up, not the mean reward."
@@ -117,13 +117,22 @@ def is_a_symptom(finding: Finding, verdict: Verdict) -> bool:
 def _go_back(situation: Situation) -> Advice:
     """Advise to return to a checkpoint before the fall, with the setting of what caused it.
 
-    Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of the latter, and of how
+    Without a cause: with a bounded step if reward fell, with PSR if entropy is gone; but if the steps raised the reward
+    that fell, what earns it has changed. The test of the latter, and of how
     far to go back, is in docs/explanation/how_often_right.md.
     """
     verdict = situation.verdict
     cause = situation.cause
     if cause is not None and isinstance(cause.proposal, Task):
         return _do_first(cause)
+    if cause is None and not verdict.kind.is_gone:
+        since_then = verdict.story.effect_since(verdict.since)
+        if since_then.bounds()[0] > 0:
+            return Advice.of(
+                f"To do first: find what has changed from about step {verdict.since} on: the data, the reward function "
+                "or its service. The steps since then were measured to raise reward, by "
+                f"{format_estimate(since_then)}."
+            )
     since = min(verdict.since, cause.since if cause else verdict.since)
     entropy = verdict.story.entropy
     if verdict.kind.is_gone and entropy is not None:  # shortly before that, hardly more of it was left

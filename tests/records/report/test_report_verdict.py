@@ -107,6 +107,9 @@ CASES: dict[str, tuple[Kind, Curve, Curve]] = {
     "entropy rises, reward stands": (FLAT, lambda step: 0.3 + 0.005 * step, level),
     "reward is at its ceiling from the first step": (SOLVED, level, lambda step: 0.95),
     "entropy trebles, reward stands": (ERUPTS, lambda step: 0.3 + 0.015 * step, level),
+    "entropy trebles, reward rose and stands": (
+        ERUPTS, lambda step: 0.3 + 0.015 * step, lambda step: 0.3 + 0.02 * min(step, 10),
+    ),
 }  # fmt: skip
 
 
@@ -118,6 +121,7 @@ def test_the_verdict_follows_the_entropy_and_reward_curves(tmp_path: Path, case:
     scaled = steps // 40
     judged = verdict(tmp_path, lambda step: entropy(step // scaled), lambda step: reward(step // scaled), steps)
     assert judged.kind == kind, judged.sentence
+    assert ("reward has not" in judged.headline) is ("trebles, reward stands" in case)
 
 
 def test_a_rise_that_bought_nothing_does_not_excuse_an_entropy_that_is_gone_or_falls(tmp_path: Path) -> None:
@@ -364,6 +368,40 @@ def test_reward_that_fell_is_advised_to_go_back_before_the_fall_with_a_bounded_s
     )
 
 
+def test_reward_that_fell_while_the_steps_raised_it_is_not_advised_to_go_back(tmp_path: Path) -> None:
+    """As with prompts that grow harder; unless a line stands out, or some steps were not measured."""
+    sums = {"measured/cumulative_reward": lambda step: Estimate(0.005 * step, 0.001 * step**0.5, 1000)}
+    slow = noisy(lambda step: 0.7 - 0.01 * step, 0.03, 2)
+    first = opening(read_run(log_run(tmp_path / "harder", estimates=sums, reward=slow)))
+    assert first.headline == "Reward has fallen"
+    assert first.advice.text == (
+        f"To do first: find what has changed from about step {first.since} on: the data, the reward function or its "
+        f"service. The steps since then were measured to raise reward, by {0.005 * (40 - first.since):.3f} ± 0.012."
+    )
+    lowering = {"measured/cumulative_reward": lambda step: Estimate(-0.005 * step, 0.001 * step**0.5, 1000)}
+    some = {"measured/cumulative_reward": lambda step: Estimate(0.005 * step, 0.001 * step**0.5, 1000, "of some")}
+    cut = {"settings": {"top_p": 0.7}, "estimates": sums}
+    for name, others in (("lower", {"estimates": lowering}), ("some", {"estimates": some}), ("cut", cut)):
+        told = opening(read_run(log_run(tmp_path / name, reward=slow, **others))).advice.text
+        assert told.startswith("To change: go back to")
+
+
+@pytest.mark.parametrize(
+    ("estimates", "told"),
+    [
+        ({"kl": 0.05, "ess": 0.4, "mean_ratio": 1.0}, "weights copied to the sampler more often"),
+        ({"kl": 0.05, "ess": 0.95, "mean_ratio": 0.8}, "an engine with top_p=1 and temperature 1, without top_k"),
+    ],
+)
+def test_what_to_train_on_with_is_no_command_in_the_middle_of_a_sentence(tmp_path: Path, estimates, told: str) -> None:
+    measured = {
+        f"sampler/{name}": lambda step, value=value: Estimate(value, 0.01 * value, 20)
+        for name, value in estimates.items()
+    }
+    run = read_run(log_run(tmp_path, estimates=measured, reward=noisy(after(25, 0.6, 0.2), 0.03, 2)))
+    assert opening(run).advice.text == f"To change: go back to the start, and train on with {told}."
+
+
 def test_a_policy_that_its_first_step_broke_has_lost_reward_and_is_advised_to_start_again(tmp_path: Path) -> None:
     folder = log_run(tmp_path, 60, entropy=noisy(after(2, 0.2, 0.15), 0.01), reward=noisy(after(2, 0.5, 0.08), 0.03, 2))
     (folder / "training_state" / "checkpoint-20").mkdir(parents=True)
@@ -433,6 +471,19 @@ def test_bounded_steps_that_lose_reward_are_not_advised_the_bound_that_they_have
     }  # fmt: skip
     folder = log_run(tmp_path, estimates=targets, others=others, reward=noisy(after(25, 0.6, 0.2), 0.03, 2))
     assert opening(read_run(folder)).advice.text.endswith(f"and train on with {advised}")
+
+
+def test_the_largest_share_is_not_taken_for_a_schedule_where_the_trainer_logs_a_lower_entropy(tmp_path: Path) -> None:
+    """The bound's entropy is a mean over all tokens, TRL's one over microbatches."""
+    targets = {
+        "bound/target_kl": lambda step: Estimate(0.051, reason="describes the step"),
+        "bound/kl": lambda step: Estimate(0.05, reason="describes the step"),
+        "bound/tries": lambda step: Estimate(0.0),
+        "bound/learning_rate": lambda step: Estimate(1e-4),
+    }
+    folder = log_run(tmp_path, estimates=targets, others={"attached": {"target_kl_share": 0.1}},
+                     reward=noisy(after(25, 0.6, 0.2), 0.03, 2))  # fmt: skip
+    assert opening(read_run(folder)).advice.text.endswith("and train on with attach(…, target_kl_share=0.033).")
 
 
 def test_no_level_is_shown_beyond_the_values_that_a_line_runs_past(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_sampler_that_drifts_away_is_not_said_to_leave_tokens_out(tmp_path: Pa
     finding = findings(tmp_path / "drift", estimates=drift)["sampler"]
     assert finding.evidence.startswith("The sampler drifts away from the policy that is trained: 0.0355 ± ")
     assert "steps 31–40, from 0.001 at first." in finding.evidence
-    assert finding.proposal.text == "copy the weights to the sampler more often"
+    assert finding.proposal.text == "weights copied to the sampler more often"
     again = findings(tmp_path / "again", estimates=drift, settings={"num_iterations": 4})["sampler"]
     assert again.proposal.text == "GRPOConfig(num_iterations=1)"
     cut = {**drift, "sampler/mean_ratio": constant(0.7)}
@@ -280,6 +280,39 @@ def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
         "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22): 0.600 ± "
     )
     assert "was measured to change it by +0.001 ± 0.042." in by_rule["jump"].evidence
+
+
+def test_a_reward_that_differs_across_a_gap_in_the_records_has_not_jumped(tmp_path: Path) -> None:
+    """What twenty steps did that nobody has seen is not known by the last of them."""
+    measured = {"measured/delta_reward": constant(0.001, 0.02, about=1)}
+    run = log_run(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
+    log = run / "logs" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:14] + lines[24:]))
+    assert "jump" not in {finding.name for finding in standing_out(read_run(run))}
+
+
+def test_steps_whose_rewards_are_all_the_same_do_not_make_those_of_others_less_noisy(tmp_path: Path) -> None:
+    """Before a service goes down at step 60, each is the mean of 16 prompts × 8 responses, drawn once."""
+    drawn = [24, 34, 38, 41, 23, 29, 30, 16, 36, 26, 29, 31, 39, 16, 46, 20, 27, 31, 42, 31, 17, 42, 32, 45, 47, 20, 36,
+             54, 25, 41, 51, 52, 45, 52, 19, 30, 38, 34, 38, 41, 29, 30, 28, 43, 42, 39, 40, 27, 30, 41, 31, 38, 41, 26,
+             35, 57, 27, 44, 28]  # fmt: skip
+    by_rule = findings(
+        tmp_path, steps=100, estimates={"measured/delta_reward": constant(0.001, 0.001, about=1)},
+        reward=lambda step: drawn[step - 1] / 100 if step < 60 else 0.0, reward_std=lambda step: 0.25 * (step < 60),
+        frac_reward_zero_std=lambda step: 0.25 if step < 60 else 1.0,
+    )  # fmt: skip
+    assert by_rule["equal"].proposal.text.startswith("look at responses")  # and not for easier prompts
+    assert {finding.since for finding in by_rule.values()} == {60}
+
+
+@pytest.mark.parametrize("since", [1, 21])
+def test_an_infinite_reward_is_no_number_either(tmp_path: Path, since: int) -> None:
+    """As the log of 0 gives, whose advantages are nan."""
+    infinite = lambda step: -math.inf if step >= since else 0.5  # noqa: E731
+    finding = findings(tmp_path, reward=infinite, rewards__right__mean=infinite)["nan"]
+    assert finding.since == since
+    assert finding.evidence.startswith("The reward function `right` is nan or infinite")
 
 
 def test_a_too_large_step_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
@@ -422,9 +455,12 @@ def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
     ("steps", "cut_off", "change"),
     [
         (1, 0.8, "To change: GRPOConfig(max_completion_length=128)."),
-        (40, 0.0, "Look at responses and their rewards: the reward function gives all of them the same."),
+        (
+            40, 0.0, "Read responses: if some are right, correct the reward function, which gives all of them the "
+            "same; if none is, give easier prompts, or a reward for a part of the task.",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_report_of_always_equal_rewards_opens_with_that(
     tmp_path: Path, steps: int, cut_off: float, change: str
 ) -> None:

@@ -12,7 +12,7 @@ from rl_training.records.report.standing_out.run_records import RunRecords
 from rl_training.records.report.wording.base import Wording
 
 # Names of findings, which the JSON of a report has too, and what each says.
-NOT_A_NUMBER = "nan"  # the reward, or a reward function, is nan
+NOT_A_NUMBER = "nan"  # the reward, or a reward function, is nan or infinite
 LOOPHOLE = "loophole"  # steps raise the reward that is paid, and lower a reward function
 DECAY = "decay"  # weight decay outweighs the gradients
 BONUS = "bonus"  # the entropy bonus outweighs the reward

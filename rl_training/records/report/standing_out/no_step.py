@@ -113,7 +113,7 @@ class NoRate(Anomaly):
     def advice(self, wording: Wording) -> Proposal:
         if self.warm_up:
             return self.warm_up.advice(wording)
-        return Change(f"{wording.rate_name}, its schedule and warm-up", target="lr_scheduler_type")
+        return Change(f"a schedule and warm-up that keep {wording.rate_name} above 0", target="lr_scheduler_type")
 
 
 @dataclass(frozen=True)

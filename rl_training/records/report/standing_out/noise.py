@@ -26,12 +26,20 @@ MAX_CORRELATION = 1 - 1e-6  # Fisher's z is infinite at 1
 
 
 def noise_of_a_step(records: RunRecords) -> float:
-    """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
-    changes = records.reward.diff().dropna().to_numpy()
+    """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger.
+
+    Steps whose rewards are all the same are left out, unless all steps are such: they have no noise.
+    """
+    reward = records.reward
+    spread = records.spread
+    spread = spread[spread > 0]
+    if len(spread):
+        reward = reward[reward.index.isin(spread.index)]
+    changes = reward.diff().dropna().to_numpy()
     deviation = deviation_by_median(changes) if len(changes) else 0.0
     scatter = deviation / math.sqrt(2)  # a change has the noise of two steps
     number = records.set_up.sequences
-    of_spread = float(records.spread.median()) / math.sqrt(number) if number > 0 and len(records.spread) else 0.0
+    of_spread = float(spread.median()) / math.sqrt(number) if number > 0 and len(spread) else 0.0
     return max(scatter, of_spread)
 
 

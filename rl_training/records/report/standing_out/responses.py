@@ -49,11 +49,11 @@ class NoResponseEnds(Anomaly):
         )
 
     def advice(self, wording: Wording) -> Change:
-        end_token = Change("eos_token_id of the model and its tokenizer", target="eos_token_id")
+        end_token = Change("the right eos_token_id in the model and its tokenizer", target="eos_token_id")
         longer = wording.longer_responses()
         if not longer.settings:
             return end_token
-        return replace(end_token.followed_by(f" or {longer.text}"), settings=longer.settings)
+        return replace(end_token.followed_by(f", or {longer.text}"), settings=longer.settings)
 
 
 @dataclass(frozen=True)

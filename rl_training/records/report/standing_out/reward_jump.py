@@ -67,6 +67,8 @@ class RewardJumps(Anomaly):
             before = reward.iloc[max(place - STEPS_BEFORE, 0) : place]
             after = reward.iloc[place : place + STEPS_AFTER]
             step = int(after.index[0])
+            if after.index[-1] - before.index[0] >= len(before) + len(after):  # what steps in a gap did is not known
+                continue
             moves = pd.concat([before, after]).diff().abs()
             if moves[step] < moves.max():
                 continue

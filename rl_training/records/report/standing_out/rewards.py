@@ -27,42 +27,48 @@ VISIBLE = 0.5  # share of responses cut off from which it is mentioned along wit
 STEPS_BEFORE = 4  # averaged before rewards became equal
 SAME = 1e-9  # rewards closer than this are equal
 HIGHEST = 1.0  # of a reward of 0 and 1
+HARDLY_EARNED = 0.05  # of the highest possible reward
 NOTHING_LEARNED = "Nothing has been learned from rewards"
 SAME_REWARDS = "equal rewards"  # what the tasks about them are about
 
 
 @dataclass(frozen=True)
 class NotANumber(Anomaly):
-    """The reward is nan, or a reward function is.
+    """The reward is nan or infinite, or a reward function is.
 
     Args:
         function: The name of the function; "" for the reward itself.
         steps: The first and last step without a number.
+        is_infinite: Whether it is infinite at one of them.
     """
 
     function: str
     steps: tuple[int, int]
+    is_infinite: bool
 
     @classmethod
     def find(cls, records: RunRecords) -> Self | None:
         functions = {MEAN.format(name): name for name in function_names(records.run)}
-        last = records.reward.index.max() if len(records.reward) else math.inf
+        rewards = records.run.rows("reward", LOGGED)["value"].dropna()
+        last = rewards.index.max() if len(rewards) else math.inf
         steps = [step for step in records.run.steps if step <= last]
         logged = records.run.names(LOGGED)
         for name in [*functions, "reward"]:
             values = records.run.rows(name, LOGGED)["value"].reindex(steps)
-            since = first_of_trailing(values.isna())
+            is_number = values.index.isin(records.run.logged(name).index)
+            since = first_of_trailing(pd.Series(~is_number, values.index))
             if since is None or name not in logged:
                 continue
             missing = values[values.index >= since]
             if len(missing) >= min(FEW_STEPS, len(values)):
-                return cls(since, functions.get(name, ""), span_of(missing))
+                return cls(since, functions.get(name, ""), span_of(missing), bool(missing.notna().any()))
         return None
 
     @property
     def evidence(self) -> str:
         what = f"The reward function `{self.function}`" if self.function else "The reward"
-        return f"{what} is nan, not a number, {steps_of(self.steps)}: nothing is learned from it."
+        value = "nan or infinite" if self.is_infinite else "nan"
+        return f"{what} is {value}, not a number, {steps_of(self.steps)}: nothing is learned from it."
 
     @property
     def headline(self) -> str:
@@ -148,6 +154,13 @@ class AllEqual(Anomaly):
         if self.rewards.iloc[-1] == HIGHEST:
             return Task(
                 "read responses: if they are right, give harder prompts; if not, correct the reward function",
+                target=SAME_REWARDS,
+            )
+        was_earned = len(self.before) > 0 and self.before.tail(STEPS_BEFORE).mean() > HARDLY_EARNED
+        if self.rewards.iloc[-1] <= 0 and not was_earned:
+            return Task(
+                "read responses: if some are right, correct the reward function, which gives all of them the same; if "
+                "none is, give easier prompts, or a reward for a part of the task",
                 target=SAME_REWARDS,
             )
         return Task(

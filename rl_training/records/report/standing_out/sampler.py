@@ -64,7 +64,8 @@ class NotDrawn(Anomaly):
     def advice(self, wording: Wording) -> Change:
         temperature = wording.set_up.number("temperature", 1.0)
         return Change(
-            f"generate with the trained weights at temperature {temperature:g} and top-p 1, without forced tokens",
+            f"responses generated with the trained weights at temperature {temperature:g} and top-p 1, without forced "
+            "tokens",
             target="the sampler",
         )
 
@@ -147,7 +148,8 @@ class SamplerLeavesOut(Anomaly):
         )
 
     def advice(self, wording: Wording) -> Change:
-        return Change("the engine's top_p, top_k and temperature", target="the sampler")
+        temperature = wording.set_up.number("temperature", 1.0)
+        return Change(f"an engine with top_p=1 and temperature {temperature:g}, without top_k", target="the sampler")
 
 
 @dataclass(frozen=True)
@@ -179,4 +181,4 @@ class SamplerIsBehind(Anomaly):
     def advice(self, wording: Wording) -> Change:
         if wording.set_up.number("num_iterations", 1.0) > 1:
             return wording.fields(num_iterations=1)
-        return Change("copy the weights to the sampler more often", target="weights of the sampler")
+        return Change("weights copied to the sampler more often", target="weights of the sampler")

@@ -100,7 +100,8 @@ STATES = (
     State(STEADY, holds.rises_alone, "Reward rises, and entropy is steady now", sentences.at_its_level, joint=", "),
     State(GONE, holds.is_wasted, "Entropy is gone", sentences.what_is_left, joint=" "),
     State(LOST, holds.is_lost, "Entropy has been lost", sentences.loss, joint=" "),
-    State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward has not", sentences.both_curves),
+    State(ERUPTS, holds.has_erupted_for_nothing, "Entropy has risen, and reward has not", sentences.both_curves),
+    State(ERUPTS, holds.has_erupted, "Entropy has risen, and reward no longer does", sentences.both_curves),
     State(FLAT, holds.has_hardly_risen, "Reward has hardly risen", sentences.over_all_steps, joint=" "),
     State(
         FLAT_FALLING,

@@ -148,6 +148,11 @@ def is_lost(story: Story) -> bool:
     return has_gained_less and (loss > LARGE_LOSS or (entropy.change < 0 and loss > MIN_LOSS))
 
 
+def has_erupted_for_nothing(story: Story) -> bool:
+    """Return whether entropy has risen by far while reward is not above where it was."""
+    return has_erupted(story) and (story.reward is None or not _has_risen_since_start(story.reward))
+
+
 def has_erupted(story: Story) -> bool:
     return story.entropy is not None and story.entropy.left > ERUPTION
 
@@ -163,10 +168,12 @@ def has_hardly_risen_beside_a_fall(story: Story) -> bool:
 
 
 def _is_where_it_was(reward: Reward | None) -> bool:
-    if reward is None or reward.rises:
-        return False
+    return reward is not None and not reward.rises and not _has_risen_since_start(reward)
+
+
+def _has_risen_since_start(reward: Reward) -> bool:
     gain = reward.now - max(reward.start, reward.line.start)
-    return gain <= max(FLAT_BAND * reward.spread, 2 * reward.line.now_error)
+    return gain > max(FLAT_BAND * reward.spread, 2 * reward.line.now_error)
 
 
 def entropy_falls(story: Story) -> bool:

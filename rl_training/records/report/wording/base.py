@@ -23,6 +23,7 @@ LOSS = "loss"
 PROBES = "probes"
 OPEN = "…"  # in a value that the user has to fill in
 MAX_PROPOSALS = 4  # interventions that are proposed to be tried
+SURELY_RAISED = 2.0  # times MAX_SHARE: the trainer may log another mean of entropy than the bound is a share of
 SMALLER = 1 / 3  # times the share, or the rate, of a run whose steps are too large; chosen by hand
 
 
@@ -63,7 +64,7 @@ class Wording:
             times: Factor on the share of a run that has the bound already.
         """
         set_up = self.set_up
-        if set_up.aimed_at > MAX_SHARE and times < 1:  # no share can be set as high
+        if set_up.aimed_at > SURELY_RAISED * MAX_SHARE and times < 1:  # no share can be set as high
             return Change(
                 f"a schedule that never exceeds its first rate (this one made of {KEPT_STEP} targets of up to "
                 f"{set_up.aimed_at:.2g} times the entropy)",
