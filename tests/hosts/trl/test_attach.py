@@ -25,6 +25,7 @@ from rl_training.engine.verifier import LEFT_OUT
 from rl_training.hosts.trl.rollouts.batches import EXTRA_BATCH_KEYS
 from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.wrapping import wrap
+from rl_training.models.load import load_tiny
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -681,6 +682,39 @@ def test_a_second_optimizer_is_detected_beside_one_without_a_formula(make_traine
     trainer.train()
     assert f"step 1: weights were changed {said}" in trainer.attachment.latest["delta_h/backward"].reason
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks  # no hook is left
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, which skips torch's own __init__, as ScheduleFree's and Lookahead's do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_an_optimizer_that_torch_did_not_set_up_is_measured_without_a_formula(make_trainer) -> None:
+    model = load_tiny()[0]
+    optimizer = Wrapper(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    schedule = SimpleNamespace(step=lambda: None, get_last_lr=lambda: [1e-3])
+    trainer = make_trainer(GRPOTrainer, **FEW, model=model, optimizers=(optimizer, schedule))
+    attached = attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True)
+    trainer.train()
+    assert attached.latest["delta_h/forward"].code == "no_formula"
+    assert math.isfinite(attached.latest["entropy/token"].value), attached.latest["entropy/token"].reason
 
 
 def test_a_step_that_the_optimizer_does_not_take_is_detected_as_skipped(make_trainer) -> None:

@@ -83,7 +83,7 @@ class StepHooks:
         if self._trainer.is_deepspeed_enabled:
             engine_step = self._guard.around(self._around_engine_step)
             wrap(self._trainer.model_wrapped, "step", engine_step, self._undo_optimizer)
-        else:
+        elif hasattr(loop.shard.optimizer, "_optimizer_step_pre_hooks"):  # one that skips torch's __init__ takes none
             self._undo_optimizer.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
 
     def end(self) -> None:
