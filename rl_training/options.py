@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeGuard, TypeVar
 
 from rl_training.errors import UserError
 
@@ -47,7 +47,7 @@ def check_share(option: str, value: object, interval: str, hint: str = "") -> No
     Traceback (most recent call last):
     rl_training.errors.UserError: gns: decay=1.0 must lie in (0, 1); .95 remembers about 40 steps
     """
-    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+    is_share = is_number(value) and 0.0 <= value <= 1.0
     if not is_share or (value == 0.0 and interval[0] == "(") or (value == 1.0 and interval[-1] == ")"):
         raise UserError(f"{option}={value!r} must lie in {interval}{hint}")
 
@@ -59,9 +59,13 @@ def check_positive(option: str, value: object, hint: str = "") -> None:
     Traceback (most recent call last):
     rl_training.errors.UserError: kernel.memory_gb=0 must be a number above 0
     """
-    is_positive = isinstance(value, int | float) and 0.0 < value < math.inf
-    if not is_positive or isinstance(value, bool):
+    if not (is_number(value) and 0.0 < value < math.inf):
         raise UserError(f"{option}={value!r} must be a number above 0{hint}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number. True and false, which Python takes for 1 and 0, are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_list(option: str, value: object) -> None:

@@ -7,9 +7,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from rl_training.errors import UserError
+from rl_training.options import is_number
 from rl_training.records.files.masking import mask_line, without_secrets
 from rl_training.records.files.printable import escape_surrogates
 
@@ -44,11 +45,6 @@ def checked_text(value: Any) -> str:
     if not isinstance(value, str | None) and value == value:
         raise UserError(f"{str(value)[:40]!r}, which is not a text")
     return value if isinstance(value, str) else ""
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a recorded value is a number. True and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def checked_number(value: Any) -> float:

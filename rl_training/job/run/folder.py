@@ -37,6 +37,7 @@ from rl_training.records.folder import (
     has_settings,
     refuse_a_file,
 )
+from rl_training.records.hydra_text import quote_override
 from rl_training.records.jsonl import has_records
 
 logger = logging.get_logger(__name__)
@@ -178,7 +179,10 @@ def _find_resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if resume in ("none", "auto"):
         return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
-    checkpoint = find_checkpoint(resume, run_dir, sharded_by, or_else="start a new run without resume")
+    is_there = resume == "latest" and (run_dir / TRAINING_STATE).is_dir()  # so a new run without resume is refused
+    again = f"start it from its first step with {quote_override('run_dir', str(run_dir))} resume=auto"
+    or_else = again if is_there else "start a new run without resume"
+    checkpoint = find_checkpoint(resume, run_dir, sharded_by, or_else=or_else)
     folder = checkpoint.resolve().parent
     run = folder.parent  # its config.yaml may be missing: the settings are those of this command
     if folder.name != TRAINING_STATE:

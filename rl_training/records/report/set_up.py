@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.json_values import is_number
+from rl_training.options import is_number
 from rl_training.records.made_by import made_by
 from rl_training.records.table.effects import Effect
 from rl_training.records.table.series import Run, once_per_run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import shlex
 import shutil
 import sys
@@ -265,6 +266,13 @@ def test_resume_auto_starts_anew_where_a_crash_left_a_config_without_settings(tm
         with pytest.raises(ValueError, match=f"resume: {tmp_path} |{tmp_path / 'config.yaml'} "):
             open_run_folder(composed("train", f"run_dir={tmp_path}", "resume=auto"))
         assert (tmp_path / "config.yaml").read_text() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_told_how_to_start_again_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "my run" / TRAINING_STATE).mkdir(parents=True)
+    fix = re.escape(f"or start it from its first step with 'run_dir=\"{tmp_path}/my run\"' resume=auto")
+    with pytest.raises(UserError, match=fix):
+        quick_run(tmp_path / "my run", "resume=latest")
 
 
 def test_resume_auto_refuses_a_folder_named_by_the_time() -> None:

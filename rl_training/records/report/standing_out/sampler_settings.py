@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rl_training.records.json_values import is_number
+from rl_training.options import is_number
 from rl_training.records.pages.writing import format_estimate
 from rl_training.records.report.proposals import Change
 from rl_training.records.report.set_up import SetUp

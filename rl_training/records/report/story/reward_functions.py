@@ -6,7 +6,7 @@ import math
 
 import pandas as pd
 
-from rl_training.records.json_values import is_number
+from rl_training.options import is_number
 from rl_training.records.report.set_up import set_up_of
 from rl_training.records.table.series import LOGGED, Run
 from rl_training.records.table.trends import MIN_STEPS
