@@ -158,9 +158,10 @@ def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str,
                 is_shard = key.partition("/")[2].startswith(SHARD_PREFIX)
                 tensors[key] = file.get_slice(key) if is_shard else file.get_tensor(key)
     states = dict(initial)
+    if missing := [name for name in initial if name not in names]:
+        logger.warning(f"{checkpoint} holds no state of these, which begin anew: {', '.join(missing)}")
     for name, like in initial.items():
-        if name not in names:
-            logger.warning(f"{checkpoint} holds no state of probe {name!r}: it starts afresh")
+        if name in missing:
             continue
         prefix = f"{name}/"
         try:

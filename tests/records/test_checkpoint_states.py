@@ -67,6 +67,12 @@ def test_an_update_saved_by_any_number_of_processes_is_read_by_any_number(
     assert_read_by(after, tmp_path)
 
 
+def test_states_that_a_checkpoint_lacks_are_named_in_one_line(tmp_path: Path, caplog) -> None:
+    initial = {"simple": None, "gns": None, "engine": None}
+    assert load_probe_states(initial, tmp_path) == initial
+    assert caplog.messages == [f"{tmp_path} holds no state of these, which begin anew: simple, gns, engine"]
+
+
 def test_a_missing_file_of_a_process_is_an_error(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, 2, rank)
