@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,17 @@ def test_a_reward_jump_not_caused_by_a_step_is_dated(tmp_path: Path) -> None:
         "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22): 0.600 ± "
     )
     assert "was measured to change it by +0.001 ± 0.042." in by_rule["jump"].evidence
+
+
+def test_a_jump_is_looked_for_in_a_long_run_without_a_second_for_each_thousand_steps(tmp_path: Path) -> None:
+    scatter = np.random.default_rng(0).normal(0.5, 0.05, 5000).tolist()
+    run = log_run(tmp_path, 1)
+    lines = [json.dumps({"step": step, "reward": reward, "reward_std": 0.5}) for step, reward in enumerate(scatter, 1)]
+    (run / "logs" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    read = read_run(run)
+    began = time.process_time()
+    assert not standing_out(read)
+    assert time.process_time() - began < 1.5
 
 
 def test_a_reward_that_differs_across_a_gap_in_the_records_has_not_jumped(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import pandas as pd
 
 from rl_training.records.pages.writing import format_estimate, size_and_side, steps_of
@@ -63,14 +64,16 @@ class RewardJumps(Anomaly):
         reward = records.reward
         noise = noise_of_a_step(records)
         measured = to_estimates(of_one_step(records.run, "measured/delta_reward"))
+        still = _still_steps(records)
+        moves = np.abs(np.diff(reward.to_numpy()))  # from each step to the next
         for place in range(2, len(reward) - STEPS_AFTER + 1):
+            nearby = moves[max(place - STEPS_BEFORE, 0) : place + STEPS_AFTER - 1]
+            if moves[place - 1] < nearby.max():  # before anything slower, because a run may have 100,000 steps
+                continue
             before = reward.iloc[max(place - STEPS_BEFORE, 0) : place]
             after = reward.iloc[place : place + STEPS_AFTER]
             step = int(after.index[0])
             if after.index[-1] - before.index[0] >= len(before) + len(after):  # what steps in a gap did is not known
-                continue
-            moves = pd.concat([before, after]).diff().abs()
-            if moves[step] < moves.max():
                 continue
             error = noise * math.sqrt(1 / len(before) + 1 / len(after))
             change = Estimate(float(after.mean() - before.mean()), error, len(reward))
@@ -78,7 +81,7 @@ class RewardJumps(Anomaly):
             by_other_updates = abs(by_update.value) if by_update else 0.0
             if by_update and not math.isfinite(by_update.stderr):
                 by_update = None
-            if by_update or _moves_little(records, step):
+            if by_update or step in still:
                 yield cls(step, before, after, change, by_update, by_other_updates)
 
     @property
@@ -107,7 +110,7 @@ class RewardJumps(Anomaly):
         )
 
 
-def _moves_little(records: RunRecords, step: int) -> bool:
-    """Return whether the KL per response of the update before this step is known and next to nothing."""
-    kl = of_one_step(records.run, "measured/kl")["value"].get(step)
-    return kl is not None and kl * float(records.length.get(step, math.nan)) < STILL_KL
+def _still_steps(records: RunRecords) -> set[int]:
+    """Return the steps before which the update's KL per response is known, and next to nothing."""
+    kl, length = of_one_step(records.run, "measured/kl")["value"].align(records.length, join="inner")
+    return set(kl.index[(kl * length < STILL_KL).to_numpy()])
